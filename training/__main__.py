@@ -1,0 +1,169 @@
+"""python -m training run | launch | shard | evaluate | export | settings
+
+Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from training.contract import ENV_LAUNCHER, EXIT_DONE, EXIT_USAGE, UserError
+
+_BEGAN = time.perf_counter()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors are one line, like every other error that a person can mend."""
+
+    def error(self, message: str):  # type: ignore[no-untyped-def]
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m training", description="What runs inside the job, one process a rank.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    run = commands.add_parser("run", help="train a recipe, or resume it", description="Trains a recipe, or resumes it.")
+    _add_recipe(run)
+    run.add_argument("--run-dir", type=Path, help="default: runs/RECIPE")
+    run.add_argument("--fresh", action="store_true", help="start over; an earlier run is moved aside, not deleted")
+    run.add_argument("--verbose", action="store_true", help="let all ranks speak")
+    run.add_argument("--deterministic", action="store_true", help="only deterministic kernels")
+    run.add_argument("--log-format", choices=("table", "json"))
+    run.add_argument("--checkpoint-on-signal", action=argparse.BooleanOptionalAction, help="default: yes")
+    run.set_defaults(action=_run)
+
+    shard = commands.add_parser("shard", help="preprocess a data set once into shard files")
+    _add_recipe(shard)
+    shard.add_argument("--out", type=Path, help="folder to write; default: where a run would look for them")
+    shard.set_defaults(action=_shard)
+
+    evaluate = commands.add_parser("evaluate", help="score a run, or a file of weights, on the test split")
+    evaluate.add_argument("target", type=Path, metavar="RUN|FILE")
+    evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
+    evaluate.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    evaluate.set_defaults(action=_evaluate)
+
+    export = commands.add_parser("export", help="write a run's weights as a plain file")
+    export.add_argument("target", type=Path, metavar="RUN")
+    export.add_argument("out", type=Path, metavar="OUT.pth")
+    export.set_defaults(action=_export)
+
+    settings = commands.add_parser("settings", help="list every setting with its meaning and default")
+    settings.set_defaults(action=_settings)
+
+    launch = commands.add_parser("launch", help="start the ranks of a node and see them end", add_help=False)
+    launch.add_argument("rest", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
+        help="change settings, e.g. --set epochs=2 lr=0.1 (all names: python -m training settings)",
+    )  # fmt: skip
+
+
+def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from training import config as configuration
+
+    assignments = list(args.assignments)
+    assignments += ["log.verbose=true"] if args.verbose else []
+    assignments += ["deterministic=true"] if args.deterministic else []
+    assignments += [f"log.format={args.log_format}"] if args.log_format else []
+    if args.checkpoint_on_signal is not None:
+        assignments.append(f"checkpoint.on_signal={str(args.checkpoint_on_signal).lower()}")
+    config = configuration.load(args.recipe, assignments)
+
+    from training.preempt import Signals, end_with  # imports torch: only once the words are known to be right
+
+    signals = Signals(config.preempt.signals)
+    if env.get(ENV_LAUNCHER) == str(os.getppid()):
+        end_with(os.getppid())
+    from training import loop, world
+
+    me = world.detect(env)
+    run_dir = args.run_dir or Path("runs") / config.recipe
+    try:
+        with world.joined(me, config.device, config.collective_timeout) as joined:
+            return loop.train(config, joined, run_dir, args.fresh, signals, _BEGAN)
+    finally:
+        signals.restore()
+
+
+def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from training import config as configuration
+    from training.data import shards, sources
+
+    data = configuration.load(args.recipe, args.assignments).data
+    if args.out is None:
+        directory = shards.prepare(data)
+        manifest = shards.Manifest.read(directory)
+    else:
+        if args.out.exists():
+            raise UserError(f"{args.out} exists already: choose another folder, or remove it")
+        raw = sources.load(data.source, Path(data.root), data.download, data.options)
+        manifest = shards.write(raw, args.out, data.source, data.num_shards)
+    files = sum(len(part) for part in manifest.splits.values())
+    print(
+        f"{manifest.directory}: {manifest.source}, {manifest.count('train')} training and {manifest.count('test')} test "
+        f"images in {files} files, sha256 {manifest.checksum[:12]}…"
+    )
+    return EXIT_DONE
+
+
+def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from training import scoring, world
+
+    with world.joined(world.detect(env)) as joined:
+        score = scoring.score_target(args.target, args.recipe, args.assignments, joined)
+        if joined.leader:
+            print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
+    return EXIT_DONE
+
+
+def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from training import weights
+
+    tensors, step = weights.from_run(args.target)
+    weights.write(tensors, args.out)
+    print(f"{args.out}: {len(tensors)} tensors of step {step}")
+    return EXIT_DONE
+
+
+def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from training import config as configuration
+    from training import settings
+
+    for name, kind, default, text in settings.documentation(configuration.Config):
+        print(f"{name} = {default!r}  ({kind})\n    {text}")
+    return EXIT_DONE
+
+
+def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) -> int:
+    """Runs one command and returns its exit code. `env` stands in for the launcher's variables."""
+    argv = sys.argv[1:] if argv is None else argv
+    env = os.environ if env is None else env
+    try:
+        if argv[:1] == ["launch"]:
+            from training import launch
+
+            return launch.main(argv[1:])
+        args = _parser().parse_args(argv)
+        action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
+        return action(args, env)
+    except UserError as error:
+        if env.get("RANK", env.get("SLURM_PROCID", env.get("OMPI_COMM_WORLD_RANK", "0"))) in ("0", ""):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

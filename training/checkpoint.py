@@ -1,0 +1,284 @@
+"""Checkpoints that are complete, verified and never half there. Knows nothing of ranks.
+
+    checkpoints/step-00000100/state.safetensors      every tensor
+    checkpoints/step-00000100/state.json             the plain values around them
+    checkpoints/step-00000100/manifest.json          size and sha256 of both; written last
+
+A save copies the state into a buffer that is allocated once, and a thread writes it: temporary directory → fsync of
+each file → manifest → rename → fsync of the parent. Older checkpoints are removed only after the new one was read back
+and verified. There is no pickle: a tensor file is safetensors, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from training import files
+from training.contract import UserError, checkpoint_name
+from training.exchange import DTYPE_NAMES, join, split
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = "state.safetensors"
+_FORMAT = 1
+_CHUNK = 8 << 20
+_NAME = re.compile(r"step-(\d{8,12})")
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint that must not be used. The message names the file and what is wrong with it."""
+
+
+def candidates(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, verified or not."""
+    try:
+        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
+    manifest_path = path / MANIFEST
+    try:
+        with manifest_path.open("rb") as file:
+            manifest = json.loads(file.read(1 << 20))
+        entries = manifest["files"]
+        if manifest["format"] != _FORMAT or set(entries) != {STATE, TENSORS} or manifest["step"] != step_of(path):
+            raise ValueError("it is of another format or step")
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except OSError as error:
+        raise CorruptCheckpoint(f"{manifest_path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{manifest_path} is malformed: {error}") from None
+    for name, (size, digest) in expected.items():
+        file_path = path / name
+        try:
+            if file_path.stat().st_size != size:
+                raise CorruptCheckpoint(f"{file_path} has {file_path.stat().st_size} bytes, expected {size}")
+            if _sha256(file_path) != digest:
+                raise CorruptCheckpoint(f"{file_path} does not have the sha256 of its manifest")
+        except OSError as error:
+            raise CorruptCheckpoint(f"{file_path}: {error.strerror}") from None
+    return manifest
+
+
+def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: None) -> Path | None:
+    """The newest checkpoint whose every byte verifies; each bad one that is newer is reported through `warn`.
+
+    Returns None where there is no checkpoint at all.
+
+    Raises:
+        UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
+    """
+    found = candidates(directory)
+    for path in found:
+        try:
+            verify(path)
+        except CorruptCheckpoint as error:
+            warn(f"checkpoint is corrupt and not used: {error}")
+        else:
+            return path
+    if found:
+        raise UserError(
+            f"none of the {len(found)} checkpoints in {directory} verifies: restore one from a backup, "
+            "or start over in another run directory"
+        )
+    return None
+
+
+def load(path: Path) -> Any:
+    """The state tree of a checkpoint, tensors on the CPU. Verify it first. Raises `CorruptCheckpoint`."""
+    try:
+        plain = json.loads((path / STATE).read_bytes())
+        with safetensors.safe_open(path / TENSORS, framework="pt") as file:
+            tensors = [file.get_tensor(_tensor_name(index)) for index in range(len(file.keys()))]
+        return join(plain, tensors)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from None
+
+
+@dataclass(slots=True)
+class SaveResult:
+    path: Path
+    seconds: float
+    bytes: int
+
+
+class Writer:
+    """Saves checkpoints of one run in the background, one at a time, and prunes old ones.
+
+    Args:
+        directory: the run's `checkpoints/`.
+        keep: newest checkpoints to keep.
+        keep_best: also keep the one with the highest `score`.
+    """
+
+    def __init__(self, directory: Path, keep: int, keep_best: bool) -> None:
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self._buffers: list[torch.Tensor] = []
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[SaveResult] | None = None
+
+    def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
+        """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
+
+        The future holds an `OSError` where the disk refused.
+        """
+        self.wait()
+        plain, tensors = split(state)
+        self._snapshot(tensors)
+        self._pending = self._executor.submit(self._write, step, plain, list(self._buffers), score)
+        return self._pending
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Does not raise: the future does."""
+        if self._pending is not None:
+            with contextlib.suppress(Exception):
+                self._pending.result()
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+    def _snapshot(self, tensors: list[torch.Tensor]) -> None:
+        same = len(tensors) == len(self._buffers) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(tensors, self._buffers)
+        )
+        if not same:
+            pinned = torch.cuda.is_available()
+            self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in tensors]
+        for buffer, tensor in zip(self._buffers, tensors):
+            buffer.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+
+    def _write(self, step: int, plain: Any, tensors: list[torch.Tensor], score: float | None) -> SaveResult:
+        began = time.perf_counter()
+        final = self.directory / checkpoint_name(step)
+        staging = self.directory / f".{final.name}.{os.getpid()}"
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            entries = {
+                STATE: _write_hashed(staging / STATE, [json.dumps(plain).encode()]),
+                TENSORS: _write_hashed(staging / TENSORS, _safetensors(tensors)),
+            }
+            manifest = {"format": _FORMAT, "step": step, "score": score, "files": entries}
+            files.write_durable(staging / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+            files.fsync_directory(staging)
+            if final.exists():  # of an earlier attempt: corrupt, or the run would not be at this step again
+                files.rename(final, staging.with_name(f".old-{final.name}.{os.getpid()}"))
+            files.rename(staging, final)
+            files.fsync_directory(self.directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(staging.with_name(f".old-{final.name}.{os.getpid()}"), ignore_errors=True)
+        self._prune(final)
+        return SaveResult(final, time.perf_counter() - began, sum(entry["bytes"] for entry in entries.values()))
+
+    def _prune(self, newest: Path) -> None:
+        try:
+            verify(newest)
+        except CorruptCheckpoint as error:
+            raise OSError(f"a checkpoint that was just written does not verify: {error}") from None
+        found = candidates(self.directory)
+        kept = set(found[: self.keep])
+        if self.keep_best:
+            scores = {path: score for path in found if (score := _score(path)) is not None}
+            if scores:
+                kept.add(max(scores, key=lambda path: (scores[path], step_of(path))))
+        for path in found:
+            if path not in kept and path != newest:
+                # Renamed first: a crash while its files go must not leave a candidate that is half there.
+                with contextlib.suppress(OSError):
+                    files.rename(path, path.with_name(f".old-{path.name}.{os.getpid()}"))
+                shutil.rmtree(path.with_name(f".old-{path.name}.{os.getpid()}"), ignore_errors=True)
+
+
+def clean(directory: Path) -> None:
+    """Removes what a killed save or removal left behind."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if re.fullmatch(r"\.(old-)?step-\d{8,12}\.\d+", path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _score(path: Path) -> float | None:
+    manifest = files.read_json(path / MANIFEST, 1 << 20)
+    score = manifest.get("score") if isinstance(manifest, dict) else None
+    return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
+
+
+def _tensor_name(index: int) -> str:
+    return f"{index:06d}"
+
+
+def _safetensors(tensors: list[torch.Tensor]) -> list[Any]:
+    """The byte pieces of a safetensors file (header, then the data of each tensor), without another copy."""
+    header, at, pieces = {}, 0, []
+    for index, tensor in enumerate(tensors):
+        size = tensor.numel() * tensor.element_size()
+        header[_tensor_name(index)] = {
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size],
+        }  # fmt: skip
+        at += size
+        pieces.append(tensor.reshape(-1).view(torch.uint8).numpy())
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *pieces]
+
+
+def _write_hashed(path: Path, pieces: list[Any]) -> dict[str, Any]:
+    """Writes a durable file while another thread hashes the same bytes. Returns {bytes, sha256}."""
+    digest = hashlib.sha256()
+
+    def hash_all() -> None:
+        for piece in pieces:
+            digest.update(piece)
+
+    hasher = threading.Thread(target=hash_all, name="checkpoint-hash")
+    hasher.start()
+    size = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for piece in pieces:
+            view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+            for start in range(0, len(view), _CHUNK):
+                files.write_all(descriptor, view[start : start + _CHUNK])
+            size += len(view)
+        files.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        hasher.join()
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()

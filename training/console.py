@@ -1,0 +1,67 @@
+"""What the person sees: the table of the bag-of-tricks exercise and a progress bar, or JSON lines for a cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.config import Log
+from training.world import World
+
+
+class Console:
+    """Rank 0 speaks; the others only with `log.verbose`. Listens to the events of the run."""
+
+    def __init__(self, log: Log, world: World, epochs: int, steps_per_epoch: int) -> None:
+        self.log, self.world = log, world
+        self.speaks = world.leader or log.verbose
+        self._header = False
+        self._bar: Progress | None = None
+        if world.leader and log.format == "table" and sys.stderr.isatty():
+            columns = (
+                TextColumn("epoch {task.fields[epoch]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, transient=True, redirect_stdout=True)
+            self._task = self._bar.add_task("train", total=epochs * steps_per_epoch, epoch=1)
+            self._bar.start()
+
+    def line(self, text: str) -> None:
+        """A sentence for people; silent where JSON was asked for."""
+        if self.speaks and self.log.format == "table":
+            print(text if self.world.leader else f"[rank {self.world.rank}] {text}", flush=True)
+
+    def warn(self, text: str) -> None:
+        """Always on stderr, whatever the format."""
+        print(f"warning: rank {self.world.rank}: {text}", file=sys.stderr, flush=True)
+
+    def step(self, epoch: int, done: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, epoch=epoch + 1)
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        if self.log.format == "json":
+            if self.world.leader:
+                print(json.dumps(event, ensure_ascii=False), flush=True)
+        elif event["event"] == "epoch":
+            if not self._header:
+                self._header = True
+                print("epoch    batch    train time [sec]    validation accuracy    train loss    images/s", flush=True)
+            accuracy = "            –" if event["accuracy"] is None else f"{event['accuracy']:13.4f}"
+            print(
+                f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}{accuracy}"
+                f" {event['train_loss']:13.4f} {event['images_per_second']:11.0f}",
+                flush=True,
+            )
+        elif event["event"] == "warning":
+            self.warn(event["message"])
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,89 @@
+"""Augmentation on the device, keyed by (seed, epoch, sample id): no generator, nothing to save, any world size.
+
+Images stay uint8 [n, h, w, 3] until here. Crop, reflection and flip are one gather: the row and column of every output
+pixel are computed and looked up, so no padded copy is made.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from training.config import Augment, Data
+from training.data.order import key, mix
+
+
+def draws(
+    seed: int, epoch: int, ids: torch.Tensor, crop: int, flip: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dy, dx, flipped) of each sample: shifts in −crop … crop (int64) and a bool, each of shape [len(ids)]."""
+    noise = mix(ids & 0xFFFFFFFF ^ key(seed, epoch, 2))
+    span = 2 * crop + 1
+    dy, dx = noise % span - crop, mix(noise ^ key(seed, 3)) % span - crop
+    if flip == "random":
+        flipped = (mix(noise ^ key(seed, 4)) & 1).bool()
+    elif flip == "alternating":  # Keller Jordan, "94% on CIFAR-10 in 3.29 seconds": once at random, then in turn
+        flipped = ((mix(ids & 0xFFFFFFFF ^ key(seed, 5)) + epoch) & 1).bool()
+    else:
+        flipped = torch.zeros_like(ids, dtype=torch.bool)
+    return dy, dx, flipped
+
+
+def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
+    """uint8 [b, h, w, c] → [b, c, h, w] of `dtype`, by the config's mean and std."""
+    mean = torch.tensor(data.mean, dtype=dtype, device=pixels.device) * 255
+    scale = 1 / (torch.tensor(data.std, dtype=dtype, device=pixels.device) * 255)
+    images = pixels.permute(0, 3, 1, 2).to(dtype)
+    if not channels_last:
+        images = images.contiguous()
+    return images.sub_(mean.view(1, -1, 1, 1)).mul_(scale.view(1, -1, 1, 1))
+
+
+def augment(
+    images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, data: Data, seed: int, epoch: int,
+    dtype: torch.dtype = torch.float32, channels_last: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The augmented, normalised batch [b, c, h, w].
+
+    Args:
+        images: uint8 [m, h, w, c] on the device, of which the batch is `images[rows]`.
+        rows: int64 [b], where in `images` the samples lie.
+        ids: int64 [b], the samples' global ids, which the draws are keyed by.
+    """
+    settings = data.augment
+    moved = settings.crop or settings.flip != "none"
+    pixels = _gather(images, rows, ids, settings, seed, epoch) if moved else images[rows]
+    batch = normalise(pixels, data, dtype, channels_last)
+    if settings.cutout:
+        batch.masked_fill_(_holes(ids, settings.cutout, images.shape[1:3], seed, epoch), 0.0)
+    return batch
+
+
+def _gather(
+    images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, settings: Augment, seed: int, epoch: int
+) -> torch.Tensor:
+    height, width = images.shape[1:3]
+    dy, dx, flipped = draws(seed, epoch, ids, settings.crop, settings.flip)
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[None, :] + dy[:, None]
+    x = torch.where(flipped[:, None], width - 1 - x, x)[None, :].reshape(len(ids), width) + dx[:, None]
+    pixels = images[rows[:, None, None], _reflect(y, height)[:, :, None], _reflect(x, width)[:, None, :]]
+    if settings.padding == "zero":
+        inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]
+        pixels *= inside[..., None]
+    return pixels
+
+
+def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Mirrors indices at 0 and size − 1, the edge itself not repeated (as `F.pad(mode="reflect")`)."""
+    return (size - 1 - (size - 1 - index.abs()).abs()).clamp_(0, size - 1)
+
+
+def _holes(ids: torch.Tensor, side: int, size: torch.Size, seed: int, epoch: int) -> torch.Tensor:
+    """bool [b, 1, h, w], true in a square of `side` pixels whose centre is drawn uniformly (DeVries & Taylor, 2017)."""
+    height, width = size
+    noise = mix(ids & 0xFFFFFFFF ^ key(seed, epoch, 6))
+    top, left = noise % height - side // 2, mix(noise ^ key(seed, 7)) % width - side // 2
+    y = torch.arange(height, device=ids.device)[None, :] - top[:, None]
+    x = torch.arange(width, device=ids.device)[None, :] - left[:, None]
+    inside = ((y >= 0) & (y < side))[:, :, None] & ((x >= 0) & (x < side))[:, None, :]
+    return inside[:, None]

@@ -1,0 +1,258 @@
+"""Shards: safetensors files of images and labels with a manifest of counts and sha256, read by mmap.
+
+directory = prepare(config.data)            # finds them, or makes them once a node under a file lock
+manifest = Manifest.read(directory)
+samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import safetensors
+import torch
+from safetensors.numpy import save_file
+
+from training.config import Data
+from training.contract import UserError
+from training.data import sources
+from training.data.order import bounds
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    file: str
+    count: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a folder of shards holds. `shape` is (height, width, channels)."""
+
+    directory: Path
+    source: str
+    classes: list[str]
+    shape: tuple[int, int, int]
+    splits: dict[str, list[Shard]]
+
+    def count(self, split: str) -> int:
+        return sum(shard.count for shard in self.splits[split])
+
+    @property
+    def checksum(self) -> str:
+        """One sha256 for all files, in their order."""
+        every = "".join(shard.sha256 for split in _SPLITS for shard in self.splits[split])
+        return hashlib.sha256(every.encode()).hexdigest()
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Raises `UserError` where the manifest is missing or malformed."""
+        path = directory / MANIFEST
+        try:
+            with path.open("rb") as file:
+                value = json.loads(file.read(16 << 20))
+        except OSError as error:
+            raise UserError(f"no shards in {directory}: cannot read {MANIFEST} ({error.strerror})") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path} is not valid JSON: make the shards again (python -m training shard)") from None
+        try:
+            return cls._checked(directory, value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path} is malformed ({error}): make the shards again (python -m training shard)"
+            ) from None
+
+    @classmethod
+    def _checked(cls, directory: Path, value: Any) -> Manifest:
+        if value["format"] != _FORMAT:
+            raise ValueError(f"format {value['format']!r}, expected {_FORMAT}")
+        height, width, channels = value["shape"]
+        classes, source = value["classes"], value["source"]
+        if not all(isinstance(size, int) and 0 < size < 1 << 16 for size in (height, width, channels)):
+            raise ValueError(f"shape {value['shape']!r}")
+        if not isinstance(source, str) or not isinstance(classes, list) or not classes:
+            raise ValueError("no source or no classes")
+        splits = {}
+        for split in _SPLITS:
+            splits[split] = [Shard(**entry) for entry in value["splits"][split]]
+            for shard in splits[split]:
+                if not isinstance(shard.file, str) or not re.fullmatch(r"[\w-]+\.safetensors", shard.file):
+                    raise ValueError(f"file name {shard.file!r}")
+                if type(shard.count) is not int or shard.count < 1 or not re.fullmatch("[0-9a-f]{64}", shard.sha256):
+                    raise ValueError(f"entry of {shard.file}")
+            if not splits[split]:
+                raise ValueError(f"no {split} files")
+        return cls(directory, source, [str(name) for name in classes], (height, width, channels), splits)
+
+
+def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Manifest:
+    """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
+
+    Raises:
+        UserError: it exists already, or cannot be written.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists already: choose another folder, or remove it")
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        staging.mkdir(parents=True)
+        splits: dict[str, list[dict[str, Any]]] = {}
+        for split, (images, labels) in zip(_SPLITS, (raw.train, raw.test)):
+            count = min(num_shards if split == "train" else 1, len(labels))
+            splits[split] = []
+            for number in range(count):
+                low, high = bounds(len(labels), number, count)
+                path = staging / f"{split}-{number:05d}.safetensors"
+                save_file(
+                    {"images": np.ascontiguousarray(images[low:high]), "labels": labels[low:high]},
+                    path,
+                )
+                splits[split].append({"file": path.name, "count": high - low, "sha256": sha256(path)})
+        manifest = {
+            "format": _FORMAT, "source": source, "classes": raw.classes,
+            "shape": list(raw.train[0].shape[1:]), "splits": splits,
+        }  # fmt: skip
+        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        staging.rename(directory)
+    except OSError as error:
+        raise UserError(f"cannot write shards to {directory}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return Manifest.read(directory)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def cache_directory(data: Data) -> Path:
+    """Where the shards of a source are cached: one folder for each (source, options, number of shards)."""
+    identity = json.dumps([_FORMAT, data.source, data.options, data.num_shards], sort_keys=True)
+    return Path(data.root) / "shards" / f"{data.source}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def prepare(data: Data) -> Path:
+    """The folder with the shards. Where they are missing, one process makes them while the others wait, bounded.
+
+    Raises:
+        UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
+    """
+    if data.shards is not None:
+        return Path(data.shards)
+    directory = cache_directory(data)
+    if (directory / MANIFEST).exists():
+        return directory
+    lock = directory.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(lock, timeout=data.prepare_timeout):
+            if not (directory / MANIFEST).exists():
+                raw = sources.load(data.source, Path(data.root), data.download, data.options)
+                write(raw, directory, data.source, data.num_shards)
+    except filelock.Timeout:
+        raise UserError(
+            f"another process has held {lock} for {data.prepare_timeout:.0f} s: see what it does, "
+            "or wait longer with data.prepare_timeout"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot use {lock.parent} ({error.strerror}): point data.root at a folder that can be written, "
+            "or data.shards at ready shards"
+        ) from None
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read."""
+
+    low: int
+    high: int
+    starts: list[int]
+    images: list[torch.Tensor]
+    labels: list[torch.Tensor]
+
+    def __len__(self) -> int:
+        return self.high - self.low
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(images.numel() for images in self.images)
+
+    @classmethod
+    def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
+        """Opens the files that hold any of these ids. Raises `UserError` for one that is missing or corrupt."""
+        starts, images, labels = [], [], []
+        start = 0
+        for shard in manifest.splits[split]:
+            if start < high and low < start + shard.count:
+                tensors = _open_shard(manifest, shard, verify)
+                starts.append(start)
+                images.append(tensors[0])
+                labels.append(tensors[1])
+            start += shard.count
+        return cls(low, high, starts, images, labels)
+
+    def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(uint8 images [b, h, w, c], labels [b]) of global ids, gathered on the CPU."""
+        if len(self.images) == 1:
+            rows = ids - self.starts[0]
+            return self.images[0][rows], self.labels[0][rows]
+        images = torch.empty((len(ids), *self.images[0].shape[1:]), dtype=torch.uint8)
+        labels = torch.empty(len(ids), dtype=torch.int64)
+        for start, some_images, some_labels in self._files():
+            inside = (ids >= start) & (ids < start + len(some_labels))
+            images[inside] = some_images[ids[inside] - start]
+            labels[inside] = some_labels[ids[inside] - start]
+        return images, labels
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(images, labels) of all ids in their order; no copy where one file holds them."""
+        pieces = []
+        for start, images, labels in self._files():
+            window = slice(max(self.low - start, 0), min(self.high - start, len(labels)))
+            pieces.append((images[window], labels[window]))
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([images for images, _ in pieces]), torch.cat([labels for _, labels in pieces])
+
+    def _files(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        return zip(self.starts, self.images, self.labels)
+
+
+def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    path = manifest.directory / shard.file
+    mend = "make the shards again (python -m training shard)"
+    try:
+        if verify and (found := sha256(path)) != shard.sha256:
+            raise UserError(f"{path} has sha256 {found[:12]}…, its manifest says {shard.sha256[:12]}…: {mend}")
+        with safetensors.safe_open(path, framework="pt") as file:
+            images, labels = file.get_tensor("images"), file.get_tensor("labels")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"cannot open {path} ({error}): {mend}") from None
+    if images.dtype != torch.uint8 or images.shape != (shard.count, *manifest.shape):
+        raise UserError(f"{path} holds {images.dtype} {list(images.shape)}, not what its manifest says: {mend}")
+    if labels.dtype != torch.int64 or labels.shape != (shard.count,):
+        raise UserError(f"{path} holds {labels.dtype} labels {list(labels.shape)}, not what its manifest says: {mend}")
+    if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
+        raise UserError(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
+    return images, labels

@@ -1,0 +1,90 @@
+"""Exact evaluation: every test image is counted once, at every world size, without padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from training.config import Config
+from training.data.augment import normalise
+from training.data.loader import fits
+from training.data.order import bounds
+from training.data.shards import Manifest, Samples
+from training.step import autocast, real_type
+from training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    correct: int
+    count: int
+    loss: float
+    """Mean cross entropy, without smoothing."""
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.count
+
+
+class Evaluator:
+    """Scores weights on the test split. A rank opens only the files of its contiguous part, and keeps them."""
+
+    def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
+        self.config, self.world = config, world
+        count = manifest.count("test")
+        low, high = bounds(count, world.rank, world.size)
+        self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
+        """Batches of the longest part: every rank passes as many boundaries, so that collectives match."""
+        self.samples = Samples.open(manifest, "test", low, high, config.data.verify)
+        self.images, self.labels = torch.empty(0), torch.empty(0)
+        if high > low:
+            self.images, self.labels = self.samples.all()
+            if fits(self.samples, world):
+                self.images, self.labels = self.images.to(world.device), self.labels.to(world.device)
+
+    @torch.no_grad()
+    def score(
+        self, model: nn.Module, buffers: dict[str, torch.Tensor], leave: Callable[[], bool] = lambda: False
+    ) -> Score | None:
+        """The score over the whole test split, the same on every rank; None where `leave` said so. Collective.
+
+        Args:
+            buffers: batch statistics to use in place of the model's own.
+            leave: asked before each batch, on every rank the same number of times.
+        """
+        size, device = self.config.evaluate.batch_size, self.world.device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        training = model.training
+        model.eval()
+        try:
+            for number in range(self.rounds):
+                if leave():
+                    return None
+                images = self.images[number * size : (number + 1) * size].to(device)
+                labels = self.labels[number * size : (number + 1) * size].to(device)
+                if not len(labels):
+                    continue
+                logits = self._logits(model, buffers, images)
+                totals[0] += (logits.argmax(1) == labels).sum()
+                totals[1] += len(labels)
+                totals[2] += F.cross_entropy(logits, labels, reduction="sum")
+        finally:
+            model.train(training)
+        totals = totals.cpu()
+        dist.all_reduce(totals)
+        return Score(int(totals[0]), int(totals[1]), float(totals[2] / totals[1]))
+
+    def _logits(self, model: nn.Module, buffers: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        x = normalise(images, config.data, real_type(config.precision), config.channels_last)
+        with autocast(config.precision, self.world.device):
+            logits = torch.func.functional_call(model, buffers, (x,))
+            if config.evaluate.tta == "flip":
+                logits = (logits + torch.func.functional_call(model, buffers, (x.flip(-1),))) / 2
+        return logits.to(real_type(config.precision))

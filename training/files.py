@@ -1,0 +1,65 @@
+"""Writing files so that a crash leaves the old content or the new, never half of it.
+
+Everything that touches the disk on the way to a durable file goes through these few functions, by their module name:
+the fault tests replace them one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_all(descriptor: int, data: Any) -> None:
+    """Writes all bytes of a buffer. Raises `OSError`."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def fsync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """A new file whose content is on the disk when this returns. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(descriptor, data)
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file at once. Raises `OSError`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_durable(temporary, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+        rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path, limit: int = 64 << 20) -> Any:
+    """The value of a JSON file, or None where it is missing or no JSON."""
+    try:
+        with path.open("rb") as file:
+            return json.loads(file.read(limit))
+    except (OSError, ValueError, RecursionError):
+        return None

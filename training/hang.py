@@ -1,0 +1,60 @@
+"""Who is missing? When a collective fails or times out, names the ranks that did not arrive, and each one's last step.
+
+Every rank notes its step in the store about once a second. A rank whose collective failed reports itself there and
+looks who else reports within a few seconds: the ones that do not are gone, stopped or stuck.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from training.world import World
+
+REPORT_SECONDS = 5.0
+
+
+class Heartbeat:
+    """Writes this rank's step to the store, at most once a second."""
+
+    def __init__(self, world: World, now: Callable[[], float] = time.monotonic) -> None:
+        self._key, self._now, self._last = f"lockstep/step/{world.rank}", now, -1.0
+        self._store = dist.PrefixStore("", _get_default_store()) if world.size > 1 else None
+
+    def beat(self, step: int) -> None:
+        if self._store is not None and self._now() - self._last >= 1.0:
+            self._last = self._now()
+            self._store.set(self._key, str(step))
+
+
+def last_words(world: World, step: int, error: BaseException) -> str:
+    """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
+    cause = (str(error) or type(error).__name__).splitlines()[0][:200]
+    try:
+        missing = _missing(world, step)
+    except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
+        return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
+    if missing:
+        return f"step {step}: {'; '.join(missing)} ({cause})"
+    return f"step {step}: {cause}"
+
+
+def _missing(world: World, step: int) -> list[str]:
+    store = dist.PrefixStore("", _get_default_store())
+    store.set_timeout(timedelta(seconds=REPORT_SECONDS))
+    store.set(f"lockstep/failed/{world.rank}", str(step))
+    missing = []
+    deadline = time.monotonic() + REPORT_SECONDS
+    for rank in range(world.size):
+        left = max(deadline - time.monotonic(), 0.05)
+        try:
+            store.wait([f"lockstep/failed/{rank}"], timedelta(seconds=left))
+        except (RuntimeError, ValueError):
+            seen = f"lockstep/step/{rank}"
+            last = store.get(seen).decode() if store.check([seen]) else "none"
+            missing.append(f"rank {rank} did not arrive (last seen at step {last})")
+    return missing

@@ -1,0 +1,245 @@
+"""python -m training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
+
+PID 1 of a node: torch's own elastic agent starts the ranks as one gang and restarts them together. What it adds:
+an exit code 2 or 75 ends the restarts, signals reach the ranks instead of ending the agent, every line of output
+carries its rank, and the exit code says what the cluster should do next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from training.contract import (
+    ENV_LAUNCHER,
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+    MASTER_PORT,
+    UserError,
+)  # fmt: skip
+from training.world import cores
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which knows which endings are final and hands signals on."""
+
+    stop_seconds = 30
+    signalled: int | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        os.environ[ENV_RESTARTS] = str(worker_group.spec.max_restarts - self._remaining_restarts)
+        ids = super()._start_workers(worker_group)
+        self.catch()  # torch has just installed handlers of its own, which would end the agent
+        if self.signalled is not None:
+            self._forward(self.signalled, None)  # it came while the ranks were starting
+        return ids
+
+    def catch(self) -> None:
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        self.signalled = number
+        ranks = self._pcontext.pids().values() if self._pcontext is not None else ()
+        for pid in ranks:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        if not ranks or self._in_barrier():
+            raise SignalException(f"signal {number}", signal.Signals(number))
+
+    def _in_barrier(self) -> bool:
+        return self._worker_group.state == WorkerState.SUCCEEDED
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        final = any(failure.exitcode in FINAL for failure in result.failures.values())
+        if result.is_failed() and (final or self.signalled is not None):
+            self._remaining_restarts = 0
+        return result
+
+
+def exit_code(result: RunResult) -> int:
+    """The gang's ending as one code: wrong usage beats preempted beats failed."""
+    if not result.is_failed():
+        return EXIT_DONE
+    codes = {failure.exitcode for failure in result.failures.values()}
+    return next((code for code in FINAL if code in codes), EXIT_FAILED)
+
+
+def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
+    """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
+
+    Args:
+        attempt: how often the cluster itself has restarted this node so far.
+    """
+    if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
+        return code
+    if code == EXIT_PREEMPTED:
+        return 128 + signal.SIGTERM
+    return 138 if attempt < max_restarts else EXIT_FAILED
+
+
+def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m training launch", description="Starts the ranks of this node and sees them end.",
+        epilog="COMMAND is `run RECIPE …` (any `python -m training` command), or `-- PROGRAM …` of your own.",
+    )  # fmt: skip
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"launch: {message} (see python -m training launch --help)")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
+                        help="ranks on this node; auto: the visible GPUs, else 2")  # fmt: skip
+    parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),
+                        help="number of nodes, or MIN:MAX for an elastic job")  # fmt: skip
+    parser.add_argument("--rendezvous", default=_endpoint(env), metavar="HOST:PORT",
+                        help="where the nodes meet; the node of that name serves it")  # fmt: skip
+    parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=_serves(env),
+                        help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
+    parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
+                        help="the same on all nodes of a job")  # fmt: skip
+    parser.add_argument("--address", help="this node's address as the others see it; default: its host name")
+    parser.add_argument("--max-restarts", type=int, default=int(env.get("PET_MAX_RESTARTS", "0")),
+                        help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
+    parser.add_argument("--join-timeout", type=float, default=600.0, help="seconds to wait for the other nodes")
+    parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
+    parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain")
+    parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
+                        help="begin every line with its rank")  # fmt: skip
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    args = parser.parse_args(argv)
+    if not args.command:
+        refuse("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
+    if args.command[0] == "--":
+        command = args.command[1:] or refuse("nothing after --")
+    else:
+        command = [sys.executable, "-u", "-m", "training", *args.command]
+    return args, command
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    if "PET_RDZV_ENDPOINT" in env:
+        return env["PET_RDZV_ENDPOINT"]
+    return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
+
+
+def _serves(env: Mapping[str, str]) -> bool | None:
+    return env["PET_NODE_RANK"] == "0" if "PET_NODE_RANK" in env and "PET_RDZV_ENDPOINT" not in env else None
+
+
+def rank_count(text: str) -> int:
+    """`--ranks`: a number, or `auto` for the visible GPUs, else 2. Raises `UserError`."""
+    gpus = torch.cuda.device_count()
+    if text == "auto":
+        return gpus or 2
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
+    if gpus and int(text) > gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise UserError(f"--ranks {text}, but {gpus} GPUs are visible: start at most one rank a GPU")
+    return int(text)
+
+
+def _node_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(f"--nodes must be a number, or MIN:MAX with MIN ≤ MAX; got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _rendezvous(args: argparse.Namespace) -> RendezvousParameters:
+    low, high = _node_range(args.nodes)
+    endpoint, host = args.rendezvous, args.serve
+    if high > 1 and not endpoint:
+        raise UserError(f"--nodes {args.nodes} needs --rendezvous HOST:PORT, the same on every node")
+    job_id = args.job_id if high > 1 else uuid.uuid4().hex
+    if high == 1:
+        endpoint, host = "127.0.0.1:0", True
+    options = {"is_host": str(host).lower()} if host is not None else {}
+    return RendezvousParameters(
+        backend="c10d", endpoint=endpoint, run_id=job_id, min_nodes=low, max_nodes=high,
+        local_addr=args.address or ("127.0.0.1" if high == 1 else socket.gethostname()),
+        join_timeout=args.join_timeout, last_call_timeout=3 if low < high else 1,
+        read_timeout=min(args.join_timeout, 60), **options,
+    )  # fmt: skip
+
+
+def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
+    """Launches and returns the code for the cluster. Raises `UserError` for wrong words."""
+    env = os.environ if env is None else env
+    args, command = _parse(argv, env)
+    ranks = rank_count(args.ranks)
+    parameters = _rendezvous(args)
+    if shutil.which(command[0]) is None:
+        raise UserError(f"launch: there is no program {command[0]!r}")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ[ENV_LAUNCHER] = str(os.getpid())
+    # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logs = tempfile.mkdtemp(prefix="lockstep-")
+    try:
+        code = _run(args, command, ranks, parameters, logs)
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    attempt = int(env.get("LOCKSTEP_NODE_RESTARTS", "0") or 0)
+    return cluster_code(code, args.exit_codes, attempt, args.max_restarts)
+
+
+def _run(args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str) -> int:
+    waiting: Callable[..., Any] = _leave_while_waiting
+    for number in FORWARDED:
+        signal.signal(number, waiting)
+    try:
+        spec = WorkerSpec(
+            role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
+            rdzv_handler=get_rendezvous_handler(parameters), max_restarts=args.max_restarts, monitor_interval=0.1,
+            local_addr=parameters.local_addr,
+        )  # fmt: skip
+        agent = Agent(
+            spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
+            exit_barrier_timeout=args.grace, shutdown_timeout=args.grace,
+            log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
+        )  # fmt: skip
+        agent.catch()
+        code = exit_code(agent.run())
+        spec.rdzv_handler.shutdown()
+    except SignalException as error:
+        print(f"launch: {error.sigval.name} before the ranks had begun", file=sys.stderr, flush=True)
+        return EXIT_PREEMPTED
+    except RendezvousError as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    return code
+
+
+def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    raise SignalException(f"signal {number}", signal.Signals(number))

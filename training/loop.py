@@ -1,0 +1,243 @@
+"""The training loop.
+
+    for each epoch, for each global batch:  lr ← schedule;  step;  average the weights;  leave or save where agreed
+    after each epoch:                       evaluate;  save
+
+`train` runs one attempt of a run, from where its directory says it stands, and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training import contract, divergence
+from training.config import Config
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from training.evaluate import Evaluator, Score
+from training.hang import Heartbeat, last_words
+from training.optim.schedules import piecewise_linear
+from training.preempt import Consensus, Signals
+from training.saving import Saver
+from training.setup import Prepared, prepare
+from training.state import averaged_buffers
+from training.step import NonFinite
+from training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended: the exit code and a sentence."""
+
+    code: int
+    reason: str
+
+
+def train(
+    config: Config, world: World, run_dir: Path, fresh: bool = False, signals: Signals | None = None,
+    began: float | None = None,
+) -> int:  # fmt: skip
+    """Trains, or resumes, a run. Every rank of a joined world calls it.
+
+    Args:
+        signals: what the process receives; None where the calling script handles signals itself.
+        began: `time.perf_counter()` at the start of the process, for the preprocessing time.
+
+    Returns:
+        0 done, 75 saved and to be run again, 1 diverged or not saved.
+
+    Raises:
+        UserError: the config, the data or the run directory cannot be used.
+    """
+    began = time.perf_counter() if began is None else began
+    prepared = prepare(config, world, run_dir, fresh)
+    run = prepared.run
+    try:
+        if prepared.complete:
+            _say_complete(prepared)
+            ending = Ending(EXIT_DONE, "complete")
+        else:
+            ending = _Loop(prepared, signals, began).run()
+        if signals is not None:
+            signals.ignore()
+        if run is not None:
+            run.status(ending.code, ending.reason, prepared.steps_done)
+        prepared.console.close()
+        if ending.code != EXIT_DONE and world.leader:
+            prepared.console.warn(ending.reason)
+        _leave_together(world)
+        return ending.code
+    except BaseException as error:
+        prepared.console.close()
+        if world.size > 1 and isinstance(error, RuntimeError):
+            reason = last_words(world, prepared.steps_done, error)
+            if run is not None:
+                run.status(EXIT_FAILED, reason, prepared.steps_done)
+            prepared.console.warn(reason)
+        elif run is not None:
+            run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", prepared.steps_done)
+        raise
+    finally:
+        if run is not None:
+            run.close()
+
+
+class _Loop:
+    """One attempt, from the cursor to the end."""
+
+    def __init__(self, prepared: Prepared, signals: Signals | None, began: float) -> None:
+        self.p, self.began = prepared, began
+        self.config, self.world, self.state = prepared.config, prepared.world, prepared.state
+        stop_file = None if prepared.run is None else prepared.run.path / contract.STOP_FILE
+        self.consensus = Consensus(self.world, signals, stop_file)
+        self.heartbeat = Heartbeat(self.world)
+        self.saver = Saver(prepared)
+        self.evaluator = Evaluator(self.config, self.world, prepared.manifest)
+        self.skipped = 0
+
+    def run(self) -> Ending:
+        p, cursor = self.p, self.state.cursor
+        p.event("start", world_size=self.world.size, step=p.steps_done, config_hash=self.config.hash())
+        preprocessing = time.perf_counter() - self.began
+        p.event("prepared", seconds=preprocessing)
+        p.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
+        try:
+            while cursor.epoch < self.config.epochs:
+                ending = self._epoch()
+                if ending is not None:
+                    return ending
+            return self._finish()
+        finally:
+            self.consensus.settle()
+            self.saver.close()
+
+    def _epoch(self) -> Ending | None:
+        cursor, clock, p = self.state.cursor, self.state.clock, self.p
+        batches = p.loader.epoch(cursor.epoch, cursor.step)
+        while cursor.step < p.loader.steps_per_epoch:
+            decision = self.consensus.poll(self.saver.due_by_time())
+            if decision.stop:
+                batches.close() if hasattr(batches, "close") else None
+                return self._preempted()
+            if decision.save or self.saver.due_by_step():
+                self.saver.save()
+            clock.begin()
+            batch = next(batches)
+            clock.data_ready()
+            lr = self._learning_rate()
+            try:
+                p.step(batch, cursor.epoch, lr)
+            except NonFinite:
+                reason = f"step {p.steps_done + 1}: {divergence.diagnose(p.step, batch, cursor.epoch)}"
+                p.event("nonfinite", step=p.steps_done + 1, reason=reason)
+                if self.config.nonfinite == "stop":
+                    return Ending(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
+                p.console.warn(f"left out {reason}")
+            cursor.step += 1
+            if self.state.ema:
+                self.state.ema.update(p.steps_done)
+            times = clock.end()
+            self.heartbeat.beat(p.steps_done)
+            p.console.step(cursor.epoch, p.steps_done)
+            if p.steps_done % self.config.log.every == 0:
+                p.event("step", step=p.steps_done, lr=lr, **{name: round(value, 6) for name, value in times.items()})
+        return self._end_of_epoch()
+
+    def _learning_rate(self) -> float:
+        optim = self.config.optim
+        epoch = (self.p.steps_done + 1) / self.p.loader.steps_per_epoch
+        return optim.lr * piecewise_linear(optim.schedule, epoch / optim.schedule_scale)
+
+    def _end_of_epoch(self) -> Ending | None:
+        state, p = self.state, self.p
+        epoch, last = state.cursor.epoch + 1, state.cursor.epoch + 1 >= self.config.epochs
+        score: Score | None = None
+        if last or epoch % self.config.evaluate.every == 0:
+            model = state.ema.average if state.ema else state.model
+            score = self.evaluator.score(model, averaged_buffers(model, self.world), lambda: self.consensus.poll().stop)
+            if score is None:
+                return self._preempted()
+        losses = state.losses.cpu().clone()
+        dist.all_reduce(losses)
+        steps = p.steps_done
+        state.losses.zero_()
+        state.cursor.epoch, state.cursor.step = epoch, 0
+        values = {
+            "epoch": epoch, "step": steps, "trained_seconds": round(state.clock.trained, 4),
+            "train_loss": float(losses[0] / losses[1]), "accuracy": score.accuracy if score else None,
+            "test_loss": score.loss if score else None, "examples_seen": steps * p.global_batch,
+            "images_per_second": steps * p.global_batch / max(state.clock.trained, 1e-9),
+        }  # fmt: skip
+        state.history.update(train_loss=values["train_loss"])
+        if score:
+            best = max(score.accuracy, state.history.get("best_accuracy", 0.0))
+            state.history.update(accuracy=score.accuracy, test_loss=score.loss, best_accuracy=best)
+        p.event("epoch", **values)
+        if last or self.config.checkpoint.every_steps == 0:
+            self.saver.save(score.accuracy if score else None)
+        return None
+
+    def _preempted(self) -> Ending:
+        self.consensus.settle()
+        p, state = self.p, self.state
+        state.history["preemptions"] = state.history.get("preemptions", 0) + 1
+        if self.config.checkpoint.on_signal:
+            self.saver.save()
+        saved = self.saver.durable()
+        who = self.consensus.reason or "another rank"
+        p.event("preempted", step=p.steps_done, reason=who, saved=saved)
+        return Ending(
+            EXIT_PREEMPTED, f"ended early by {who} at step {p.steps_done}: run the same command again to go on"
+        )
+
+    def _finish(self) -> Ending:
+        p, history = self.p, self.state.history
+        saved = self.saver.durable()
+        accuracy = history.get("accuracy")
+        summary = self._summary()
+        if p.run is not None:
+            p.run.summary(summary)
+        p.event("done", **summary)
+        if accuracy is not None:
+            p.console.line(f"Final validation accuracy: {accuracy:.4f}")
+        if not saved:
+            return Ending(
+                EXIT_FAILED, "trained to the end, but the last checkpoint could not be saved (see the warnings)"
+            )
+        return Ending(EXIT_DONE, "complete")
+
+    def _summary(self) -> dict[str, Any]:
+        p, state, config = self.p, self.state, self.config
+        trained = max(state.clock.trained, 1e-9)
+        return {
+            "recipe": config.recipe, "sync": config.sync.name, "world_size": self.world.size, "steps": p.steps_done,
+            "epochs": state.cursor.epoch, "train_loss": state.history.get("train_loss"),
+            "test_loss": state.history.get("test_loss"), "accuracy": state.history.get("accuracy"),
+            "best_accuracy": state.history.get("best_accuracy"),
+            "images_per_second": p.steps_done * p.global_batch / trained, "trained_seconds": trained,
+            "wall_seconds": time.perf_counter() - self.began, "global_batch_size": p.global_batch,
+            "restarts": p.attempt - 1, "preemptions": state.history.get("preemptions", 0),
+            "checkpoint_failures": self.saver.failures, "config_hash": config.hash(), "data": p.data,
+        }  # fmt: skip
+
+
+def _say_complete(prepared: Prepared) -> None:
+    accuracy = prepared.state.history.get("accuracy")
+    told = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
+    prepared.console.line(
+        f"The run is complete: {prepared.config.epochs} epochs, {prepared.steps_done} steps{told}. "
+        "Raise epochs to go on, or start over with --fresh (FRESH=1 make train)."
+    )
+
+
+def _leave_together(world: World) -> None:
+    """No rank is gone while another still works: the first one out makes launchers end the others."""
+    if world.size > 1:
+        dist.barrier()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()

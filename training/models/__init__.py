@@ -1,0 +1,64 @@
+"""Networks by name. A model is one file with one class, and one row in `MODELS`.
+
+A model may have:
+    batch_multiple (int): a rank's part of a batch comes in blocks of this many samples; 1 where absent.
+    prepare(images): called once on rank 0 with normalised training images [n, c, h, w], before the weights are sent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+from torch import nn
+
+from training import settings
+from training.contract import UserError
+
+MODELS = {
+    "bag_of_tricks": "training.models.bag_of_tricks:BagOfTricks",
+    "resnet18": "training.models.resnet18:ResNet18",
+}
+
+
+def build(name: str, options: dict[str, Any], num_classes: int) -> nn.Module:
+    """A model of ours by name, or a user's own by `package.module:Class`.
+
+    A class whose constructor has a parameter `num_classes` is given the number of classes of the data.
+
+    Raises:
+        UserError: there is no such model, or its constructor has no such option.
+    """
+    target = MODELS.get(name, name)
+    module_name, colon, class_name = target.partition(":")
+    if not colon:
+        raise UserError(
+            f"unknown model {name!r}{settings.nearest(name, MODELS)} (a class of your own is written package.module:Class)"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # `-m training` has it, a console script has not
+    try:
+        factory = getattr(importlib.import_module(module_name), class_name)
+        parameters = inspect.signature(factory).parameters
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(f"cannot import model {target!r}: {error}") from None
+    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option in options:
+        if option not in parameters and not free:
+            raise UserError(f"model {name} has no option {option!r}{settings.nearest(option, parameters)}")
+    if "num_classes" in parameters:
+        options = {"num_classes": num_classes, **options}
+    try:
+        model = factory(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model {name} refuses its options {options}: {error}") from None
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model {name} is a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def batch_multiple(model: nn.Module) -> int:
+    return int(getattr(model, "batch_multiple", 1))

@@ -1,0 +1,125 @@
+"""Ending early, together: signal → flag → consensus, one step later.
+
+A signal handler only sets a flag. At every boundary (step, evaluation batch) the flags of all ranks are reduced in an
+asynchronous all-reduce, whose result is read at the *next* boundary, when it has long arrived: it costs nothing, and
+every rank leaves at the same boundary even where one alone saw the signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from training.world import World
+
+ONE_SIGNAL_SECONDS = 2.0
+"""Signals within this time count as one: launchers and clusters send the same one to a process twice."""
+
+
+def end_with(launcher: int) -> None:
+    """Asks the kernel for a TERM when the launcher dies, so that no rank outlives it (Linux; elsewhere nothing)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Signals:
+    """Catches the signals that ask for an early end. The second one, later, ends the process at once."""
+
+    def __init__(self, names: Sequence[str], now: Callable[[], float] = time.monotonic) -> None:
+        self.received: str | None = None
+        self._first = 0.0
+        self._now = now
+        self._pid = os.getpid()
+        self._before = {}
+        for name in names:
+            number = signal.Signals[f"SIG{name}"]
+            self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        if os.getpid() != self._pid:  # a forked child (a data loader of the user's own) is not asked to save anything
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.received is None:
+            self.received, self._first = signal.Signals(number).name, self._now()
+        elif self._now() - self._first > ONE_SIGNAL_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def ignore(self) -> None:
+        """From here on nothing is left to save: a launcher's parting TERM must not change the exit code."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks agreed on at one boundary."""
+
+    stop: bool = False
+    save: bool = False
+
+
+class Consensus:
+    """Collects the wishes of all ranks.
+
+    Args:
+        signals: what the process received; None where the embedding script keeps its own handlers.
+        stop_file: a file whose appearance asks for the end; rank 0 looks for it once a second.
+    """
+
+    def __init__(
+        self, world: World, signals: Signals | None, stop_file: Path | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.world, self.signals, self.stop_file, self._now = world, signals, stop_file, now
+        self.reason: str | None = None
+        self._looked = -1.0
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    def _wants_stop(self) -> bool:
+        if self.reason is None and self.signals is not None and self.signals.received:
+            self.reason = f"{self.signals.received} on rank {self.world.rank}"
+        if self.reason is None and self.stop_file is not None and self.world.leader:
+            now = self._now()
+            if now - self._looked >= 1.0:
+                self._looked = now
+                with contextlib.suppress(OSError):
+                    if self.stop_file.exists():
+                        self.reason = f"{self.stop_file.name} file"
+        return self.reason is not None
+
+    def poll(self, save_due: bool = False) -> Decision:
+        """Call at the same boundaries on every rank. What is due now is decided by the next call."""
+        wishes = torch.tensor([int(self._wants_stop()), int(save_due)], dtype=torch.int32)
+        if self.world.size == 1:
+            return Decision(bool(wishes[0]), bool(wishes[1]))
+        before, self._pending = self._pending, None
+        work = dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._pending = (wishes, work)
+        if before is None:
+            return Decision()
+        before[1].wait()
+        return Decision(bool(before[0][0]), bool(before[0][1]))
+
+    def settle(self) -> None:
+        """Waits for the reduction under way. Every rank calls it before leaving a loop of polls."""
+        if self._pending is not None:
+            self._pending[1].wait()
+            self._pending = None

@@ -1,0 +1,172 @@
+"""The run directory: what a run is, how far it came, how it ended. Written by rank 0 only.
+
+    run.yaml  status.json  events.jsonl  summary.json  checkpoints/
+
+The same command on the same directory resumes. A directory of another config is refused, and nothing in it is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+import yaml
+
+from training import config as configuration
+from training import contract, files, settings
+from training.config import Config
+from training.contract import UserError
+from training.world import World
+
+
+class RunDirectory:
+    """One attempt at a run. Raises `UserError` from `open` where the directory cannot be used."""
+
+    def __init__(self, path: Path, lock: filelock.FileLock, attempt: int, saved: dict[str, Any] | None) -> None:
+        self.path, self.attempt, self.saved = path, attempt, saved
+        self._lock = lock
+        self._warned = False
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    @classmethod
+    def open(cls, path: Path, config: Config, fresh: bool) -> RunDirectory:
+        """Takes the directory for this process; with `fresh`, an earlier run is moved aside first."""
+        try:
+            if fresh and path.exists():
+                _move_aside(path)
+            path.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(path / ".lock", timeout=10)
+            lock.acquire()
+        except filelock.Timeout:
+            raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
+        except OSError as error:
+            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
+        try:
+            saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
+            if saved is not None:
+                different = configuration.differences(saved["config"], config)
+                if different:
+                    raise UserError(
+                        f"{path} holds a run of another config ({'; '.join(different)}): "
+                        "choose another --run-dir, undo the change, or start over with --fresh"
+                    )
+            elif (path / contract.CHECKPOINTS).exists():
+                raise UserError(f"{path} has checkpoints but no {contract.RUN_FILE}: restore it, or use --fresh")
+        except UserError:
+            lock.release()
+            raise
+        status = files.read_json(path / contract.STATUS_FILE)
+        before = status.get("attempt", 0) if isinstance(status, dict) else 0
+        return cls(path, lock, (before if isinstance(before, int) else 0) + 1, saved)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / contract.CHECKPOINTS
+
+    def describe(self, config: Config, world: World, global_batch: int, data: dict[str, str], threads: str) -> None:
+        """Writes run.yaml. Raises `UserError` where the directory cannot be written."""
+        value = {
+            "config": configuration.to_dict(config),
+            "config_hash": config.hash(),
+            "global_batch_size": global_batch,
+            "data": data,
+            "versions": versions(),
+            "threads": threads,
+            "git_revision": git_revision(),
+            "world": {
+                "size": world.size,
+                "nodes": world.nodes,
+                "launcher": world.launcher,
+                "device": str(world.device),
+            },
+            "environment": {name: os.environ[name] for name in contract.RUN_ENVIRONMENT if name in os.environ},
+        }
+        path = self.path / contract.RUN_FILE
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            files.write_durable(temporary, yaml.safe_dump(value, sort_keys=False, allow_unicode=True).encode())
+            files.rename(temporary, path)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Appends to events.jsonl and tells the listeners. A disk that refuses does not end the run."""
+        entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
+        try:
+            with (self.path / contract.EVENTS_FILE).open("a") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
+        for listener in self.listeners:
+            listener(entry)
+
+    def status(self, code: int | None, reason: str, step: int) -> None:
+        """Replaces status.json, which backends trust above exit codes. `code` None: running."""
+        self._replace(contract.STATUS_FILE, {"code": code, "reason": reason, "step": step, "attempt": self.attempt})
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self._replace(contract.SUMMARY_FILE, values)
+
+    def _replace(self, name: str, value: Any) -> None:
+        try:
+            files.replace_json(self.path / name, value)
+        except OSError as error:
+            self._warn(f"cannot write {name}: {error.strerror}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            print(f"warning: {self.path}: {message}; the run goes on", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """run.yaml of a run directory, with `config` as a `Config`. Raises `UserError` where it is missing or malformed."""
+    file = path / contract.RUN_FILE
+    value = settings.read_yaml(file)
+    batch, data = value.get("global_batch_size"), value.get("data")
+    if not isinstance(value.get("config"), dict) or not isinstance(batch, int) or not isinstance(data, dict):
+        raise UserError(f"{file} is malformed: restore it, or start over in another run directory")
+    return {**value, "config": configuration.from_dict(value["config"], str(file))}
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(target)
+    print(f"moved the earlier run to {target}", flush=True)
+
+
+def versions() -> dict[str, str]:
+    return {
+        "lockstep": contract.VERSION, "torch": str(torch.__version__), "python": platform.python_version(),
+        "cuda": torch.version.cuda or "", "platform": platform.platform(),
+    }  # fmt: skip
+
+
+def git_revision() -> str:
+    """The revision of the source tree, or an empty text where there is none."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()

@@ -1,0 +1,82 @@
+"""When the loop saves, and what becomes of it. All ranks call the same methods at the same boundaries."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+
+from training.checkpoint import SaveResult, Writer
+from training.setup import Prepared
+from training.state import gather
+
+
+class Saver:
+    """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        settings = prepared.config.checkpoint
+        self.p, self.settings = prepared, settings
+        self.failures = 0
+        self._writer = None
+        if prepared.run is not None:
+            self._writer = Writer(prepared.run.checkpoints, settings.keep, settings.keep_best)
+        self._future: Future[SaveResult] | None = None
+        self._last_step = prepared.steps_done
+        self._last_time = time.monotonic()
+        self._last_failed = False
+
+    def due_by_step(self) -> bool:
+        """Whether the step count asks for a save at this boundary: the same on every rank."""
+        every, steps = self.settings.every_steps, self.p.steps_done
+        return bool(every) and steps % every == 0 and steps > self._last_step
+
+    def due_by_time(self) -> bool:
+        """Whether this rank's clock asks for one: a wish, which the ranks agree on first."""
+        every = self.settings.every_seconds
+        return bool(every) and self.p.world.leader and time.monotonic() - self._last_time >= every
+
+    def save(self, score: float | None = None) -> None:
+        """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
+        began = time.perf_counter()
+        self._reap()
+        gathered = gather(self.p.state, everywhere=self.settings.write == "node")
+        self._last_step, self._last_time = self.p.steps_done, time.monotonic()
+        if self._writer is not None and gathered is not None:
+            self._future = self._writer.save(self.p.steps_done, gathered, score)
+            self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(time.perf_counter() - began, 6))
+
+    def durable(self) -> bool:
+        """Waits for the last save on every rank; whether it is on the disk everywhere it should be. Collective."""
+        if self._writer is not None:
+            self._writer.wait()
+            self._reap()
+        ok = torch.tensor(int(not self._last_failed))
+        dist.all_reduce(ok, dist.ReduceOp.MIN)
+        return bool(ok)
+
+    def _reap(self) -> None:
+        """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
+        if self._future is None:
+            return
+        try:
+            result = self._future.result()
+        except OSError as error:
+            self.failures += 1
+            self._last_failed = True
+            self.p.event("checkpoint_failed", reason=str(error), failures=self.failures)
+            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {error}")
+        else:
+            self._last_failed = False
+            self.p.event(
+                "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
+            )
+        self._future = None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+            self._reap()
+            self._writer.close()

@@ -1,0 +1,248 @@
+"""Everything between a config and the first step: run directory, data, model, replicas, and the state to go on from.
+
+Each part that can fail on one rank alone ends in `agree`, so that either all ranks go on or all stop with one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from training import checkpoint, models, optim, sync, weights
+from training.clock import StepClock
+from training.config import Config
+from training.console import Console
+from training.contract import UserError
+from training.data.augment import augment, normalise
+from training.data.loader import Loader
+from training.data.shards import Manifest, Samples
+from training.data.shards import prepare as prepare_shards
+from training.exchange import agree, all_gather_trees, broadcast_tree
+from training.optim.ema import Ema
+from training.rundir import RunDirectory
+from training.state import Cursor, TrainState, scatter
+from training.step import Step, compiled, real_type
+from training.world import World, set_threads
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One attempt, ready for its first step. `run` is None on ranks that write nothing."""
+
+    config: Config
+    world: World
+    run: RunDirectory | None
+    attempt: int
+    manifest: Manifest
+    loader: Loader
+    state: TrainState
+    step: Step
+    console: Console
+    global_batch: int
+
+    @property
+    def steps_done(self) -> int:
+        return self.state.cursor.epoch * self.loader.steps_per_epoch + self.state.cursor.step
+
+    @property
+    def complete(self) -> bool:
+        return self.state.cursor.epoch >= self.config.epochs
+
+    @property
+    def data(self) -> dict[str, str]:
+        return {"name": self.manifest.source, "checksum": self.manifest.checksum}
+
+    def event(self, kind: str, **values: Any) -> None:
+        if self.run is not None and self.world.leader:
+            self.run.event(kind, **values)
+
+
+@contextlib.contextmanager
+def together(world: World) -> Iterator[None]:
+    """Runs a part that may fail on some ranks; then all raise, or none does."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - agree raises it again
+        error = caught
+    agree(error, world)
+
+
+def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepared:
+    """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
+    threads = set_threads(world, config.threads, os.environ)
+    _deterministic(config)
+    run: RunDirectory | None = None
+    try:
+        with together(world):
+            if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
+                run = RunDirectory.open(run_dir, config, fresh)
+        return _prepare(config, world, run, threads)
+    except BaseException:
+        if run is not None:
+            run.close()
+        raise
+
+
+def _prepare(config: Config, world: World, run: RunDirectory | None, threads: str) -> Prepared:
+    with together(world):
+        chosen = _offer(run, world)
+    with together(world):
+        manifest = Manifest.read(prepare_shards(config.data))
+    identity = (
+        (run.attempt, run.saved and run.saved["global_batch_size"], run.saved and run.saved["data"]) if run else None
+    )
+    attempt, saved_batch, saved_data = broadcast_tree(identity, world)
+    _same_data(manifest, saved_data, world)
+    with together(world):
+        model = _build_model(config, world, manifest)
+        global_batch = saved_batch or config.global_batch_size or (config.batch_size or 0) * world.size
+        loader = Loader(config, world, manifest, global_batch, models.batch_multiple(model))
+    source, path = _newest(chosen, world)
+    with together(world):
+        _initial_weights(model, config, world, loader, resumed=source is not None)
+        gathered = checkpoint.load(path) if path is not None and world.rank == source else None
+    if config.init == "seed" and source is None:
+        _check_same(model, world)
+    state, step = _replicate(model, config, world, loader, global_batch)
+    state.history["attempts"] = attempt
+    if source is not None:
+        with _as_user_error():
+            scatter(gathered, state, source)
+    console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
+    p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
+    if run is not None:
+        run.describe(config, world, global_batch, p.data, threads)
+        if not p.complete:
+            run.status(None, "running", p.steps_done)
+        run.listeners.append(console.on_event)
+    console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {threads}")
+    if source is not None and not p.complete:
+        p.event("resumed", step=p.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
+        console.line(f"Resuming at step {p.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})")
+    return p
+
+
+def _deterministic(config: Config) -> None:
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(config.deterministic)
+
+
+def _offer(run: RunDirectory | None, world: World) -> Path | None:
+    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
+    if run is None:
+        return None
+    checkpoint.clean(run.checkpoints)
+
+    def warn(message: str) -> None:
+        run.event("corrupt_checkpoint", message=message)
+        print(f"warning: rank {world.rank}: {message}", flush=True)
+
+    return checkpoint.newest_verified(run.checkpoints, warn)
+
+
+def _newest(own: Path | None, world: World) -> tuple[int | None, Path | None]:
+    """(the rank that holds the newest checkpoint of all, this rank's path). The first such rank wins. Collective."""
+    steps = all_gather_trees(-1 if own is None else checkpoint.step_of(own), world)
+    if max(steps) < 0:
+        return None, None
+    return steps.index(max(steps)), own
+
+
+def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
+    """Every rank has the data that the run began with. Collective."""
+    found = all_gather_trees(manifest.checksum, world)
+    if len(set(found)) > 1:
+        raise UserError(
+            "the ranks see different data: " + ", ".join(f"rank {r}: {c[:12]}…" for r, c in enumerate(found))
+        )
+    if saved and saved.get("checksum") != manifest.checksum:
+        raise UserError(
+            f"{manifest.directory} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
+            f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
+        )
+
+
+def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
+    # With `broadcast`, only rank 0's draw counts; the others draw differently, so that a missing broadcast shows.
+    seed = config.seed if config.init == "seed" or world.leader else config.seed + world.rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = models.build(config.model, config.model_options, len(manifest.classes))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
+    torch.manual_seed(config.seed + world.rank)  # what dropout draws differs by rank
+    random.seed(config.seed + world.rank)
+    model.to(device=world.device, dtype=real_type(config.precision))
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def _initial_weights(model: nn.Module, config: Config, world: World, loader: Loader, resumed: bool) -> None:
+    """Whitening and the like happen once, on rank 0; `init_from` is read there too. All ranks then get its weights."""
+    if resumed:
+        return
+    if world.leader and config.init_from is not None:
+        weights.load_into(model, Path(config.init_from))
+    elif world.leader and callable(whiten := getattr(model, "prepare", None)):
+        images = _first_images(loader.samples, 10_000).to(world.device)
+        whiten(normalise(images, config.data, real_type(config.precision), False))
+
+
+def _first_images(samples: Samples, count: int) -> torch.Tensor:
+    return samples.take(torch.arange(samples.low, min(samples.low + count, samples.high)))[0]
+
+
+def _check_same(model: nn.Module, world: World) -> None:
+    """`init: seed` promises that every rank drew the same weights; frozen ones come from rank 0."""
+    drawn = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad]
+    for rank, theirs in enumerate(all_gather_trees(drawn, world)):
+        if theirs != drawn:
+            raise RuntimeError(f"init=seed gave rank {rank} other weights than rank {world.rank}: use init=broadcast")
+
+
+def _replicate(
+    model: nn.Module, config: Config, world: World, loader: Loader, global_batch: int
+) -> tuple[TrainState, Step]:
+    strategy = sync.build(config.sync)
+    network = strategy.wrap(model, world, _example(config, loader))
+    if config.compile:
+        with together(world):
+            network = compiled(network, world.device)
+    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
+    ema = Ema(model, config.ema.decay, config.ema.every) if config.ema.decay else None
+    losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+    state = TrainState(world, model, optimizer, strategy, ema, Cursor(), StepClock(), losses, {})
+    model.train()
+    return state, Step(config, state, network, loader.multiple)
+
+
+def _optimizer_of(config: Config, global_batch: int) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: optim.build(parameters, config, global_batch)
+
+
+def _example(config: Config, loader: Loader) -> torch.Tensor:
+    """A few samples as the network will see them."""
+    first = loader.samples.low
+    images = _first_images(loader.samples, max(loader.multiple, 2)).to(loader.world.device)
+    rows = torch.arange(len(images), device=images.device)
+    kind = real_type(config.precision)
+    return augment(images, rows, first + rows, config.data, config.seed, 0, kind, config.channels_last)
+
+
+@contextlib.contextmanager
+def _as_user_error() -> Iterator[None]:
+    """A checkpoint that verifies but does not fit the model: the code or the user's own model has changed."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        raise UserError(f"the run directory does not fit the model: {error}") from None

@@ -1,0 +1,106 @@
+"""One optimizer step, and the arithmetic it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from training.config import Config
+from training.contract import UserError
+from training.data.augment import augment
+from training.data.loader import Batch
+from training.data.order import bounds
+from training.optim import set_lr
+from training.state import TrainState
+
+
+def real_type(precision: str) -> torch.dtype:
+    """The type of weights, images and losses; the half formats are autocast's business."""
+    return torch.float64 if precision == "float64" else torch.float32
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if precision in ("bfloat16", "float16"):
+        return torch.autocast(device.type, getattr(torch, precision))
+    return contextlib.nullcontext()
+
+
+def compiled(network: nn.Module, device: torch.device) -> nn.Module:
+    """`torch.compile` of the network. Raises `UserError` where its compiler is missing."""
+    if device.type == "cpu":
+        if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+            raise UserError("compile=true needs a C++ compiler on the CPU: install g++, or set compile=false")
+    else:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            raise UserError("compile=true needs Triton on a GPU: install it, or set compile=false") from None
+        if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+            raise UserError("compile=true needs a C compiler for Triton: install gcc, or set compile=false")
+    return cast(nn.Module, torch.compile(network))
+
+
+class NonFinite(Exception):
+    """A gradient was NaN or infinite on some rank; no weight has been changed."""
+
+
+class Step:
+    """The optimizer step of the loop: augment → forward → backward → sum over the ranks → update.
+
+    Args:
+        network: what the sync strategy's `wrap` gave back.
+        multiple: micro-batches come in blocks of this many samples.
+    """
+
+    def __init__(self, config: Config, state: TrainState, network: nn.Module, multiple: int) -> None:
+        self.config, self.state, self.network, self.multiple = config, state, network, multiple
+
+    def __call__(self, batch: Batch, epoch: int, lr: float) -> None:
+        """Trains one batch. Raises `NonFinite`, on all ranks at once, before any weight is changed."""
+        state = self.state
+        state.sync.zero_grad()
+        self.backward(batch, epoch)
+        state.sync.finish(state.clock)
+        # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
+        if self.config.nonfinite != "ignore" and not bool(torch.isfinite(state.sync.grad_norm())):
+            state.sync.zero_grad()
+            raise NonFinite
+        if self.config.optim.clip:
+            state.sync.clip(self.config.optim.clip)
+        set_lr(state.optimizer, lr)
+        state.optimizer.step()
+
+    def backward(self, batch: Batch, epoch: int) -> None:
+        """Forward and backward over the rank's part, in micro-batches; only the last one sends."""
+        accumulate = self.config.accumulate
+        pieces = [bounds(len(batch.rows), number, accumulate, self.multiple) for number in range(accumulate)]
+        pieces = [(low, high) for low, high in pieces if high > low]
+        for number, (low, high) in enumerate(pieces):
+            last = number == len(pieces) - 1
+            with contextlib.nullcontext() if last else self.state.sync.accumulate():
+                self._micro_batch(batch, low, high, epoch)
+
+    def _micro_batch(self, batch: Batch, low: int, high: int, epoch: int) -> None:
+        config, state = self.config, self.state
+        rows, ids, labels = (tensor[low:high] for tensor in (batch.rows, batch.ids, batch.labels))
+        x = augment(
+            batch.images, rows, ids, config.data, config.seed, epoch, real_type(config.precision), config.channels_last
+        )
+        if batch.weight == 0:
+            state.model.eval()  # the stand-in of an empty part must leave no trace in the batch statistics
+        with autocast(config.precision, state.world.device):
+            logits = self.network(x)
+        losses = F.cross_entropy(
+            logits.to(real_type(config.precision)), labels, label_smoothing=config.loss.smoothing, reduction="sum"
+        )
+        divisor = batch.total if config.loss.reduction == "mean" else 1
+        (losses * (batch.weight * state.sync.loss_scale / divisor)).backward()
+        state.model.train()
+        with torch.no_grad():
+            state.losses[0] += losses * batch.weight
+            state.losses[1] += len(labels) * batch.weight

@@ -1,0 +1,128 @@
+"""One flat gradient buffer, summed in a few large collectives while the backward pass still runs.
+
+A parameter's gradient is copied into its place in the buffer as soon as autograd has it, and `.grad` becomes a view of
+that place. A bucket whose last gradient has arrived is summed at once. Buckets start strictly in their order, so every
+rank issues the same collectives even where some ranks lack a gradient: the missing one counts as zero.
+
+After J. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1, and S. Li et al., "PyTorch Distributed" (2020), §4.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.clock import StepClock
+from training.sync.base import GradientSync, broadcast_module
+from training.world import World
+
+
+@dataclass(slots=True)
+class _Bucket:
+    buffer: torch.Tensor
+    params: list[nn.Parameter]
+    missing: set[int] = field(default_factory=set)
+    """Indices into `params` whose gradient has not come yet in this step."""
+    work: dist.Work | None = None
+
+
+class Flat(GradientSync):
+    capturable = True
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self.model, self._world, self._silent = model, world, False
+        broadcast_module(model)
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        self._flats: list[torch.Tensor] = []
+        self._buckets: list[_Bucket] = []
+        # Backward reaches the last layers first, so the buffer begins with them.
+        trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+        for dtype in dict.fromkeys(p.dtype for p in trained):
+            self._lay_out([p for p in trained if p.dtype == dtype])
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.params):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+        self.zero_grad()
+        return model
+
+    def _lay_out(self, params: list[nn.Parameter]) -> None:
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        self._flats.append(flat)
+        limit = self.settings.bucket_mb * 1e6 / flat.element_size()
+        start = at = 0
+        inside: list[nn.Parameter] = []
+        for number, parameter in enumerate(params):
+            piece = flat[at : at + parameter.numel()]
+            # The strides of the parameter, so that channels_last weights get gradients of the same layout.
+            self._views[parameter] = piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+            at += parameter.numel()
+            inside.append(parameter)
+            if at - start >= limit or number == len(params) - 1:
+                self._buckets.append(_Bucket(flat[start:at], inside))
+                start, inside = at, []
+
+    def _hook(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
+        def on_grad(parameter: nn.Parameter) -> None:
+            view = self._views[parameter]
+            if parameter.grad is not view:  # autograd's own tensor, or one that somebody put there
+                view.copy_(parameter.grad)  # type: ignore[arg-type]
+                parameter.grad = view
+            if not self._silent:
+                bucket.missing.discard(index)
+                self._start_ready()
+
+        return on_grad
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: _Bucket) -> None:
+        if self._world.size > 1:
+            bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+            self.bytes_sent += bucket.buffer.numel() * bucket.buffer.element_size()
+
+    def zero_grad(self) -> None:
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.params)))
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    def finish(self, clock: StepClock) -> None:
+        clock.grad_ready()
+        for bucket in self._buckets[self._next :]:
+            for index in bucket.missing:
+                parameter = bucket.params[index]
+                if parameter.grad is None:
+                    self._views[parameter].zero_()
+                    parameter.grad = self._views[parameter]
+            self._start(bucket)
+        self._next = len(self._buckets)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        clock.synced()
+
+    def grad_norm(self) -> torch.Tensor:
+        return nn.utils.get_total_norm(self._flats)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        norm = self.grad_norm()
+        torch._foreach_mul_(self._flats, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm

@@ -1,0 +1,65 @@
+"""Plain weight files: `training export` writes them, `init_from` and `training evaluate FILE` read them."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from training import checkpoint
+from training.contract import UserError
+from training.state import evaluated_weights
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """A state dict, one leading `module.` (of DDP) dropped from its names. Only tensors are read, no code.
+
+    Raises:
+        UserError: the file is missing, or holds anything but named tensors.
+    """
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path} is no file of plain weights: {reason}") from None
+    named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
+    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+        raise UserError(f"{path} holds no state dict: expected names and tensors, as `training export` writes them")
+    return {name.removeprefix("module."): tensor for name, tensor in value.items()}
+
+
+def load_into(model: nn.Module, path: Path) -> None:
+    """Copies a weight file into a model. Raises `UserError` that names the first weight that does not match."""
+    weights, own = read(path), model.state_dict()
+    for name in sorted(own.keys() ^ weights.keys()):
+        where = "is missing" if name in own else "is unknown to the model"
+        raise UserError(f"{path}: {name} {where}")
+    for name, tensor in own.items():
+        if weights[name].shape != tensor.shape:
+            raise UserError(f"{path}: {name} has shape {list(weights[name].shape)}, the model {list(tensor.shape)}")
+    model.load_state_dict(weights)
+
+
+def from_run(run_dir: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """(the weights that evaluation used, their step) of a run's newest verified checkpoint. Raises `UserError`."""
+    path = checkpoint.newest_verified(run_dir / "checkpoints")
+    if path is None:
+        raise UserError(f"{run_dir} has no checkpoint yet")
+    try:
+        return evaluated_weights(checkpoint.load(path)), checkpoint.step_of(path)
+    except checkpoint.CorruptCheckpoint as error:
+        raise UserError(str(error)) from None
+
+
+def write(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a plain state dict. Raises `UserError` where the file exists or cannot be written."""
+    if path.exists():
+        raise UserError(f"{path} exists already: choose another file, or remove it")
+    try:
+        torch.save({name: tensor.clone() for name, tensor in weights.items()}, path)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
