@@ -7,11 +7,13 @@ Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from training.contract import ENV_LAUNCHER, EXIT_DONE, EXIT_USAGE, UserError
 
@@ -27,6 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m training", description="What runs inside the job, one process a rank.")
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     run = commands.add_parser("run", help="train a recipe, or resume it", description="Trains a recipe, or resumes it.")
@@ -165,5 +168,17 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         return EXIT_USAGE
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process without tearing the interpreter down.
+
+    A gloo thread may still hold the last reference to a finished collective. Where it drops it while the interpreter
+    is being finalised, the process aborts with 134 after its work is done (seen about once in ten starts, torch 2.15).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -66,6 +66,8 @@ def verify(path: Path) -> dict[str, Any]:
     try:
         with manifest_path.open("rb") as file:
             manifest = json.loads(file.read(1 << 20))
+        if manifest.pop("sha256") != _seal(manifest):
+            raise ValueError("it does not have its own sha256")
         entries = manifest["files"]
         if manifest["format"] != _FORMAT or set(entries) != {STATE, TENSORS} or manifest["step"] != step_of(path):
             raise ValueError("it is of another format or step")
@@ -186,7 +188,8 @@ class Writer:
                 STATE: _write_hashed(staging / STATE, [json.dumps(plain).encode()]),
                 TENSORS: _write_hashed(staging / TENSORS, _safetensors(tensors)),
             }
-            manifest = {"format": _FORMAT, "step": step, "score": score, "files": entries}
+            manifest: dict[str, Any] = {"format": _FORMAT, "step": step, "score": score, "files": entries}
+            manifest["sha256"] = _seal(manifest)
             files.write_durable(staging / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
             files.fsync_directory(staging)
             if final.exists():  # of an earlier attempt: corrupt, or the run would not be at this step again
@@ -230,6 +233,11 @@ def _score(path: Path) -> float | None:
     manifest = files.read_json(path / MANIFEST, 1 << 20)
     score = manifest.get("score") if isinstance(manifest, dict) else None
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """The manifest's own sha256, without which a flipped digit of the score would go unseen."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _tensor_name(index: int) -> str:

@@ -56,7 +56,7 @@ class Data:
     """Check the sha256 of every shard that a rank opens."""
     shuffle: Literal["global", "shard", "none"] = "global"
     """`global`: one order over all samples, the same at every world size. `shard`: a rank keeps its own files. `none`: in order."""
-    resident: Literal["auto", "yes", "no"] = field(default="auto", metadata=_FREE)
+    resident: Literal["auto", "always", "never"] = field(default="auto", metadata=_FREE)
     """Keep the uint8 images on the device: where they fit in a quarter of its free memory, always, or never."""
     prefetch: int = field(default=2, metadata=_FREE)
     """Batches that the loader prepares ahead when the images are not resident."""
@@ -94,7 +94,7 @@ class Optim:
     lr: float = 0.1
     """Learning rate of the weights where the schedule stands at 1."""
     momentum: float = 0.9
-    """Momentum."""
+    """Momentum of the velocity."""
     weight_decay: float = 0.0
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
     bias_lr_factor: float = 1.0

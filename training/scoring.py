@@ -18,14 +18,15 @@ from training.world import World
 def score_target(target: Path, recipe: str | None, assignments: list[str], world: World) -> Score:
     """Scores RUN (a run directory) or FILE (weights, with the recipe they belong to). Collective. Raises `UserError`."""
     with together(world):
+        if not target.exists():
+            raise UserError(f"{target}: there is no such run or file")
         if target.is_dir():
             if recipe or assignments:
                 raise UserError(f"{target} is a run, which has its own config: leave out --recipe and --set")
             config = read_run(target)["config"]
             tensors, _ = weights.from_run(target)
         elif recipe is None:
-            hint = "name the recipe it belongs to with --recipe" if target.exists() else "there is no such run or file"
-            raise UserError(f"{target}: {hint}")
+            raise UserError(f"{target}: name the recipe that these weights belong to with --recipe")
         else:
             config = configuration.load(recipe, assignments)
             tensors = weights.read(target)

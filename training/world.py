@@ -186,12 +186,14 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def host_list(text: str) -> list[str]:
-    """SLURM's compressed node list: `gpu[01-03,7],login` → [gpu01, gpu02, gpu03, gpu7, login]."""
+    """SLURM's compressed node list: `gpu[01-03,7],login` → [gpu01, gpu02, gpu03, gpu7, login]. Raises `UserError`."""
     hosts: list[str] = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         if not ranges:
             hosts.append(prefix + suffix)
         for part in filter(None, ranges.split(",")):
+            if not re.fullmatch(r"\d{1,6}(-\d{1,6})?", part):
+                raise UserError(f"SLURM's node list {text!r} is not of the form node[01-03,7]")
             low, _, high = part.partition("-")
             numbers = range(int(low), int(high or low) + 1)
             hosts += [f"{prefix}{number:0{len(low)}d}{suffix}" for number in numbers]

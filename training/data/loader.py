@@ -59,7 +59,7 @@ class Loader:
         low, high = self.slices[world.rank if data.shuffle == "shard" else 0]
         self.steps_per_epoch = self._steps()
         self.samples = Samples.open(manifest, "train", low, high, data.verify)
-        self.resident = fits(self.samples, world) if data.resident == "auto" else data.resident == "yes"
+        self.resident = fits(self.samples, world) if data.resident == "auto" else data.resident == "always"
         if self.resident:
             images, labels = self.samples.all()
             self._images, self._labels = images.to(world.device), labels.to(world.device)

@@ -161,6 +161,10 @@ def prepare(data: Data) -> Path:
     directory = cache_directory(data)
     if (directory / MANIFEST).exists():
         return directory
+    if not Path(data.root).is_dir() and not data.download and data.source not in sources.GENERATED:
+        raise UserError(
+            f"data.root={data.root} does not exist: point it at the folder of {data.source}, or allow downloads"
+        )
     lock = directory.with_suffix(".lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -188,6 +188,9 @@ def _reason(error: Exception) -> str:
 
 SOURCES: dict[str, Callable[..., Raw]] = {"digits": digits, "synthetic": synthetic, "cifar10": cifar10}
 
+GENERATED = frozenset({"digits", "synthetic"})
+"""Sources that need no folder of their own."""
+
 
 def load(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
     """The named source. Raises `UserError` for an unknown option, and for data that is missing or corrupt."""

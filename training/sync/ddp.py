@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training.clock import StepClock
 from training.sync.base import GradientSync
 from training.world import World
+
+_KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"  # before torch 2.15
 
 
 class Ddp(GradientSync):
@@ -27,7 +31,7 @@ class Ddp(GradientSync):
         self.network = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # batch statistics stay local; evaluation averages them
+            **{_SYNC_BUFFERS: False},  # batch statistics stay local; evaluation averages them
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.settings.bucket_mb * 1e6 / 2**20,
         )

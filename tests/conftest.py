@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.processes import clean_env
+
+hypothesis.settings.register_profile("lockstep", deadline=None, derandomize=bool(os.environ.get("CI")), database=None)
+hypothesis.settings.load_profile("lockstep")
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One data folder for all tests, so that a set of shards is made once."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests see the environment of a laptop, wherever they run."""
+    kept = clean_env()
+    for name in list(os.environ):
+        if name not in kept:
+            monkeypatch.delenv(name)
+    yield
+
+
+@pytest.fixture
+def tiny(data_root: Path) -> list[str]:
+    """Settings of a run of 3 epochs × 8 steps that takes about a second: synthetic 8×8 images, a small network."""
+    return [
+        f"data.root={data_root}", "data.source=synthetic", "data.options={n: 192, n_test: 50, size: 8, noise: 1.5}",
+        "data.num_shards=3", "augment.crop=1", "model=tests.nets:SmallConv", "model_options={}",
+        "global_batch_size=24", "uneven=drop", "epochs=3", "precision=float64", "evaluate.every=1",
+        "loss.reduction=mean", "optim.name=sgd", "lr=0.05", "bias_lr_factor=1", "weight_decay=0", "schedule=[]",
+    ]  # fmt: skip

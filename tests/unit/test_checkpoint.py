@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training import checkpoint, files
+from training.checkpoint import CorruptCheckpoint, Writer, load, newest_verified, verify
+from training.contract import UserError
+from training.exchange import DTYPES, join, pack, split, unpack
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {
+        "shared": {"model": {"w": torch.full((5, 3), float(step)), "b": torch.zeros(0)}, "cursor": [step, 1]},
+        "ranks": [{"rng": (3, tuple(range(9)), None), 0: torch.tensor(True), "x": torch.ones(2, dtype=torch.bfloat16)}],
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and a == b
+
+
+_leaves = (
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5)
+    | st.builds(
+        lambda kind, shape: (torch.rand(shape) * 9).to(DTYPES[kind]),
+        st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 3), max_size=3),
+    )
+)  # fmt: skip
+_trees = st.recursive(
+    _leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(_trees)
+def test_trees_survive_both_ways_of_travelling(tree: Any) -> None:
+    plain, tensors = split(tree)
+    assert _same(join(json.loads(json.dumps(plain)), tensors), tree)
+    assert _same(unpack(pack(tree)), tree)
+
+
+def test_what_no_checkpoint_can_hold() -> None:
+    with pytest.raises(TypeError, match="cannot hold a set"):
+        split({"x": {1}})
+    with pytest.raises(TypeError, match="cannot hold torch.complex64"):
+        split(torch.zeros(1, dtype=torch.complex64))
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    made = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
+    yield made
+    made.close()
+
+
+def test_a_checkpoint_gives_back_every_bit(writer: Writer) -> None:
+    state = _state(7)
+    path = writer.save(7, state).result().path
+    state["shared"]["model"]["w"].zero_()  # the live tensors go on; the copy was taken at once
+    assert _same(load(path), _state(7))
+    assert path.name == "step-00000007" and verify(path)["step"] == 7
+
+
+def test_the_buffer_is_allocated_once(writer: Writer) -> None:
+    writer.save(1, _state(1)).result()
+    before = [buffer.data_ptr() for buffer in writer._buffers]
+    writer.save(2, _state(2)).result()
+    assert [buffer.data_ptr() for buffer in writer._buffers] == before
+
+
+def test_newest_and_best_are_kept(writer: Writer) -> None:
+    for step, score in ((1, 0.1), (2, 0.9), (3, 0.3), (4, None), (5, 0.2)):
+        writer.save(step, _state(step), score).result()
+    assert [checkpoint.step_of(path) for path in checkpoint.candidates(writer.directory)] == [5, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", ["first", "middle", "last", "truncate", "empty", "missing"])
+def test_any_damage_is_found_and_the_one_before_is_used(writer: Writer, name: str, damage: str) -> None:
+    writer.save(1, _state(1)).result()
+    path = writer.save(2, _state(2)).result().path / name
+    data = bytearray(path.read_bytes())
+    if damage in ("first", "middle", "last"):
+        at = {"first": 0, "middle": len(data) // 2, "last": len(data) - 2}[damage]
+        data[at] ^= 4
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"truncate": data[: len(data) // 2], "empty": b""}.get(damage, data))
+    warnings: list[str] = []
+    found = newest_verified(writer.directory, warnings.append)
+    assert found is not None and checkpoint.step_of(found) == 1
+    assert len(warnings) == 1 and name in warnings[0]
+
+
+def test_all_bad_is_an_error_and_never_a_new_start(writer: Writer) -> None:
+    assert newest_verified(writer.directory) is None
+    for step in (1, 2):
+        path = writer.save(step, _state(step)).result().path
+        (path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="none of the 2 checkpoints"):
+        newest_verified(writer.directory)
+
+
+def test_a_full_disk_fails_the_future_and_leaves_nothing_behind(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.save(1, _state(1)).result()
+
+    def full(descriptor: int, data: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write_all", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.save(2, _state(2)).result()
+    monkeypatch.undo()
+    assert [path.name for path in writer.directory.iterdir()] == ["step-00000001"]
+    assert checkpoint.step_of(writer.save(3, _state(3)).result().path) == 3
+
+
+def test_older_ones_go_only_after_the_new_one_was_read_back(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        writer.save(step, _state(step)).result()
+
+    def bad(path: Path) -> dict[str, Any]:
+        raise CorruptCheckpoint("the disk lies")
+
+    monkeypatch.setattr(checkpoint, "verify", bad)
+    with pytest.raises(OSError, match="the disk lies"):
+        writer.save(3, _state(3)).result()
+    assert len(checkpoint.candidates(writer.directory)) == 3
+
+
+def test_what_a_killed_save_left_is_cleaned(tmp_path: Path) -> None:
+    for name in (".step-00000003.123", ".old-step-00000001.9", "step-00000002", ".hidden"):
+        (tmp_path / name).mkdir()
+    checkpoint.clean(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-00000002"]
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(writer: Writer) -> None:
+    writer.save(1, _state(1)).result()
+    path = writer.save(1, _state(9)).result().path
+    assert _same(load(path), _state(9)) and len(list(writer.directory.iterdir())) == 1

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training import config, settings
+from training.contract import UserError
+
+
+@pytest.mark.parametrize("name", config.recipes())
+def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
+    loaded = config.load(name)
+    assert loaded.recipe == name
+    again = config.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict(loaded))), "round trip")
+    assert again == loaded and again.hash() == loaded.hash()
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["lr=abc"], "optim.lr must be a number, got 'abc'"),
+        (["epochs=1.5"], "epochs must be a whole number, got 1.5"),
+        (["epochs=true"], "epochs must be a whole number, got True"),
+        (["epochs=0"], "epochs must be at least 1, got 0"),
+        (["leraning=1"], "unknown setting 'leraning'"),
+        (["optim.lrr=1"], "did you mean 'optim.lr'?"),
+        (["epochs"], "--set takes name=value, got 'epochs'"),
+        (["name=x"], "could be any of optim.name, sync.name"),
+        (["every=3"], "write the whole name"),
+        (["sync.name=dpp"], "sync.name must be ddp | flat, got 'dpp'"),
+        (["data.mean=[1,2]"], "data.mean must be [a number, a number, a number], got [1, 2]"),
+        (["lr=.inf"], "optim.lr must be a number, got inf"),
+        (["optim=3"], "unknown setting 'optim'"),
+        (["model_options=[1]"], "model_options must be a mapping"),
+        (["schedule=[[1,1],[1,2]]"], "schedule must have rising epochs"),
+        (["batch_size=8", "global_batch_size=8"], "set exactly one of batch_size"),
+        (["lr=[1"], "--set lr"),
+        (["ema.decay=1"], "decay must be in [0, 1)"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line(assignments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load("smoke", assignments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_short_names_and_numbers_as_people_write_them() -> None:
+    loaded = config.load("resnet18", ["lr=1e-3", "batch_size=64", "seed=7", "model_options.stem=stock", "padding=zero"])
+    assert (loaded.optim.lr, loaded.batch_size, loaded.seed) == (1e-3, 64, 7)
+    assert loaded.model_options == {"stem": "stock"}
+    assert loaded.data.augment.padding == "zero"
+
+
+def test_one_batch_size_replaces_the_other() -> None:
+    assert config.load("bag_of_tricks", ["batch_size=128"]).global_batch_size is None
+    assert config.load("resnet18", ["global_batch_size=128"]).batch_size is None
+
+
+def test_unknown_recipe_and_own_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'smoke'"):
+        config.load("smokey")
+    with pytest.raises(UserError, match="cannot read"):
+        config.load(str(tmp_path / "none.yaml"))
+    own = tmp_path / "mine.yaml"
+    own.write_text("epochs: 3\nbatch_size: 4\n")
+    assert config.load(str(own)).recipe == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs: 1\nepochs: 2\n", "line 2: key 'epochs' twice"),
+        ("a: &x [1]\nb: *x\n", "line 2: aliases are not allowed"),
+        ("- 1\n", "holds a list, expected a mapping"),
+        ("epochs: [\n", "line 2"),
+        ("? [1, 2]\n: 3\n", "keys must be plain names"),
+        ("epochs: !!python/object/apply:os.system ['true']\n", "line 1"),
+        ("optim: 3\n", "optim holds settings of its own, got 3"),
+        ("\x00", "not valid YAML"),
+    ],
+)
+def test_a_hostile_recipe_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        config.load(str(path))
+    assert message in str(caught.value)
+
+
+def test_what_may_change_between_two_starts_is_outside_the_hash() -> None:
+    first = config.load("smoke")
+    later = config.load("smoke", ["epochs=99", "data.root=/elsewhere", "checkpoint.keep=9", "log.every=1", "threads=3"])
+    assert first.hash() == later.hash() and config.differences(first, later) == []
+    other = config.load("smoke", ["lr=3e-3"])
+    assert first.hash() != other.hash()
+    assert config.differences(first, other) == ["optim.lr: 0.002 → 0.003"]
+
+
+def test_every_setting_is_documented() -> None:
+    entries = list(settings.documentation(config.Config))
+    assert len(entries) > 50
+    assert [name for name, _, _, text in entries if len(text) < 10] == []
+    assert {name for name, *_ in entries} == dict(settings.leaves(config.Config)).keys()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["seed", "epochs", "optim.lr", "ema.every", "data.num_shards"]), st.integers(1, 999)
+    ),
+    st.permutations(range(5)),
+)
+def test_overrides_of_different_settings_commute(values: dict[str, int], order: list[int]) -> None:
+    assignments = [f"{name}={value}" for name, value in values.items()]
+    shuffled = [assignments[i] for i in order if i < len(assignments)]
+    assert config.load("smoke", assignments) == config.load("smoke", shuffled)
+
+
+@given(st.text(max_size=40))
+def test_any_text_after_set_is_accepted_or_refused_cleanly(text: str) -> None:
+    try:
+        config.load("smoke", [text])
+    except UserError as error:
+        assert str(error)

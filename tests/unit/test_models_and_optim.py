@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from training import models, optim
+from training.config import Config, Optim
+from training.contract import UserError
+from training.models.bag_of_tricks import BagOfTricks, GhostBatchNorm, whitening_filters
+from training.optim.ema import Ema
+from training.optim.nesterov import Nesterov
+from training.optim.schedules import piecewise_linear
+
+
+def _images(n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def test_bag_of_tricks_has_the_published_parameters() -> None:
+    trained = [p for p in models.build("bag_of_tricks", {}, 10).parameters() if p.requires_grad]
+    assert (len(trained), sum(p.numel() for p in trained)) == (17, 6_570_880)
+
+
+def test_ghost_norm_is_plain_batch_norm_of_each_contiguous_block_of_32() -> None:
+    model = BagOfTricks(width=0.125).double()
+    x = _images(96)
+    model.prepare(x)
+    whole = model(x)
+    running = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    blocks = []
+    fresh = BagOfTricks(width=0.125).double()
+    statistics = []
+    for block in x.split(32):
+        fresh.load_state_dict({**model.state_dict(), **_zeroed(fresh)})
+        blocks.append(fresh(block))
+        statistics.append({name: buffer.clone() for name, buffer in fresh.named_buffers()})
+    torch.testing.assert_close(whole, torch.cat(blocks))
+    for name, buffer in running.items():  # each block's update, averaged
+        torch.testing.assert_close(buffer, torch.stack([s[name] for s in statistics]).mean(0))
+
+
+def _zeroed(model: BagOfTricks) -> dict[str, torch.Tensor]:
+    return {n: torch.ones_like(b) if n.endswith("var") else torch.zeros_like(b) for n, b in model.named_buffers()}
+
+
+def test_ghost_norm_agrees_with_torch_on_one_group() -> None:
+    ours, theirs = GhostBatchNorm(4).double(), torch.nn.BatchNorm2d(4).double()
+    x = torch.randn(32, 4, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+def test_a_short_last_block_trains_too() -> None:
+    model = BagOfTricks(width=0.125).double()
+    x = _images(40)
+    out = model(x)
+    assert out.shape == (40, 10)
+    torch.testing.assert_close(out[:32], model(x[:32]))
+    torch.testing.assert_close(out[32:], model(x[32:]))
+
+
+def test_whitened_patches_are_uncorrelated_and_of_unit_power() -> None:
+    images = F.avg_pool2d(_images(400), 3, 1, 1)  # neighbouring pixels are correlated
+    filters = whitening_filters(images, eps=1e-12)
+    patches = F.conv2d(images, filters).transpose(0, 1).flatten(1)
+    covariance = patches @ patches.T / patches.shape[1]
+    assert (covariance - torch.eye(27, dtype=torch.float64)).abs().max() < 1e-3
+    assert torch.equal(filters, whitening_filters(images.clone(), eps=1e-12))
+
+
+def test_resnet18_stems() -> None:
+    small, stock = models.build("resnet18", {}, 10), models.build("resnet18", {"stem": "stock", "outputs": 1000}, 10)
+    x = torch.randn(2, 3, 32, 32)
+    assert small(x).shape == (2, 10) and stock(x).shape == (2, 1000)
+    assert small.network.conv1.kernel_size == (3, 3) and stock.network.conv1.kernel_size == (7, 7)
+    assert sum(p.numel() for p in small.parameters()) == 11_173_962
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resnet81", {}, "did you mean 'resnet18'"),
+        ("resnet18", {"stems": 1}, "no option 'stems'; did you mean 'stem'"),
+        ("resnet18", {"stem": "tiny"}, "stem must be small | stock"),
+        ("resnet18", {"outputs": 3}, "less than the 10 classes"),
+        ("bag_of_tricks", {"width": "x"}, "refuses its options"),
+        ("no.such.module:Net", {}, "cannot import model"),
+        ("tests.nets:NoSuch", {}, "cannot import model"),
+        ("tests.nets:meet_fate", {"passes": 1}, "expected a torch.nn.Module"),
+    ],
+)
+def test_a_wrong_model_is_one_clear_line(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        models.build(name, options, 10)
+    assert message in str(caught.value)
+
+
+def test_a_class_of_the_users_own_learns_the_number_of_classes() -> None:
+    assert models.build("tests.nets:SmallConv", {"width": 4}, 7).head.out_features == 7
+
+
+def test_nesterov_follows_its_formula_through_a_change_of_rate() -> None:
+    w = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = Nesterov([w], lr=0.1, momentum=0.9, weight_decay=0.01)
+    expected, velocity = w.detach().clone(), torch.zeros(2, dtype=torch.float64)
+    for step, lr in enumerate((0.1, 0.05, 0.2)):
+        grad = torch.tensor([0.3, -0.1], dtype=torch.float64) * (step + 1)
+        g = -lr * (grad + 0.01 * expected)
+        velocity = 0.9 * velocity + g
+        expected = expected + g + 0.9 * velocity
+        w.grad = grad.clone()
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        torch.testing.assert_close(w.detach(), expected)
+        assert torch.equal(w.grad, grad)
+
+
+def test_groups_biases_and_decay_that_follows_the_batch() -> None:
+    config = Config(
+        global_batch_size=256,
+        optim=Optim(name="nesterov", lr=1.0, weight_decay=0.256, bias_lr_factor=64, reference_batch_size=512),
+    )
+    model = torch.nn.Linear(3, 2)
+    optimizer = optim.build(model.parameters(), config, 256)
+    weights, biases = optimizer.param_groups
+    assert weights["weight_decay"] == 0.128 and biases["weight_decay"] == 0.128 / 64
+    optim.set_lr(optimizer, 0.5)
+    assert (weights["lr"], biases["lr"]) == (0.5, 32.0)
+
+
+def test_the_published_schedule_at_its_own_steps_and_at_any_batch_size() -> None:
+    points = [(0.0, 0.0), (2.0, 1.0), (8.0, 0.1), (10.0, 0.1)]
+    published = [i / 193 for i in range(194)] + [1 - 0.9 * i / 581 for i in range(582)]
+    for step in range(1, 776):  # 97 steps an epoch; the published table has its points one step apart from ours
+        assert abs(piecewise_linear(points, step / 97) - published[step]) < 0.006
+    assert piecewise_linear(points, 9.5) == 0.1 and piecewise_linear([], 3) == 1.0
+    assert piecewise_linear(points, 0.5) == piecewise_linear(points, 0.5)
+
+
+def test_ema_is_the_weighted_mean_of_the_past() -> None:
+    model = torch.nn.BatchNorm1d(2).double()
+    ema = Ema(model, decay=0.9, every=2)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(1)
+    ema.update(1)
+    assert all(torch.equal(ema.average.state_dict()[name], tensor) for name, tensor in start.items())
+    ema.update(2)
+    weight = 1 - 0.9**2
+    for name, tensor in ema.average.state_dict().items():
+        step = weight if tensor.is_floating_point() else 1
+        torch.testing.assert_close(tensor, start[name] + step)
+    assert math.isclose(ema.weight, weight)

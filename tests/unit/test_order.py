@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.contract import UserError
+from training.data import order
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
+def test_permute_is_a_bijection(n: int, secret: int) -> None:
+    ids = order.permute(torch.arange(n), n, secret)
+    assert torch.equal(ids.sort().values, torch.arange(n))
+
+
+def test_orders_of_epochs_and_seeds_are_unrelated() -> None:
+    n = 50_000
+    base = order.permute(torch.arange(n), n, order.key(0, 0, 1)).double()
+    for seed, epoch in ((0, 1), (1, 0), (0, 2**20)):
+        other = order.permute(torch.arange(n), n, order.key(seed, epoch, 1)).double()
+        assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1]) < 0.02
+    assert abs(torch.corrcoef(torch.stack([base, torch.arange(n).double()]))[0, 1]) < 0.02
+    neighbours = (base[1:] - base[:-1]).abs().mean()
+    assert abs(neighbours / (n / 3) - 1) < 0.02  # the mean distance of two uniform draws
+
+
+@given(
+    n=st.integers(1, 400), batch=st.integers(1, 100), seed=st.integers(0, 9), epoch=st.integers(0, 9),
+    world=st.integers(1, 7), multiple=st.sampled_from([1, 2, 8]), uneven=st.sampled_from(["drop", "pad", "weight"]),
+)  # fmt: skip
+def test_parts_make_up_the_same_global_batches_at_every_world_size(
+    n: int, batch: int, seed: int, epoch: int, world: int, multiple: int, uneven: str
+) -> None:
+    batch = min(batch, n)
+    steps = order.steps_per_epoch(n, batch, uneven)
+    seen = []
+    for step in range(steps):
+        ids = order.global_ids(n, seed, epoch, step, batch, uneven)
+        parts = [order.part(ids, rank, world, multiple) for rank in range(world)]
+        assert torch.equal(torch.cat(parts), ids)
+        assert all(len(part) % multiple == 0 for part in parts if len(part)) or sum(
+            len(part) % multiple != 0 for part in parts
+        ) == (len(ids) % multiple != 0)
+        seen += ids.tolist()
+    if uneven == "weight":
+        assert sorted(seen) == list(range(n))
+    elif uneven == "drop":
+        assert len(set(seen)) == len(seen) == steps * batch
+    else:
+        assert set(seen) == set(range(n)) and len(seen) == steps * batch
+
+
+def test_a_seek_computes_only_the_positions_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = order.permute
+
+    def counting(positions: torch.Tensor, n: int, secret: int) -> torch.Tensor:
+        asked.append(positions.numel())
+        return real(positions, n, secret)
+
+    monkeypatch.setattr(order, "permute", counting)
+    order.global_ids(10**9, 0, 7, 10**6, 512)
+    assert asked == [512]
+
+
+def test_ten_samples_on_three_ranks_as_the_tutorial_lists_them() -> None:
+    def parts(count: int) -> list[list[int]]:
+        return [order.part(torch.arange(count), rank, 3).tolist() for rank in range(3)]
+
+    assert parts(10) == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    assert order.steps_per_epoch(10, 3, "drop") == 3
+    assert order.steps_per_epoch(10, 3, "pad") == 4
+    assert order.global_ids(10, 0, 0, 3, 3, "pad", shuffle=False).tolist() == [9, 0, 1]
+    assert order.global_ids(10, 0, 0, 3, 3, "weight", shuffle=False).tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "multiple", "message"),
+    [
+        (100, 3, 1, "a global batch of 100 cannot be shared by 3 ranks: use global_batch_size=99 or 102"),
+        (512, 3, 32, "3 ranks in blocks of 32 (ghost batch norm): use global_batch_size=480 or 576"),
+        (16, 2, 32, "use global_batch_size=64,"),
+    ],
+)
+def test_a_batch_that_the_ranks_cannot_share(batch: int, world: int, multiple: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        order.check_division(batch, world, multiple, "drop")
+    assert message in str(caught.value)
+    if batch >= world:
+        order.check_division(batch, world, multiple, "weight")
+
+
+def test_a_batch_larger_than_the_data() -> None:
+    with pytest.raises(UserError, match="does not fit into 10 samples"):
+        order.steps_per_epoch(10, 11, "drop")

@@ -1,0 +1,188 @@
+"""Preemption, the run directory, weights, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import ROOT
+from training import config, contract, rundir, weights
+from training.contract import UserError
+from training.preempt import Consensus, Decision, Signals
+from training.rundir import RunDirectory
+from training.world import World
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def signals(clock: list[float]) -> Iterator[Signals]:
+    caught = Signals(["USR1", "TERM"], now=lambda: clock[0])
+    yield caught
+    caught.restore()
+
+
+def test_one_signal_sets_a_flag_and_its_echo_is_the_same_one(signals: Signals, clock: list[float]) -> None:
+    assert signals.received is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    clock[0] = 1.9
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.received == "SIGUSR1"
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    code = (
+        "import os, signal\nfrom training.preempt import Signals\nclock = [0.0]\n"
+        "s = Signals(['TERM'], now=lambda: clock[0])\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "clock[0] = 2.1\nos.kill(os.getpid(), signal.SIGTERM)\nprint('survived')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == -signal.SIGTERM and "survived" not in done.stdout
+
+
+def test_a_forked_child_is_not_asked_to_save(signals: Signals) -> None:
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM and signals.received is None
+
+
+def test_one_rank_decides_at_once(tmp_path: Path, signals: Signals) -> None:
+    now = [0.0]
+    consensus = Consensus(World(), signals, tmp_path / "STOP", now=lambda: now[0])
+    assert consensus.poll() == Decision() and consensus.poll(save_due=True) == Decision(save=True)
+    (tmp_path / "STOP").touch()
+    assert not consensus.poll().stop  # looked less than a second ago
+    now[0] = 1.0
+    assert consensus.poll().stop and consensus.reason == "STOP file"
+
+
+def test_the_run_directory_refuses_another_config_and_touches_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    first = config.load("smoke")
+    run = RunDirectory.open(path, first, fresh=False)
+    with pytest.raises(UserError, match="is in use by another run"):
+        RunDirectory.open(path, first, fresh=False)
+    run.describe(first, World(), 128, {"name": "digits", "checksum": "0"}, "1 thread")
+    run.status(75, "preempted", 3)
+    run.close()
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(UserError, match=r"optim.lr: 0.002 → 0.1.*--fresh"):
+        RunDirectory.open(path, config.load("smoke", ["lr=0.1"]), fresh=False)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    again = RunDirectory.open(path, config.load("smoke", ["epochs=99"]), fresh=False)
+    assert again.attempt == 2 and again.saved is not None and again.saved["global_batch_size"] == 128
+    again.close()
+    fresh = RunDirectory.open(path, config.load("smoke", ["lr=0.1"]), fresh=True)
+    assert fresh.attempt == 1 and (tmp_path / "run.old-1" / contract.RUN_FILE).exists()
+    fresh.close()
+
+
+def test_run_yaml_records_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    run = RunDirectory.open(tmp_path / "run", config.load("smoke"), fresh=False)
+    run.describe(config.load("smoke"), World(), 128, {"name": "digits", "checksum": "0"}, "1 thread")
+    run.close()
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert "hunter2" not in text and "WORLD_SIZE" in text
+
+
+@pytest.mark.parametrize("damage", ["", "config: 3", "config: {}\nglobal_batch_size: x", "\x00", "- 1"])
+def test_a_damaged_run_yaml(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "run.yaml").write_text(damage)
+    with pytest.raises(UserError, match=r"run\.yaml"):
+        rundir.read_run(tmp_path)
+
+
+def test_events_survive_a_disk_that_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory.open(tmp_path / "run", config.load("smoke"), fresh=False)
+    (tmp_path / "run" / "events.jsonl").mkdir()
+    run.event("step", step=1)
+    run.event("step", step=2)
+    run.close()
+    assert capsys.readouterr().err.count("the run goes on") == 1
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    path = tmp_path / "w.pth"
+    torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, path)
+    other = torch.nn.Linear(2, 2)
+    weights.load_into(other, path)
+    assert torch.equal(model.weight, other.weight)
+    with pytest.raises(UserError, match="weight has shape"):
+        weights.load_into(torch.nn.Linear(3, 2), path)
+    with pytest.raises(UserError, match="bias is unknown to the model"):
+        weights.load_into(torch.nn.Linear(2, 2, bias=False), path)
+    with pytest.raises(UserError, match="exists already"):
+        weights.write({}, path)
+    for content in (b"", b"nonsense", b"\x80\x04cposix\nsystem\n"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"is no file of plain weights"):
+            weights.read(path)
+    torch.save([1], path)
+    with pytest.raises(UserError, match="holds no state dict"):
+        weights.read(path)
+    with pytest.raises(UserError, match="cannot read"):
+        weights.read(tmp_path / "none.pth")
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+LEAVES = ("training/world.py", "training/data/order.py", "training/data/shards.py", "training/checkpoint.py")
+FORBIDDEN = {
+    "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."),
+    "training/settings.py": ("torch",), "training/config.py": ("torch",),
+    "training/checkpoint.py": ("torch.distributed", "training.loop", "training.sync", "training.state"),
+    "training/data/order.py": ("training.config", "training.world", "torch.distributed"),
+    "training/models": ("training.optim", "training.sync", "training.data", "training.loop"),
+    "training/optim": ("training.models", "training.sync", "training.data", "training.loop"),
+    "training/sync": ("training.loop", "training.models", "training.data", "training.optim"),
+}  # fmt: skip
+
+
+def test_who_may_import_whom() -> None:
+    assert (ROOT / "training/__init__.py").read_text() == ""
+    for path in [*ROOT.glob("training/**/*.py"), *ROOT.glob("jobs/**/*.py")]:
+        name = str(path.relative_to(ROOT))
+        imports = _imports(path)
+        if name.startswith("training/"):
+            assert not any(module.split(".")[0] == "jobs" for module in imports), name
+        else:
+            ours = {module for module in imports if module.startswith("training.")}
+            allowed = ("training.contract", "training.config", "training.settings")
+            assert all(module.startswith(allowed) for module in ours), (name, ours)
+        if name not in ("training/__main__.py",):
+            assert not any(module.startswith("training.loop") for module in imports), name
+        for place, forbidden in FORBIDDEN.items():
+            if name == place or name.startswith(place + "/"):
+                bad = {module for module in imports if module.startswith(forbidden)}
+                assert not bad, (name, bad)
+
+
+def test_the_dispatcher_loads_no_torch() -> None:
+    code = "import sys, jobs.cli; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

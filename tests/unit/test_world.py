@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from training.contract import UserError
+from training.world import World, choose_device, detect, host_list, set_threads, tasks_per_node
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_JOB_ID": "41",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+
+
+def _place(world: World) -> tuple[int, ...]:
+    return (world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes)
+
+
+def test_nothing_set_is_one_rank() -> None:
+    assert _place(detect({})) == (0, 1, 0, 1, 0, 1) and detect({}).master is None
+
+
+@pytest.mark.parametrize(
+    ("env", "place", "master"),
+    [
+        (TORCHRUN, (3, 4, 1, 2, 1, 2), ("a", 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, (1, 2, 1, 2, 0, 1), ("127.0.0.1", 29500)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0"}, (1, 2, 0, 1, 1, 2), ("job-master-0", 29500)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, 2, 0, 1), ("127.0.0.1", 29500)),
+        (SLURM, (3, 4, 1, 2, 1, 2), ("node07", 12000 + 41 * 7)),
+        ({**SLURM, **TORCHRUN}, (3, 4, 1, 2, 1, 2), ("a", 1)),
+        ({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}, (3, 4, 1, 2, 1, 2), ("x", 9)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, 0, 1), None),
+        (MPI, (1, 2, 1, 2, 0, 1), None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0, 1, 0, 1), None),  # a batch script without srun
+    ],
+)  # fmt: skip
+def test_each_launcher(env: dict[str, str], place: tuple[int, ...], master: tuple[str, int] | None) -> None:
+    world = detect(env)
+    assert _place(world) == place
+    if master:
+        assert world.master == master
+    elif world.size > 1:
+        assert world.master is not None and world.master[0] == "127.0.0.1" and 12000 <= world.master[1] < 32768
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 but WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
+        ({**TORCHRUN, "LOCAL_RANK": "5"}, "local rank 5 of 2 contradicts RANK=3"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({**MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "several nodes, but MASTER_ADDR is not set"),
+        ({"PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_NODE=2 asks for a launcher"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "is not of the form 2(x3),1"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node[a-b]"}, "SLURM's node list 'node[a-b]'"),
+    ],
+)
+def test_a_contradiction_names_the_variables(env: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        detect(env)
+    assert message in str(caught.value)
+
+
+def test_slurm_notations() -> None:
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert host_list("gpu[01-03,7],login,a[1-2]b") == ["gpu01", "gpu02", "gpu03", "gpu7", "login", "a1b", "a2b"]
+
+
+def test_threads_come_from_the_most_deliberate_source() -> None:
+    before = torch.get_num_threads()
+    try:
+        torchrun = World(local_size=2, size=2, launcher="torchrun")
+        assert set_threads(torchrun, 3, {"OMP_NUM_THREADS": "5"}) == "3 threads a rank (threads)"
+        assert set_threads(torchrun, 0, {"LOCKSTEP_THREADS": "4"}) == "4 threads a rank (LOCKSTEP_THREADS)"
+        assert set_threads(torchrun, 0, {"OMP_NUM_THREADS": "5"}) == "5 threads a rank (OMP_NUM_THREADS)"
+        assert "cores / 2 ranks" in set_threads(torchrun, 0, {"OMP_NUM_THREADS": "1"})  # torchrun wrote that itself
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device(World(), "auto") == torch.device("cpu")
+    with pytest.raises(UserError, match="no GPU is visible"):
+        choose_device(World(), "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(World(local_rank=1, local_size=2, size=2), "auto") == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="3 ranks on this node, but only 2 GPUs"):
+        choose_device(World(local_rank=2, local_size=3, size=3), "auto")
+    assert choose_device(World(local_rank=2, local_size=3, size=3), "cpu") == torch.device("cpu")
