@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -20,13 +19,12 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see the environment of a laptop, wherever they run."""
     kept = clean_env()
     for name in list(os.environ):
         if name not in kept:
             monkeypatch.delenv(name)
-    yield
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from training.sync.base import GradientSync
 from training.world import World
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"  # before torch 2.15
+_NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it
+_LOCAL_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
 
 
 class Ddp(GradientSync):
@@ -31,7 +32,7 @@ class Ddp(GradientSync):
         self.network = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            **{_SYNC_BUFFERS: False},  # batch statistics stay local; evaluation averages them
+            **_LOCAL_BUFFERS,  # batch statistics stay local; evaluation averages them
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.settings.bucket_mb * 1e6 / 2**20,
         )

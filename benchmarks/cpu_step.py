@@ -1,0 +1,208 @@
+"""python benchmarks/cpu_step.py [--rounds 5] [--batch 64] [--no-compile] [--out FILE]
+
+Images a second of one whole training step (augmentation, forward, backward, optimizer, average) on this CPU:
+full-width bag_of_tricks and resnet18, eager and compiled, beside a plain NCHW float32 step of the same network; on
+2 ranks `flat` against torch's DDP; and the share of this CPU's sgemm rate, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.measure import interleaved, machine, ratio, write
+from training import config, optim, sync
+from training.clock import StepClock
+from training.data.loader import Batch
+from training.models import batch_multiple, build
+from training.optim.ema import Ema
+from training.state import Cursor, TrainState
+from training.step import Step
+from training.world import World, detect, joined
+
+FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9}
+"""Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
+
+
+class PlainBagOfTricks(nn.Module):
+    """The same network as its publication writes it: ghost batch norm with one running mean a split, no reordering."""
+
+    class Norm(nn.BatchNorm2d):
+        def __init__(self, channels: int, splits: int = 16) -> None:
+            super().__init__(channels)
+            self.weight.requires_grad_(False)
+            self.splits = splits
+            self.register_buffer("running_mean", torch.zeros(channels * splits))
+            self.register_buffer("running_var", torch.ones(channels * splits))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n, c, h, w = x.shape
+            x = x.view(-1, c * self.splits, h, w)
+            weight, bias = self.weight.repeat(self.splits), self.bias.repeat(self.splits)
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, 0.1, 1e-5).view(n, c, h, w)
+
+    def __init__(self, splits: int) -> None:
+        super().__init__()
+
+        def block(fan_in: int, fan_out: int, kernel: int = 3, pool: bool = False) -> nn.Sequential:
+            conv = nn.Conv2d(fan_in, fan_out, kernel, padding=kernel // 2, bias=False)
+            return nn.Sequential(conv, *([nn.MaxPool2d(2)] if pool else []), self.Norm(fan_out, splits), nn.CELU(0.3))
+
+        self.whitening = nn.Conv2d(3, 27, 3, padding=1, bias=False).requires_grad_(False)
+        self.stem, self.stage1 = block(27, 64, 1), block(64, 128, pool=True)
+        self.residual1 = nn.Sequential(block(128, 128), block(128, 128))
+        self.stage2, self.stage3 = block(128, 256, pool=True), block(256, 512, pool=True)
+        self.residual3 = nn.Sequential(block(512, 512), block(512, 512))
+        self.head = nn.Linear(512, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stage1(self.stem(self.whitening(x)))
+        x = self.stage3(self.stage2(x + self.residual1(x)))
+        x = x + self.residual3(x)
+        return self.head(F.max_pool2d(x, 4).flatten(1)) * 0.125
+
+
+def plain_step(batch: int) -> Callable[[], None]:
+    """Forward, backward and torch's SGD with Nesterov momentum, on a batch that is ready in memory."""
+    torch.manual_seed(0)
+    model = PlainBagOfTricks(splits=max(batch // 32, 1))
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, momentum=0.9, nesterov=True
+    )
+    x, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), labels, label_smoothing=0.2, reduction="sum").backward()
+        optimizer.step()
+
+    return step
+
+
+def our_step(recipe: str, batch: int, world: World, strategy: str, compiled: bool = False) -> Callable[[], None]:
+    """The recipe's own step, from uint8 images to averaged weights."""
+    torch.manual_seed(0)
+    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}"])
+    model = build(settings.model, settings.model_options, 10)
+    synchroniser = sync.build(settings.sync)
+    network = synchroniser.wrap(model, world, torch.randn(batch, 3, 32, 32))
+    network = torch.compile(network) if compiled else network
+    optimizer = synchroniser.make_optimizer(lambda parameters: optim.build(parameters, settings, batch * world.size))
+    ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
+    losses = torch.zeros(2, dtype=torch.float64)
+    state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), StepClock(), losses, {})
+    step = Step(settings, state, network, batch_multiple(model))
+    images = torch.randint(0, 256, (4096, 32, 32, 3), dtype=torch.uint8)
+    rows = torch.arange(batch)
+    part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)), batch * world.size)
+    count = [0]
+
+    def run() -> None:
+        step(part, 0, 1e-5)
+        count[0] += 1
+        if ema:
+            ema.update(count[0])
+
+    return run
+
+
+def sgemm(size: int = 2048) -> Callable[[], None]:
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return lambda: torch.mm(a, b)  # type: ignore[return-value]
+
+
+def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, Any]:
+    with joined(detect({}), "cpu") as world:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        variants: dict[str, Callable[[], Any]] = {"sgemm": sgemm(), "plain bag_of_tricks": plain_step(batch)}
+        for recipe in FLOP_PER_IMAGE:
+            variants[f"{recipe} eager"] = our_step(recipe, batch, world, "flat")
+            if compile_too:
+                variants[f"{recipe} compiled"] = our_step(recipe, batch, world, "flat", compiled=True)
+        times = interleaved(variants, rounds)
+    gflops = 2 * 2048**3 / statistics.median(times["sgemm"]) / 1e9
+    rows = {}
+    for name, seconds in times.items():
+        if name != "sgemm":
+            rate = batch / statistics.median(seconds)
+            flop = FLOP_PER_IMAGE[next(recipe for recipe in FLOP_PER_IMAGE if recipe in name)]
+            rows[name] = {"images_per_second": rate, "share_of_sgemm": rate * flop / 1e9 / gflops, "seconds": seconds}
+    return {
+        "sgemm_gflops": gflops, "rows": rows,
+        "ours_over_plain": ratio(times, "plain bag_of_tricks", "bag_of_tricks eager"),
+    }  # fmt: skip
+
+
+def _rank(rank: int, port: int, batch: int, rounds: int, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with joined(detect(os.environ), "cpu") as world:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+        found = {}
+        for recipe in FLOP_PER_IMAGE:
+            variants = {name: our_step(recipe, batch, world, name) for name in ("flat", "ddp")}
+            found[recipe] = interleaved(variants, rounds)
+        if world.leader:
+            results.put(found)
+
+
+def two_ranks(batch: int, rounds: int) -> dict[str, Any]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, batch, rounds, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = results.get(timeout=1800)
+    for process in ranks:
+        process.join()
+    return {
+        recipe: {
+            "flat_images_per_second": 2 * batch / statistics.median(times["flat"]),
+            "ddp_images_per_second": 2 * batch / statistics.median(times["ddp"]),
+            "flat_over_ddp": ratio(times, "ddp", "flat"), "seconds": times,
+        }
+        for recipe, times in found.items()
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are quoted")
+    parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = machine()
+    one = one_process(args.batch, args.rounds, not args.no_compile)
+    two = two_ranks(args.batch, args.rounds)
+    print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, batch {args.batch}, {args.rounds} rounds")
+    print(f"sgemm 2048: {one['sgemm_gflops']:.0f} GFLOP/s")
+    for name, row in one["rows"].items():
+        print(f"  {name:24} {row['images_per_second']:7.1f} images/s   {row['share_of_sgemm']:5.2f} of sgemm")
+    print(f"  our bag_of_tricks step against the plain one: {one['ours_over_plain']:.3f} ×")
+    for recipe, row in two.items():
+        rates = f"flat {row['flat_images_per_second']:.1f}, ddp {row['ddp_images_per_second']:.1f} images/s"
+        print(f"  2 ranks, {recipe:14} {rates}; flat against ddp: {row['flat_over_ddp']:.3f} ×")
+    result = {"machine": about, "batch": args.batch, "rounds": args.rounds, "one_process": one, "two_ranks": two}
+    print(f"written to {write('cpu_step', result, args.out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""How the benchmarks measure: variants take turns in one process, and medians and ratios of the same round count."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Seconds of each variant in each round, A B C A B C …; the order turns every round, so that none is always first."""
+    names = list(variants)
+    for _ in range(warm_up):
+        for name in names:
+            variants[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            began = time.perf_counter()
+            variants[name]()
+            times[name].append(time.perf_counter() - began)
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], numerator: str, denominator: str) -> float:
+    """Median over the rounds of time(numerator) / time(denominator): above 1, the denominator is faster."""
+    return statistics.median(a / b for a, b in zip(times[numerator], times[denominator]))
+
+
+def machine() -> dict[str, Any]:
+    model = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
+    )
+    return {
+        "cpu": model, "cores": len(os.sched_getaffinity(0)), "torch": str(torch.__version__),
+        "python": platform.python_version(), "date": date.today().isoformat(),  # noqa: DTZ011 - the user's own day
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def write(name: str, value: dict[str, Any], out: Path | None = None) -> Path:
+    """Writes a result as JSON: `benchmarks/results/NAME.json`, or where `out` says."""
+    path = out or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
+    return path
