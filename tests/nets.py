@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,17 +41,58 @@ class NormedConv(SmallConv):
 
 
 class Dying(NormedConv):
-    """Runs into what `LOCKSTEP_TEST_FATE` says at the n-th training forward pass: `rank:n:what`, e.g. `1:7:KILL`."""
+    """Runs into what `LOCKSTEP_TEST_FATE` says: `rank:n:what`, e.g. `1:7:KILL` in rank 1's 7th training forward pass.
+
+    A negative n counts the passes of evaluation.
+    """
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)
-        self.passes = 0
+        self.passes = self.scored = 0
+        watch_writes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.passes += 1
-            meet_fate(self.passes, self)
+        self.passes += self.training
+        self.scored += not self.training
+        meet_fate(self.passes if self.training else -self.scored, self)
         return super().forward(x)
+
+
+def _happened_before() -> bool:
+    """With `LOCKSTEP_TEST_ONCE=FILE`, a fate strikes only in the first of several starts."""
+    once = os.environ.get("LOCKSTEP_TEST_ONCE")
+    if not once:
+        return False
+    if os.path.exists(once):
+        return True
+    with open(once, "w"):
+        return False
+
+
+def watch_writes() -> None:
+    """`LOCKSTEP_TEST_WRITE=n:what` strikes this process at its n-th touch of the disk, through the file layer."""
+    fate = os.environ.get("LOCKSTEP_TEST_WRITE", "")
+    if not fate:
+        return
+    from training import files
+
+    number, what = fate.split(":")
+    touched = [0]
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            touched[0] += 1
+            if touched[0] == int(number) and not _happened_before():
+                os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+            return function(*args)
+
+        return call
+
+    for name in WRITE_POINTS:
+        setattr(files, name, watched(getattr(files, name)))
+
+
+WRITE_POINTS = ("write_all", "fsync", "rename")
 
 
 def meet_fate(passes: int, model: nn.Module | None = None) -> None:
@@ -56,21 +100,25 @@ def meet_fate(passes: int, model: nn.Module | None = None) -> None:
     if not fate:
         return
     rank, number, what = fate.split(":")
-    if os.environ.get("RANK", "0") != rank or passes != int(number):
+    if os.environ.get("RANK", "0") != rank or passes != int(number) or _happened_before():
         return
-    once = os.environ.get("LOCKSTEP_TEST_ONCE")
-    if once:  # only in the first of several starts
-        if os.path.exists(once):
-            return
-        with open(once, "w"):
-            pass
     if what == "RAISE":
         raise ArithmeticError("this rank was told to fail")
     if what == "EXIT2":
         sys.exit(2)
-    if what == "NAN":
+    if what == "NAN":  # poisons this rank's gradient of one parameter, from here on
         assert model is not None
-        with torch.no_grad():  # poisons this rank's gradient of one parameter only
-            model.head.bias.register_hook(lambda grad: grad * float("nan"))
+        model.head.bias.register_hook(lambda grad: grad * float("nan"))
+        return
+    if what == "VANISH":  # the run directory goes while the run is on
+        os.rename(os.environ["LOCKSTEP_TEST_RUN"], os.environ["LOCKSTEP_TEST_RUN"] + ".gone")
         return
     os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+
+
+class Paced(SmallConv):
+    """Takes at least `LOCKSTEP_TEST_PACE` seconds a forward pass, so that a test has time to act on a running job."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(float(os.environ.get("LOCKSTEP_TEST_PACE", "0")))
+        return super().forward(x)

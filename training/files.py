@@ -56,6 +56,13 @@ def replace_json(path: Path, value: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
+    """Removes the temporary files of `names` that a killed process left behind. Nobody else may be writing."""
+    for name in names:
+        for path in directory.glob(f".{name}.*"):
+            path.unlink(missing_ok=True)
+
+
 def read_json(path: Path, limit: int = 64 << 20) -> Any:
     """The value of a JSON file, or None where it is missing or no JSON."""
     try:

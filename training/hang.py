@@ -6,6 +6,7 @@ looks who else reports within a few seconds: the ones that do not are gone, stop
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from training.world import World
 
 REPORT_SECONDS = 5.0
+_OF_A_COLLECTIVE = re.compile(r"gloo|nccl|c10d|timed out|connection (closed|reset|refused)|broken pipe|socket", re.I)
 
 
 class Heartbeat:
@@ -23,12 +25,19 @@ class Heartbeat:
 
     def __init__(self, world: World, now: Callable[[], float] = time.monotonic) -> None:
         self._key, self._now, self._last = f"lockstep/step/{world.rank}", now, -1.0
-        self._store = dist.PrefixStore("", _get_default_store()) if world.size > 1 else None
+        self._store = _get_default_store() if world.size > 1 else None
 
     def beat(self, step: int) -> None:
         if self._store is not None and self._now() - self._last >= 1.0:
             self._last = self._now()
             self._store.set(self._key, str(step))
+
+
+def is_collective(error: BaseException) -> bool:
+    """Whether an error comes from a collective or the store, not from this rank's own work."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_A_COLLECTIVE.search(str(error)))
 
 
 def last_words(world: World, step: int, error: BaseException) -> str:
@@ -40,12 +49,12 @@ def last_words(world: World, step: int, error: BaseException) -> str:
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
     if missing:
         return f"step {step}: {'; '.join(missing)} ({cause})"
-    return f"step {step}: {cause}"
+    return f"step {step}: a collective failed, though every rank is there ({cause})"
 
 
 def _missing(world: World, step: int) -> list[str]:
-    store = dist.PrefixStore("", _get_default_store())
-    store.set_timeout(timedelta(seconds=REPORT_SECONDS))
+    """The ranks that reported neither a failed collective nor an error of their own within a few seconds."""
+    store = _get_default_store()
     store.set(f"lockstep/failed/{world.rank}", str(step))
     missing = []
     deadline = time.monotonic() + REPORT_SECONDS
@@ -55,6 +64,6 @@ def _missing(world: World, step: int) -> list[str]:
             store.wait([f"lockstep/failed/{rank}"], timedelta(seconds=left))
         except (RuntimeError, ValueError):
             seen = f"lockstep/step/{rank}"
-            last = store.get(seen).decode() if store.check([seen]) else "none"
-            missing.append(f"rank {rank} did not arrive (last seen at step {last})")
+            last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "never seen at a step"
+            missing.append(f"rank {rank} did not arrive ({last})")
     return missing

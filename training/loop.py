@@ -20,7 +20,7 @@ from training import contract, divergence
 from training.config import Config
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from training.evaluate import Evaluator, Score
-from training.hang import Heartbeat, last_words
+from training.hang import Heartbeat, is_collective, last_words
 from training.optim.schedules import piecewise_linear
 from training.preempt import Consensus, Signals
 from training.saving import Saver
@@ -74,12 +74,13 @@ def train(
         return ending.code
     except BaseException as error:
         prepared.console.close()
-        if world.size > 1 and isinstance(error, RuntimeError):
+        if world.size > 1 and is_collective(error):
             reason = last_words(world, prepared.steps_done, error)
             if run is not None:
                 run.status(EXIT_FAILED, reason, prepared.steps_done)
             prepared.console.warn(reason)
-        elif run is not None:
+            return EXIT_FAILED  # the sentence says more than gloo's traceback would
+        if run is not None:
             run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", prepared.steps_done)
         raise
     finally:

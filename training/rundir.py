@@ -52,6 +52,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
         try:
+            files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
             if saved is not None:
                 different = configuration.differences(saved["config"], config)
@@ -62,6 +63,9 @@ class RunDirectory:
                     )
             elif (path / contract.CHECKPOINTS).exists():
                 raise UserError(f"{path} has checkpoints but no {contract.RUN_FILE}: restore it, or use --fresh")
+        except OSError as error:
+            lock.release()
+            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
         except UserError:
             lock.release()
             raise

@@ -1,0 +1,61 @@
+"""NaN, a rank that stops, a rank that fails: the job ends with the name of the one to look at."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import FINAL, Job, assert_same
+
+
+@pytest.mark.parametrize("strategy", ["flat", "ddp"])
+def test_a_nan_stops_all_ranks_before_any_weight_is_changed(job: Job, undisturbed: Any, strategy: str) -> None:
+    job.words.append(f"sync.name={strategy}")
+    nth = 7 if strategy == "flat" else 8  # DDP's warm-up pass counts too
+    done = job.go(LOCKSTEP_TEST_FATE=f"1:{nth}:NAN", LOCKSTEP_THREADS="1")
+    assert done.code == 1, done.output
+    assert "diverged at step 7: rank 1: gradient of head.bias is not finite" in done.output
+    assert job.steps()[0] == 6
+    if strategy == "flat":
+        assert job.go(LOCKSTEP_THREADS="1").code == 0
+        assert_same(job.run_dir, undisturbed[2])
+
+
+def test_a_nan_step_can_be_left_out(job: Job) -> None:
+    job.words.append("nonfinite=skip")
+    done = job.go(LOCKSTEP_TEST_FATE="1:23:NAN", LOCKSTEP_THREADS="1")
+    assert done.code == 0, done.output
+    events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "nonfinite"] == [23, 24]
+    assert job.steps()[0] == FINAL
+
+
+def test_a_rank_that_stops_is_named_with_its_last_step(job: Job, undisturbed: Any) -> None:
+    job.words.append("collective_timeout=4")
+    job.ranks = 2
+    done = job.go("--grace", "3", LOCKSTEP_TEST_FATE="1:9:STOP", LOCKSTEP_THREADS="1", timeout=90)
+    assert done.code == 1, done.output
+    assert "rank 1 did not arrive (last seen at step" in done.output
+    status = json.loads((job.run_dir / "status.json").read_text())
+    assert status["code"] == 1 and "rank 1 did not arrive" in status["reason"]
+    assert job.steps()[0] >= 6
+    assert job.go(LOCKSTEP_THREADS="1").code == 0
+    assert_same(job.run_dir, undisturbed[2])
+
+
+def test_a_killed_rank_is_named(job: Job) -> None:
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:KILL", LOCKSTEP_THREADS="1")
+    assert done.code == 1 and "rank 1 did not arrive" in done.output, done.output
+
+
+def test_an_error_of_ones_own_keeps_its_traceback(job: Job) -> None:
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:RAISE", LOCKSTEP_THREADS="1")
+    assert done.code == 1 and "ArithmeticError: this rank was told to fail" in done.output, done.output
+
+
+def test_deterministic_runs_give_the_same_bits(job: Job, undisturbed: Any) -> None:
+    job.words.append("deterministic=true")
+    assert job.go(LOCKSTEP_THREADS="1").code == 0
+    assert_same(job.run_dir, undisturbed[2])

@@ -1,0 +1,40 @@
+"""Random scenarios: any rank, killed at any step, several times over, ends in the undisturbed weights.
+
+5 seeds by default, `LOCKSTEP_SCENARIOS=50` (make test-faults-long) for the long form.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import FINAL, Job, assert_same
+
+SEEDS = range(int(os.environ.get("LOCKSTEP_SCENARIOS", "5")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_kills(job: Job, undisturbed: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    every = chance.choice([1, 2, 3])
+    job.words.append(f"checkpoint.every_steps={every}")
+    reached = 0
+    for _ in range(chance.randint(1, 3)):
+        left = FINAL - reached
+        at = chance.randint(1, left)
+        fate = f"{chance.randrange(2)}:{at}:{chance.choice(['KILL', 'KILL', 'SEGV', 'TERM'])}"
+        done = job.go(LOCKSTEP_TEST_FATE=fate, LOCKSTEP_THREADS="1")
+        assert done.code in (1, 75), (fate, done.output)
+        steps = job.steps()
+        last = reached + at - 1
+        if steps:  # lost work is at most one interval, and the save under way when the kill came
+            assert steps[0] >= last - 2 * every, (fate, steps, done.output)
+            reached = steps[0]
+        else:
+            assert last < 2 * every, (fate, done.output)
+    done = job.go(LOCKSTEP_THREADS="1")
+    assert done.code == 0, done.output
+    assert_same(job.run_dir, undisturbed[2])
