@@ -82,7 +82,8 @@ def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
     writer.close()
     newest = directory / "ours" / f"step-{step[0]:08d}"
     reads = interleaved(
-        {"verify": lambda: verify(newest), "resume": lambda: load(newest_verified(directory / "ours") or newest)}, rounds
+        {"verify": lambda: verify(newest), "resume": lambda: load(newest_verified(directory / "ours") or newest)},
+        rounds,
     )
     result = {
         "megabytes": megabytes, "stall_seconds": statistics.median(stalls),
@@ -128,7 +129,9 @@ def main() -> None:
         )
     seconds = seek()
     print(f"seek to step 10⁶: {seconds * 1e3:.2f} ms")
-    path = write("checkpoint", {"machine": about, "rounds": args.rounds, "rows": rows, "seek_seconds": seconds}, args.out)
+    path = write(
+        "checkpoint", {"machine": about, "rounds": args.rounds, "rows": rows, "seek_seconds": seconds}, args.out
+    )
     print(f"written to {path}")
 
 

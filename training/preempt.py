@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,28 +36,44 @@ def end_with(launcher: int) -> None:
 
 
 class Signals:
-    """Catches the signals that ask for an early end. The second one, later, ends the process at once."""
+    """Catches the signals that ask for an early end. The second one, later, ends the process at once.
+
+    Python runs signal handlers between bytecodes only, so a rank that waits in a collective would not see its signal
+    until the collective ends. The C handler writes the number into a pipe at once, and a thread reads it there.
+    """
 
     def __init__(self, names: Sequence[str], now: Callable[[], float] = time.monotonic) -> None:
         self.received: str | None = None
         self._first = 0.0
         self._now = now
-        self._pid = os.getpid()
-        self._before = {}
-        for name in names:
-            number = signal.Signals[f"SIG{name}"]
-            self._before[number] = signal.signal(number, self._handle)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        numbers = [signal.Signals[f"SIG{name}"] for name in names]
+        self._before = {number: signal.signal(number, _nothing) for number in numbers}
+        self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._in_child)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        if os.getpid() != self._pid:  # a forked child (a data loader of the user's own) is not asked to save anything
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+    def _watch(self) -> None:
+        while numbers := os.read(self._read, 64):
+            for number in numbers:
+                if number in self._before:
+                    self._note(number)
+        os.close(self._read)
+
+    def _note(self, number: int) -> None:
         if self.received is None:
             self.received, self._first = signal.Signals(number).name, self._now()
         elif self._now() - self._first > ONE_SIGNAL_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os._exit(128 + number)
+
+    def _in_child(self) -> None:
+        """A forked child (a data loader of the user's own) is not asked to save, and does not tell the parent."""
+        if self._write >= 0:
+            signal.set_wakeup_fd(-1)
+            for number in self._before:
+                signal.signal(number, signal.SIG_DFL)
 
     def ignore(self) -> None:
         """From here on nothing is left to save: a launcher's parting TERM must not change the exit code."""
@@ -64,8 +81,17 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
+        """Gives the signals back to whoever had them before."""
+        signal.set_wakeup_fd(self._before_fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        os.close(self._write)
+        self._write = -1
+        self._thread.join()
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """In place of the default action; the pipe carries the number."""
 
 
 @dataclass(frozen=True, slots=True)

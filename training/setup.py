@@ -116,7 +116,7 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
     state.history["attempts"] = attempt
     if source is not None:
         with _as_user_error():
-            scatter(gathered, state, source)
+            scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
     p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
     if run is not None:

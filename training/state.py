@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.clock import StepClock
+from training.contract import UserError
 from training.exchange import all_gather_trees, broadcast_tree, gather_trees
 from training.optim.ema import Ema
 from training.sync.base import GradientSync
@@ -72,15 +73,23 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     return {"shared": shared, "ranks": ranks}
 
 
-def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> None:
+def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
     """Gives every rank its part of the gathered state that rank `source` read. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators and
     the strategies' own state keep their fresh values.
+
+    Raises:
+        UserError: the world size differs from the saved one, and the run is not `resizable`.
     """
     gathered = broadcast_tree(gathered, state.world, source)
     assert gathered is not None
     shared, ranks = gathered["shared"], gathered["ranks"]
+    if len(ranks) != state.world.size and not resizable:
+        raise UserError(
+            f"the run was saved by {len(ranks)} ranks, and with shuffle=shard each keeps its own files: "
+            f"resume it on {len(ranks)} ranks, not {state.world.size}"
+        )
     _copy(shared["model"], dict(state.model.named_parameters()))
     state.optimizer.load_state_dict(shared["optimizer"])
     state.cursor.epoch, state.cursor.step = shared["cursor"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT
+from tests.processes import ROOT, poll
 from training import config, contract, rundir, weights
 from training.contract import UserError
 from training.preempt import Consensus, Decision, Signals
@@ -36,6 +36,7 @@ def signals(clock: list[float]) -> Iterator[Signals]:
 def test_one_signal_sets_a_flag_and_its_echo_is_the_same_one(signals: Signals, clock: list[float]) -> None:
     assert signals.received is None
     os.kill(os.getpid(), signal.SIGUSR1)
+    poll(lambda: signals.received, 10, "the signal")
     clock[0] = 1.9
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.received == "SIGUSR1"
@@ -43,14 +44,16 @@ def test_one_signal_sets_a_flag_and_its_echo_is_the_same_one(signals: Signals, c
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal\nfrom training.preempt import Signals\nclock = [0.0]\n"
+        "import os, signal, sys, threading\nfrom training.preempt import Signals\nclock = [0.0]\n"
         "s = Signals(['TERM'], now=lambda: clock[0])\nos.kill(os.getpid(), signal.SIGTERM)\n"
-        "clock[0] = 2.1\nos.kill(os.getpid(), signal.SIGTERM)\nprint('survived')"
+        "while s.received is None: pass\n"
+        "clock[0] = 2.1\nos.kill(os.getpid(), signal.SIGTERM)\nthreading.Event().wait(30)\nprint('survived')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == -signal.SIGTERM and "survived" not in done.stdout
+    assert done.returncode == 128 + signal.SIGTERM and "survived" not in done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_is_not_asked_to_save(signals: Signals) -> None:
     child = os.fork()
     if child == 0:

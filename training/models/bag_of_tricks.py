@@ -66,7 +66,7 @@ class ConvNormAct(nn.Module):
         x = self.conv(x)
         if self.pool:
             x = F.max_pool2d(x, 2)
-        return F.celu(self.norm(x), self.alpha)
+        return F.celu(self.norm(x), self.alpha, inplace=True)
 
 
 class BagOfTricks(nn.Module):
