@@ -1,8 +1,8 @@
 """Dispatching a job from Python:
 
-    from jobs import JobSpec, submit
-    job = submit(JobSpec.load("job.yaml"), backend="local")
-    job.wait(timeout=3600); print(job.summary())
+from jobs import JobSpec, submit
+job = submit(JobSpec.load("job.yaml"), backend="local")
+job.wait(timeout=3600); print(job.summary())
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from training.contract import EXIT_USAGE, VERSION, UserError
 
 app = typer.Typer(
     name="lockstep", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=True,
+    rich_markup_mode=None,  # rich takes longer to import than everything else together
     help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
     epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
     "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "

@@ -119,7 +119,9 @@ def submit(
         if as_json:
             show({"name": done.name, "created": done.created, "where": done.where})
         else:
-            say(f"{done.name}: {'submitted' if done.created else 'is there already, with the same spec'} ({done.where})")
+            say(
+                f"{done.name}: {'submitted' if done.created else 'is there already, with the same spec'} ({done.where})"
+            )
         return
     from jobs.job_commands import report
 

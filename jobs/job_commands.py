@@ -30,7 +30,9 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
         show({"name": name, **found.plain()})
     else:
         say(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
-        rows = [(part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks]
+        rows: list[tuple[str, ...]] = [
+            (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
+        ]
         if len(rows) > 1 and rows:
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
     unfinished = waited and not found.final and found.state != "unschedulable"

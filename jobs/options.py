@@ -26,7 +26,9 @@ Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
 Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any setting of the job: memory=32Gi, k8s.queue=gpu, overrides.epochs=4."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting of the job: memory=32Gi, k8s.queue=gpu, overrides.epochs=4."
+    ),
 ]
 
 

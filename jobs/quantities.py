@@ -58,7 +58,7 @@ def _duration(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    if any(ord(letter) < 32 and letter not in "\n\t" or 127 <= ord(letter) < 160 for letter in text):
+    if any((ord(letter) < 32 and letter not in "\n\t") or 127 <= ord(letter) < 160 for letter in text):
         raise ValueError("must not hold control characters")
     try:
         text.encode()
@@ -90,14 +90,21 @@ Label = Annotated[
 ]
 Subdomain = Annotated[str, _check(SUBDOMAIN, "lower-case letters, digits, - and .", 253), _schema(SUBDOMAIN)]
 AbsolutePath = Annotated[
-    str, _check(PATH, "an absolute path of letters, digits, . _ - and /", 1024), _schema(PATH), AfterValidator(lambda path: _no_dots(path))
+    str,
+    _check(PATH, "an absolute path of letters, digits, . _ - and /", 1024),
+    _schema(PATH),
+    AfterValidator(lambda path: _no_dots(path)),
 ]
-AnyPath = Annotated[str, _check(LOCAL_PATH, "a path of letters, digits, spaces, . _ - and /", 1024), _schema(LOCAL_PATH)]
+AnyPath = Annotated[
+    str, _check(LOCAL_PATH, "a path of letters, digits, spaces, . _ - and /", 1024), _schema(LOCAL_PATH)
+]
 Variable = Annotated[str, _check(VARIABLE, "a variable name of letters, digits and _", 255), _schema(VARIABLE)]
 Image = Annotated[str, _check(IMAGE, "an image such as registry/name:tag or name@sha256:…", 512), _schema(IMAGE)]
 Resource = Annotated[str, _check(RESOURCE, "a resource name such as rdma/hca_shared", 316), _schema(RESOURCE)]
 LabelKey = Annotated[str, _check(RESOURCE, "a label key such as example.com/pool", 316), _schema(RESOURCE)]
-LabelValue = Annotated[str, _check(LABEL_VALUE, "a label value of letters, digits, - _ and ., at most 63", 63), _schema(LABEL_VALUE)]
+LabelValue = Annotated[
+    str, _check(LABEL_VALUE, "a label value of letters, digits, - _ and ., at most 63", 63), _schema(LABEL_VALUE)
+]
 Word = Annotated[str, _check(WORD, "one word of letters, digits and _ . , @ + = -", 255), _schema(WORD)]
 Device = Annotated[str, _check(DEVICE, "a device list such as eth0 or mlx5_0,mlx5_1", 128), _schema(DEVICE)]
 Text = Annotated[str, AfterValidator(_plain)]

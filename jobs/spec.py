@@ -16,12 +16,25 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from jobs.quantities import (
-    AbsolutePath, AnyPath, Device, Duration, Image, Label, LabelKey, LabelValue, Resource, Size, Subdomain, Text,
-    Values, Variable, Word, seconds,
+    AbsolutePath,
+    AnyPath,
+    Device,
+    Duration,
+    Image,
+    Label,
+    LabelKey,
+    LabelValue,
+    Resource,
+    Size,
+    Subdomain,
+    Text,
+    Values,
+    Variable,
+    Word,
+    seconds,
 )  # fmt: skip
 from training import config as configuration
 from training.contract import METRICS_PORT
-
 
 MAX_CHARACTERS = 100_000
 

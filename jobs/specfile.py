@@ -60,7 +60,9 @@ def explain(
     name = ".".join(str(part) for part in place if part != "[key]")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = f"unknown setting {_clean(str(place[-1]))!r}{settings.nearest(str(place[-1]), _fields(model, place[:-1]))}"
+        message = (
+            f"unknown setting {_clean(str(place[-1]))!r}{settings.nearest(str(place[-1]), _fields(model, place[:-1]))}"
+        )
         name = ".".join(str(part) for part in place[:-1])
     elif first["type"] == "missing":
         message = "is missing"
@@ -82,7 +84,12 @@ def _fields(model: type[BaseModel], place: tuple[Any, ...]) -> list[str]:
     """Names of the settings at `place`."""
     current: Any = model
     for part in place:
-        if isinstance(part, str) and isinstance(current, type) and issubclass(current, BaseModel) and part in current.model_fields:
+        if (
+            isinstance(part, str)
+            and isinstance(current, type)
+            and issubclass(current, BaseModel)
+            and part in current.model_fields
+        ):
             current = _model_in(current.model_fields[part].annotation)
     return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
 

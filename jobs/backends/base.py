@@ -1,8 +1,8 @@
 """The protocol that every backend answers, and what its answers mean. One contract test holds all of them to it.
 
-    backend.submit(spec)                 # idempotent by name and hash of the spec
-    backend.status("smoke")              # Status(state, reason, ranks, exit_code)
-    backend.wait("smoke", timeout=60)    # bounded, always
+backend.submit(spec)                 # idempotent by name and hash of the spec
+backend.status("smoke")              # Status(state, reason, ranks, exit_code)
+backend.wait("smoke", timeout=60)    # bounded, always
 """
 
 from __future__ import annotations

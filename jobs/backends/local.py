@@ -1,6 +1,6 @@
 """The reference backend: a job as detached processes of this machine, which outlive the command that submitted them.
 
-    $LOCKSTEP_HOME/local/NAME/   job.json  running.json  ended.json  log.txt      (default ~/.local/state/lockstep)
+$LOCKSTEP_HOME/local/NAME/   job.json  running.json  ended.json  log.txt      (default ~/.local/state/lockstep)
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class LocalBackend:
         if said is not None and said.get("code") is not None:
             code, reason = said["code"], str(said.get("reason", ""))
         if code is None:
-            return answer("lost", "the processes are gone and left no exit code: the machine restarted, or they were killed")
+            return answer(
+                "lost", "the processes are gone and left no exit code: the machine restarted, or they were killed"
+            )
         if code < 0:
             code, reason = 128 - code, f"killed by {signal.Signals(-code).name}"
         if (ended or {}).get("timed_out"):
@@ -130,7 +132,9 @@ class LocalBackend:
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
         if cancelled:
-            return answer("cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled", code)
+            return answer(
+                "cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled", code
+            )
         if code == contract.EXIT_PREEMPTED:
             return answer("preempted", reason or "saved; submit it again to go on", code)
         last = self._last_line(folder)
@@ -207,7 +211,9 @@ class LocalBackend:
             return []
         names = sorted(entry.name for entry in self.folder.iterdir() if (entry / "job.json").exists())
         rows = [(name, self._record(name)) for name in names]
-        return [Listed(name, self.status(name).state, row["spec"].get("nodes", 1), row["created"]) for name, row in rows]
+        return [
+            Listed(name, self.status(name).state, row["spec"].get("nodes", 1), row["created"]) for name, row in rows
+        ]
 
     def live(self, name: str) -> dict[str, Any]:
         return self._record(name)["spec"]

@@ -1,7 +1,7 @@
 """Every footgun a rule with an id, a message that says what to do, and a test. Rules read the *final* manifest.
 
-    findings = lint(spec, pytorchjob.render(spec))
-    errors(findings)        # submit refuses these, prints the rest as warnings
+findings = lint(spec, pytorchjob.render(spec))
+errors(findings)        # submit refuses these, prints the rest as warnings
 """
 
 from __future__ import annotations

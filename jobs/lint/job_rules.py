@@ -49,7 +49,7 @@ def processes(subject: Subject) -> Iterator[str]:
     """`nprocPerNode` is a number written as text; `auto` counts the host's CPUs."""
     value = get(subject.job, "spec", "nprocPerNode")
     if not isinstance(value, str) or not re.fullmatch(r"[1-9]\d{0,3}", value):
-        yield f"nprocPerNode must be a number written as text such as \"4\", got {value!r}: set ranks_per_node"
+        yield f'nprocPerNode must be a number written as text such as "4", got {value!r}: set ranks_per_node'
 
 
 @rule("LS004", kinds=PYTORCHJOB)
@@ -178,9 +178,10 @@ def identity(subject: Subject) -> Iterator[str]:
         yield "the patch changed metadata.name: change name in the job instead"
     if get(subject.job, "metadata", "namespace") != subject.spec.k8s.namespace:
         yield "the patch changed metadata.namespace: set k8s.namespace instead"
-    if get(subject.job, "metadata", "labels", JOB) != subject.spec.name or get(
-        subject.job, "metadata", "labels", HASH
-    ) != subject.spec.hash():
+    if (
+        get(subject.job, "metadata", "labels", JOB) != subject.spec.name
+        or get(subject.job, "metadata", "labels", HASH) != subject.spec.hash()
+    ):
         yield f"the patch removed the labels {JOB} or {HASH}: they are how the job is found again"
     for pod in subject.pods:
         if get(pod.metadata, "labels", JOB) != subject.spec.name:

@@ -87,7 +87,7 @@ def durable_run(subject: Subject) -> Iterator[str]:
     for pod in subject.pods[:1]:
         _, volume = _volume_at(pod, subject.spec.run_directory)
         if get(volume, "persistentVolumeClaim") is None:
-            yield f"run_dir {subject.spec.run_directory} lies on no volume: a restart begins anew, and restarts are counted from 0; add one to volumes"
+            yield f"run_dir {subject.spec.run_directory} lies on no volume: a restart begins anew, uncounted; add one to volumes"
 
 
 @rule("LS020")

@@ -97,9 +97,7 @@ class Subject:
             jobs = get(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
             for item in mappings(jobs):
                 template = get(item, "template", "spec", "template")
-                found.append(
-                    Pod("Node", self.spec.nodes, None, get(template, "metadata"), get(template, "spec"))
-                )
+                found.append(Pod("Node", self.spec.nodes, None, get(template, "metadata"), get(template, "spec")))
         return found
 
 

@@ -68,4 +68,4 @@ def sidecars(subject: Subject) -> Iterator[str]:
     """A service mesh's proxy never ends, and so would the pod."""
     for pod in subject.pods:
         if get(pod.metadata, "annotations", "sidecar.istio.io/inject") != "false":
-            yield f"{pod.replica}: the annotation sidecar.istio.io/inject: \"false\" is gone: put it back"
+            yield f'{pod.replica}: the annotation sidecar.istio.io/inject: "false" is gone: put it back'

@@ -27,7 +27,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.Dumper, value: str) -> yaml.Node:
+def _text(dumper: _Dumper, value: str) -> yaml.Node:
     plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain else '"')
 

@@ -22,7 +22,7 @@ def labels(spec: JobSpec) -> dict[str, str]:
     return {JOB: spec.name, **MANAGED}
 
 
-def annotations(spec: JobSpec) -> dict[str, str]:
+def pod_annotations(spec: JobSpec) -> dict[str, str]:
     found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
     if spec.k8s.topology:
         found[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
@@ -66,9 +66,7 @@ def container(spec: JobSpec) -> Manifest:
         "name": CONTAINER,
         "image": spec.image,
         "imagePullPolicy": spec.k8s.image_pull_policy,
-        "command": [
-            _literal(word) for word in commands.launch(spec, spec.run_directory, exit_codes="kubernetes")
-        ],
+        "command": [_literal(word) for word in commands.launch(spec, spec.run_directory, exit_codes="kubernetes")],
         "env": environment(spec),
         "ports": ports,
         "resources": resources(spec),
@@ -101,7 +99,9 @@ def environment(spec: JobSpec) -> list[Manifest]:
         values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface
     values |= spec.env
     items: list[Manifest] = [
-        {"name": name, "value": _literal(value)} for name, value in sorted(values.items()) if value is not None and name not in spec.secrets
+        {"name": name, "value": _literal(value)}
+        for name, value in sorted(values.items())
+        if value is not None and name not in spec.secrets
     ]
     return items + [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
@@ -126,7 +126,7 @@ def cpu(cores: float) -> str:
 
 
 def _affinity(spec: JobSpec) -> Manifest | None:
-    if spec.k8s.spread == "none" or spec.nodes == 1 and not spec.elastic:
+    if spec.k8s.spread == "none" or (spec.nodes == 1 and not spec.elastic):
         return None
     term = {"labelSelector": {"matchLabels": {JOB: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
     if spec.k8s.spread == "required":

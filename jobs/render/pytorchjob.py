@@ -81,7 +81,7 @@ def _replicas(spec: JobSpec) -> Manifest:
             # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
             "restartPolicy": "ExitCode",
             "template": {
-                "metadata": {"labels": pod.labels(spec), "annotations": pod.annotations(spec)},
+                "metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)},
                 "spec": pod.pod_spec(spec),
             },
         }
@@ -103,7 +103,11 @@ def network_policy(spec: JobSpec) -> Manifest:
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": without_none(
-            {"name": spec.name, "namespace": spec.k8s.namespace, "labels": {JOB: spec.name, HASH: spec.hash(), **MANAGED}}
+            {
+                "name": spec.name,
+                "namespace": spec.k8s.namespace,
+                "labels": {JOB: spec.name, HASH: spec.hash(), **MANAGED},
+            }
         ),
         "spec": {
             "podSelector": own,
