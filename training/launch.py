@@ -210,7 +210,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    attempts = Attempts(args.restarts_dir, socket.gethostname(), args.max_restarts)
+    attempts = Attempts(args.restarts_dir, args.address or socket.gethostname(), args.max_restarts)
     if not attempts.begin():
         print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
         return EXIT_FAILED
