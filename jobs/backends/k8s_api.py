@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -222,7 +223,9 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
     def outside() -> kube.Configuration:
         configuration = kube.Configuration()
         try:
-            kubeconfig.load_kube_config(context=context, client_configuration=configuration)
+            kubeconfig.load_kube_config(
+                config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
+            )
         except (kubeconfig.ConfigException, OSError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"cannot read the kubeconfig ({str(error).splitlines()[0][:200]}): set KUBECONFIG, or choose --context"
@@ -231,7 +234,7 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
 
     outside()
     try:
-        contexts, current = kubeconfig.list_kube_config_contexts()
+        contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
     except (kubeconfig.ConfigException, OSError):
         return outside, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
@@ -250,7 +253,7 @@ def _network_problem(error: urllib3.exceptions.HTTPError, timeout: float) -> str
 
 
 def _message(response: urllib3.BaseHTTPResponse) -> str:
-    return _field(response, "message") or str(response.reason or "")
+    return " ".join((_field(response, "message") or str(response.reason or "")).split())[:2000]
 
 
 def _field(response: urllib3.BaseHTTPResponse, name: str) -> str:

@@ -153,11 +153,6 @@ def devices(subject: Subject) -> Iterator[str]:
 @rule("LS030")
 def launcher(subject: Subject) -> Iterator[str]:
     """Without the launcher the operator's RANK is the pod's index, and each pod trains alone."""
-    if not subject.is_pytorchjob:
-        command = get(subject.job, "spec", "trainer", "command")
-        if subject.job and command is not None and "launch" not in (command if isinstance(command, list) else []):
-            yield "the command is not `python -m training launch …`: each node would train alone"
-        return
     for pod in subject.pods:
         command = pod.container.get("command")
         words = command if isinstance(command, list) else []
@@ -170,7 +165,7 @@ def limits(subject: Subject) -> Iterator[str]:
     """Without memory and CPU limits a pod is the first to be evicted."""
     for pod in subject.pods:
         for name in ("cpu", "memory"):
-            if pod.resource(name) is None and get(subject.job, "spec", "trainer", "resourcesPerNode") is None:
+            if pod.resource(name) is None:
                 yield f"{pod.replica}: no limit of {name}: set {'cpus' if name == 'cpu' else name}"
 
 

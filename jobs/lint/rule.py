@@ -97,8 +97,19 @@ class Subject:
             jobs = get(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
             for item in mappings(jobs):
                 template = get(item, "template", "spec", "template")
-                found.append(Pod("Node", self.spec.nodes, None, get(template, "metadata"), get(template, "spec")))
+                spec = self._with_trainer(get(template, "spec"))
+                found.append(Pod("Node", self.spec.nodes, None, get(template, "metadata"), spec))
         return found
+
+
+    def _with_trainer(self, spec: Any) -> Any:
+        """The pod as the runtime will put it together: image, command, env and resources stand in `trainer`."""
+        trainer = get(self.job, "spec", "trainer")
+        if not isinstance(spec, dict) or not isinstance(trainer, dict):
+            return spec
+        own = {key: trainer[key] for key in ("image", "command", "env") if key in trainer}
+        own |= {"resources": trainer["resourcesPerNode"]} if "resourcesPerNode" in trainer else {}
+        return {**spec, "containers": [{**item, **own} for item in mappings(spec.get("containers"))]}
 
 
 @dataclass(frozen=True, slots=True)

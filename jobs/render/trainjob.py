@@ -30,8 +30,8 @@ def job(spec: JobSpec) -> Manifest:
         "securityContext": container["securityContext"],
     }
     allowed = (
-        "serviceAccountName", "nodeSelector", "affinity", "tolerations", "volumes", "imagePullSecrets", "priorityClassName",
-        "securityContext",
+        "serviceAccountName", "nodeSelector", "affinity", "tolerations", "volumes", "imagePullSecrets",
+        "securityContext", "terminationGracePeriodSeconds",
     )  # fmt: skip
     pod_patch = {key: template[key] for key in allowed if key in template} | {"containers": [own]}
     patch = {"metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)}, "spec": pod_patch}
