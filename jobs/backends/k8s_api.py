@@ -69,8 +69,8 @@ class Api:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, path: str, **query: Any) -> Any:
-        return self._json("GET", path, query)
+    def get(self, path: str, accept: str = "application/json", **query: Any) -> Any:
+        return self._json("GET", path, query, accept=accept)
 
     def create(self, path: str, body: Any, **query: Any) -> Any:
         """POST with strict field validation: an unknown field is an error, not silently dropped."""
@@ -82,8 +82,10 @@ class Api:
     def delete(self, path: str, body: Any) -> Any:
         return self._json("DELETE", path, {}, body)
 
-    def _json(self, method: str, path: str, query: dict[str, Any], body: Any = None) -> Any:
-        response = self._send(method, path, query, body, self.timeout)
+    def _json(
+        self, method: str, path: str, query: dict[str, Any], body: Any = None, accept: str = "application/json"
+    ) -> Any:
+        response = self._send(method, path, query, body, self.timeout, accept=accept)
         try:
             return json.loads(response.data)
         except ValueError:
@@ -94,14 +96,14 @@ class Api:
             response.release_conn()
 
     def _send(
-        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool = False
+        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool = False, accept: str = "application/json"
     ) -> urllib3.BaseHTTPResponse:
         problem, renewed, attempt = "", False, 0
         while attempt < self.attempts:
             pause = min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
             attempt += 1
             try:
-                response = self._once(method, path, query, body, timeout, stream)
+                response = self._once(method, path, query, body, timeout, stream, accept)
             except urllib3.exceptions.HTTPError as error:
                 problem = _network_problem(error, timeout)
             else:
@@ -125,9 +127,9 @@ class Api:
         )
 
     def _once(
-        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool
+        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool, accept: str
     ) -> urllib3.BaseHTTPResponse:
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": accept}
         if body is not None:
             headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
         parameters = [(name, value) for name, value in query.items() if value is not None]

@@ -23,7 +23,7 @@ KINDS = {
     "trainjobs": "TrainJob", "workloads": "Workload", "nodes": "Node", "persistentvolumeclaims": "PersistentVolumeClaim",
     "localqueues": "LocalQueue", "clusterqueues": "ClusterQueue", "customresourcedefinitions": "CustomResourceDefinition",
     "deployments": "Deployment", "secrets": "Secret", "selfsubjectaccessreviews": "SelfSubjectAccessReview",
-    "selfsubjectreviews": "SelfSubjectReview",
+    "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor",
 }  # fmt: skip
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
@@ -157,6 +157,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._log(name, query, fault)
         elif name:
             found = self.cluster.get(plural, name, namespace)
+            if plural == "secrets" and "PartialObjectMetadata" not in self.headers.get("Accept", ""):
+                self._fail(500, "Test", "the content of a Secret was asked for")
+                return
             if found is None:
                 self._fail(404, "NotFound", f'{plural} "{name}" not found')
             else:
