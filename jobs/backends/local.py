@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,8 @@ class LocalBackend:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         files.replace_json(folder / "supervisor.json", {"pid": process.pid, "ticks": start_ticks(process.pid)})
-        process.returncode = 0  # it is meant to outlive this process: no warning about that
+        # It is meant to outlive this process; where it does not, somebody has to take its exit code.
+        threading.Thread(target=process.wait, daemon=True).start()
         return Submitted(spec.name, True, str(folder))
 
     @staticmethod

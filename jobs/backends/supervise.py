@@ -22,10 +22,15 @@ ENDED = "ended.json"
 
 def start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot: tells it from a later one with the same id (Linux)."""
+    fields = _stat(pid)
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def _stat(pid: int) -> list[str]:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def alive(pid: int, ticks: int | None) -> bool:
@@ -33,6 +38,9 @@ def alive(pid: int, ticks: int | None) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError, OverflowError):
+        return False
+    fields = _stat(pid)
+    if fields[:1] == ["Z"]:  # ended; only nobody has asked for its exit code yet
         return False
     return ticks is None or start_ticks(pid) == ticks
 
