@@ -130,7 +130,8 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
     parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
                         help="the same on all nodes of a job")  # fmt: skip
-    parser.add_argument("--address", help="this node's address as the others see it; default: its host name")
+    parser.add_argument("--address", default=own_address(env, socket.gethostname()),
+                        help="this node's address as the others see it; default: its host name")  # fmt: skip
     parser.add_argument("--max-restarts", type=int, default=int(env.get("PET_MAX_RESTARTS", "0")),
                         help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
     parser.add_argument("--join-timeout", type=float, default=600.0, help="seconds to wait for the other nodes")
@@ -155,6 +156,12 @@ def _endpoint(env: Mapping[str, str]) -> str:
     if "PET_RDZV_ENDPOINT" in env:
         return env["PET_RDZV_ENDPOINT"]
     return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
+
+
+def own_address(env: Mapping[str, str], host: str) -> str:
+    """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
+    master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
+    return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
 
 
 def _serves(env: Mapping[str, str]) -> bool | None:
@@ -191,7 +198,7 @@ def _rendezvous(args: argparse.Namespace) -> RendezvousParameters:
     options = {"is_host": str(host).lower()} if host is not None else {}
     return RendezvousParameters(
         backend="c10d", endpoint=endpoint, run_id=job_id, min_nodes=low, max_nodes=high,
-        local_addr=args.address or ("127.0.0.1" if high == 1 else socket.gethostname()),
+        local_addr="127.0.0.1" if high == 1 else args.address,
         join_timeout=args.join_timeout, last_call_timeout=3 if low < high else 1,
         read_timeout=min(args.join_timeout, 60), **options,
     )  # fmt: skip
@@ -210,7 +217,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    attempts = Attempts(args.restarts_dir, args.address or socket.gethostname(), args.max_restarts)
+    attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
     if not attempts.begin():
         print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
         return EXIT_FAILED
