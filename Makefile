@@ -58,8 +58,8 @@ example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema
 
 crds: ## fetch the CRDs that the manifest tests validate against
 	mkdir -p build/crds
-	curl -fsSL -o build/crds/pytorchjob_crd.yaml $(CRDS)/trainer/3a3a1da8/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
-	curl -fsSL -o build/crds/trainjob_crd.yaml $(CRDS)/trainer/8c0f5059/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
+	curl -fsSL -o build/crds/pytorchjob_crd.yaml $(CRDS)/trainer/release-1.9/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
+	curl -fsSL -o build/crds/trainjob_crd.yaml $(CRDS)/trainer/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
 
 lint: $(READY) ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,15 +57,18 @@ def check(backend: KubernetesBackend, spec: JobSpec | None) -> list[Check]:
     except (UserError, ApiError) as error:
         return [Check("cluster", "missing", str(error))]
     found = [Check("cluster", "ok", f"{backend.api.host}, Kubernetes {version}")]
-    general = [_who, _rights, _custom_resource, _operator, _pod_monitor]
-    for one in general:
-        found += _guarded(one.__name__.strip("_").replace("_", " "), lambda one=one: one(backend, spec))  # type: ignore[misc]
-    for one in [_queue, _nodes, _volumes, _pull_secrets] if spec is not None else []:
-        found += _guarded(one.__name__.strip("_").replace("_", " "), lambda one=one: one(backend, spec))  # type: ignore[misc]
+    looks: list[Callable[[], Iterator[Check]]] = [
+        partial(one, backend, spec) for one in (_who, _rights, _custom_resource, _operator, _pod_monitor)
+    ]
+    if spec is not None:
+        looks += [partial(one, backend, spec) for one in (_queue, _nodes, _volumes, _pull_secrets)]
+    for look in looks:
+        found += _guarded(look)
     return found
 
 
-def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> list[Check]:
+def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
+    name = look.func.__name__.strip("_").replace("_", " ") if isinstance(look, partial) else "check"
     found: list[Check] = []
     try:
         found.extend(look())
@@ -87,7 +91,13 @@ def _who(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  
 def _rights(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
     denied = []
     for verb, group, resource, sub in RIGHTS:
-        wanted = {"namespace": backend.namespace, "verb": verb, "group": group, "resource": resource, "subresource": sub}
+        wanted = {
+            "namespace": backend.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": resource,
+            "subresource": sub,
+        }
         body = {
             "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": wanted},
         }  # fmt: skip
@@ -119,14 +129,20 @@ def _operator(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Chec
                 continue
             words = [str(word) for key in ("command", "args") for word in container.get(key) or []]
             gang = next((word.partition("=")[2] for word in words if word.startswith("--gang-scheduler-name")), "")
-            init = next((word.partition("=")[2] for word in words if word.startswith("--pytorch-init-container-image")), "")
+            init = next(
+                (word.partition("=")[2] for word in words if word.startswith("--pytorch-init-container-image")), ""
+            )
             ready = int(get(item, "status", "readyReplicas") or 0)
             state: Result = "ok" if ready else "missing"
             yield Check("operator", state, f"{container['image']}, {ready} ready")
             if gang:
                 yield Check("gang scheduling", "ok", gang)
             else:
-                yield Check("gang scheduling", "warning", "off (no --gang-scheduler-name): set k8s.queue, or pods may start one by one")
+                yield Check(
+                    "gang scheduling",
+                    "warning",
+                    "off (no --gang-scheduler-name): set k8s.queue, or pods may start one by one",
+                )
             public = "its default, from a public registry: air-gapped clusters need --pytorch-init-container-image, or k8s.master: false"
             yield Check("init container", "ok" if init else "warning", init or public)
             return
@@ -139,7 +155,11 @@ def _pod_monitor(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[C
     except ApiError as error:
         if error.status != 404:
             raise
-        yield Check("pod monitor", "warning", "the Prometheus operator is not installed: metrics are served, nobody scrapes them")
+        yield Check(
+            "pod monitor",
+            "warning",
+            "the Prometheus operator is not installed: metrics are served, nobody scrapes them",
+        )
         return
     yield Check("pod monitor", "ok", "installed")
 

@@ -191,7 +191,7 @@ class JobSpec(_Section):
     run_dir: AnyPath | None = None
     """Where the run is kept; null: /runs/NAME in a container, runs/NAME on this machine."""
     shards: AbsolutePath | None = None
-    """Folder of prepared shards (`lockstep prepare` writes them there)."""
+    """Folder of prepared shards; each data source has a folder of its own in it (`lockstep prepare` writes it)."""
     volumes: list[Volume] = Field(default_factory=list, max_length=50)
     env: dict[Variable, Text] = Field(default_factory=dict)
     """Environment variables. Secrets go into `secrets`."""
@@ -238,6 +238,12 @@ class JobSpec(_Section):
     def run_directory(self) -> str:
         """The run directory in a container."""
         return self.run_dir or f"/runs/{self.name}"
+
+    @property
+    def shard_folder(self) -> str | None:
+        """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
+        config = self.config()
+        return f"{self.shards}/{config.data.source}" if self.shards is not None and config is not None else None
 
     @property
     def deadline_seconds(self) -> int:

@@ -96,7 +96,14 @@ class Api:
             response.release_conn()
 
     def _send(
-        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool = False, accept: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any],
+        body: Any,
+        timeout: float,
+        stream: bool = False,
+        accept: str = "application/json",
     ) -> urllib3.BaseHTTPResponse:
         problem, renewed, attempt = "", False, 0
         while attempt < self.attempts:

@@ -99,7 +99,7 @@ class LocalBackend:
 
     @staticmethod
     def _command(spec: JobSpec, run_dir: Path) -> list[str]:
-        if spec.shards is not None and not Path(spec.shards).exists():
+        if spec.shard_folder is not None and not Path(spec.shard_folder).exists():
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
         command = commands.launch(spec, str(run_dir), sys.executable)
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]

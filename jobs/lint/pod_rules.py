@@ -195,6 +195,13 @@ def interface(subject: Subject) -> Iterator[str]:
             yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set k8s.socket_interface"
 
 
+@rule("LS039", "warning")
+def idle_gpus(subject: Subject) -> Iterator[str]:
+    """A rank drives one GPU: with fewer ranks the others idle."""
+    if subject.spec.gpus > subject.spec.ranks:
+        yield f"{subject.spec.gpus} GPUs a node, but {subject.spec.ranks} ranks: remove ranks_per_node"
+
+
 @rule("LS038")
 def shards_mounted(subject: Subject) -> Iterator[str]:
     """Prepared shards must lie on a volume."""

@@ -101,7 +101,6 @@ class Subject:
                 found.append(Pod("Node", self.spec.nodes, None, get(template, "metadata"), spec))
         return found
 
-
     def _with_trainer(self, spec: Any) -> Any:
         """The pod as the runtime will put it together: image, command, env and resources stand in `trainer`."""
         trainer = get(self.job, "spec", "trainer")

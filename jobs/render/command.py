@@ -25,13 +25,13 @@ def rank(spec: JobSpec, run_dir: str) -> list[str]:
     if not given & {"preempt.grace_seconds", "grace_seconds"}:
         settings.append(f"preempt.grace_seconds={spec.grace_seconds}")
     if spec.shards is not None and not given & {"data.shards", "shards"}:
-        settings.append(f"data.shards={spec.shards}")
+        settings.append(f"data.shards={spec.shard_folder}")
     return ["run", spec.recipe, "--run-dir", run_dir, "--log-format", "json", "--set", *settings]
 
 
 def shard(spec: JobSpec, python: str = "python") -> list[str]:
     """The command of `lockstep prepare`: writes the recipe's shards once. `spec.shards` is set."""
     assert spec.recipe is not None and spec.shards is not None
-    command = [python, "-m", "training", "shard", spec.recipe, "--out", spec.shards]
+    command = [python, "-m", "training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
     own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
     return [*command, "--set", "data.root=/tmp/data", *own]

@@ -57,7 +57,16 @@ def test_flags_and_file_make_the_same_job(tmp_path: Path) -> None:
     flags = ["--name", "smoke", "--recipe", "smoke", "--image", "a:1", "--nodes", "2"]
     by_flags = lockstep(tmp_path, "render", "k8s", *flags).stdout
     assert by_flags == lockstep(tmp_path, "render", "k8s", job(tmp_path)).stdout
-    mixed = lockstep(tmp_path, "render", "k8s", job(tmp_path, "name: x\nrecipe: smoke\nimage: a:1\n"), "--name", "smoke", "--nodes", "2")
+    mixed = lockstep(
+        tmp_path,
+        "render",
+        "k8s",
+        job(tmp_path, "name: x\nrecipe: smoke\nimage: a:1\n"),
+        "--name",
+        "smoke",
+        "--nodes",
+        "2",
+    )
     assert by_flags == mixed.stdout
 
 
@@ -80,7 +89,12 @@ def test_the_exit_code_tells_how_it_ended(
     found = json.loads(done.stdout)
     assert (done.returncode, found["state"]) == (code, state)
     assert found.keys() == {"name", "state", "reason", "ranks", "exit_code", "final"}
-    assert json.loads(lockstep(tmp_path, "list", "k8s", "--json").stdout)[0].keys() == {"name", "state", "nodes", "created"}
+    assert json.loads(lockstep(tmp_path, "list", "k8s", "--json").stdout)[0].keys() == {
+        "name",
+        "state",
+        "nodes",
+        "created",
+    }
 
 
 def test_waits_that_end_first_say_124_or_3(server: ApiServer, tmp_path: Path) -> None:
@@ -115,7 +129,9 @@ def test_lint_and_schema(tmp_path: Path) -> None:
 def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> None:
     lockstep(tmp_path, "submit", "k8s", job(tmp_path))
     name = "smoke-master-0"
-    server.cluster.put("pods", {"metadata": {"name": name, "labels": {"lockstep/job": "smoke"}}, "status": {"phase": "Running"}})
+    server.cluster.put(
+        "pods", {"metadata": {"name": name, "labels": {"lockstep/job": "smoke"}}, "status": {"phase": "Running"}}
+    )
     server.cluster.logs[name] = ["2026-01-01T00:00:00Z [rank 0] \x1b]0;owned\x07 \x1b[2Jgone\u202e"]
     done = lockstep(tmp_path, "logs", "k8s", "smoke", "--rank", "0")
     assert done.stdout == "\\x1b]0;owned\\x07 \\x1b[2Jgone\\u202e\n"
@@ -131,7 +147,10 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
         (["render", "k8s", "missing.yaml"], "cannot read missing.yaml"),
         (["render", "k8s", "--recipe", "smok"], "did you mean 'smoke'?"),
         (["render", "k8s", "--recipe", "smoke", "--set", "nodse=2"], "unknown setting 'nodse'; did you mean 'nodes'?"),
-        (["render", "k8s", "--recipe", "smoke", "--set", "overrides.lrr=2"], "unknown setting 'lrr'; did you mean 'lr'?"),
+        (
+            ["render", "k8s", "--recipe", "smoke", "--set", "overrides.lrr=2"],
+            "unknown setting 'lrr'; did you mean 'lr'?",
+        ),
         (["render", "slurm", "--recipe", "smoke"], "render knows k8s"),
         (["submit", "local", "--recipe", "smoke", "--new", "--replace"], "exclude each other"),
         (["status", "local", "nothing"], "there is no local job nothing"),
@@ -184,7 +203,9 @@ def _imports(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" if node.module == "training" else node.module for alias in node.names)
+            yield from (
+                f"{node.module}.{alias.name}" if node.module == "training" else node.module for alias in node.names
+            )
 
 
 def test_python_is_a_driver_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,14 @@ def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
 
 def test_unknown_names_are_one_line(bench: Bench) -> None:
     backend = bench.backend
-    for ask in (backend.status, backend.logs, backend.cancel, backend.live, backend.summary, lambda n: backend.wait(n, 1)):
+    for ask in (
+        backend.status,
+        backend.logs,
+        backend.cancel,
+        backend.live,
+        backend.summary,
+        lambda n: backend.wait(n, 1),
+    ):
         with pytest.raises(UserError, match="there is no"):
             ask("nothing")
         with pytest.raises(UserError, match="is not a job's name"):

@@ -21,7 +21,10 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
     [
         ("name: a\nrecipe: smoke\nnodse: 2\n", "line 3: unknown setting 'nodse'; did you mean 'nodes'?"),
         ("name: a\nrecipe: smok\n", "line 2: unknown recipe 'smok'; did you mean 'smoke'?"),
-        ("name: a\nrecipe: smoke\noverrides:\n  lrr: 1\n", "line 3: overrides: unknown setting 'lrr'; did you mean 'lr'?"),
+        (
+            "name: a\nrecipe: smoke\noverrides:\n  lrr: 1\n",
+            "line 3: overrides: unknown setting 'lrr'; did you mean 'lr'?",
+        ),
         ("name: a\nrecipe: smoke\nk8s:\n  quue: x\n", "line 4: k8s: unknown setting 'quue'; did you mean 'queue'?"),
         ("name: a\nrecipe: smoke\nmemory: 32GB\n", "line 3: memory: must be a size such as 512Mi or 32Gi"),
         ("name: a\nrecipe: smoke\nenv: {A: 1}\n", "line 3: env.A: must be text, got 1: write it in quotes"),
@@ -71,7 +74,9 @@ def test_sizes(number: int, unit: str) -> None:
     assert size_in_bytes(f"{number}{unit}") == number * 1024**power
 
 
-@pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1d12h", 129600), ("1h1m1s", 3661)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1d12h", 129600), ("1h1m1s", 3661)]
+)
 def test_durations(text: str, expected: int) -> None:
     assert seconds(text) == expected
 

@@ -86,7 +86,9 @@ class Operator:
 
     def _reconcile(self, job: dict[str, Any]) -> None:
         status = job.get("status") or {}
-        finished = any(c["type"] in ("Succeeded", "Failed") and c["status"] == "True" for c in status.get("conditions", []))
+        finished = any(
+            c["type"] in ("Succeeded", "Failed") and c["status"] == "True" for c in status.get("conditions", [])
+        )
         phases: dict[str, str] = {}
         for replica, item in job["spec"]["pytorchReplicaSpecs"].items():
             for index in range(item["replicas"]):
@@ -104,7 +106,9 @@ class Operator:
                 if pod["status"]["phase"] == "Failed":
                     code = pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
                     if item["restartPolicy"] == "ExitCode" and code < 128:
-                        self._condition(job, "Failed", f'job "{job["metadata"]["name"]}" is failing because replica(s) failed.')
+                        self._condition(
+                            job, "Failed", f'job "{job["metadata"]["name"]}" is failing because replica(s) failed.'
+                        )
                         return
                     self._delete(name)
                     self._condition(job, "Restarting", f"job {job['metadata']['name']} is restarting")

@@ -145,7 +145,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "NotFound", "the server could not find the requested resource")
             return
         if match["plural"] in cluster.denied:
-            self._fail(403, "Forbidden", f'{match["plural"]} is forbidden: User "me" cannot {self.command.lower()} resource "{match["plural"]}"')
+            self._fail(
+                403,
+                "Forbidden",
+                f'{match["plural"]} is forbidden: User "me" cannot {self.command.lower()} resource "{match["plural"]}"',
+            )
             return
         getattr(self, f"_{self.command.lower()}")(match, query, body, fault)
 
@@ -287,7 +291,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         finalizers = found["metadata"].get("finalizers")
         if finalizers:
-            cluster.put(plural, {**found, "metadata": {**found["metadata"], "deletionTimestamp": "2026-01-01T00:00:01Z"}}, namespace)
+            cluster.put(
+                plural,
+                {**found, "metadata": {**found["metadata"], "deletionTimestamp": "2026-01-01T00:00:01Z"}},
+                namespace,
+            )
         else:
             cluster.remove(plural, match["name"], namespace)
         self._answer(200, {"kind": "Status", "status": "Success"})
@@ -295,7 +303,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(value).encode()
         self.send_response(status)
-        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+        for name, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
             self.send_header(name, text)
         self.end_headers()
         self._raw(data)

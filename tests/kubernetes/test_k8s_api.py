@@ -25,7 +25,9 @@ def posts(cluster: Cluster, plural: str) -> list[dict[str, str]]:
 def finish(cluster: Cluster, name: str, kind: str = "Succeeded", message: str = "") -> None:
     job = cluster.get("pytorchjobs", name)
     assert job is not None
-    cluster.put("pytorchjobs", {**job, "status": {"conditions": [{"type": kind, "status": "True", "message": message}]}})
+    cluster.put(
+        "pytorchjobs", {**job, "status": {"conditions": [{"type": kind, "status": "True", "message": message}]}}
+    )
 
 
 def test_submit_is_strict_dry_first_and_idempotent(backend: KubernetesBackend, cluster: Cluster) -> None:
@@ -261,7 +263,9 @@ def test_a_thousand_jobs_and_ten_thousand_pods_take_no_second(backend: Kubernete
 
     for number in range(1000):
         spec = SPEC.model_copy(update={"name": f"job-{number}", "nodes": 10})
-        cluster.put("pytorchjobs", {**render(spec)[1], "status": {"conditions": [{"type": "Running", "status": "True"}]}})
+        cluster.put(
+            "pytorchjobs", {**render(spec)[1], "status": {"conditions": [{"type": "Running", "status": "True"}]}}
+        )
         for pod in range(10):
             name = f"job-{number}-{'master' if pod == 0 else 'worker'}-{max(pod - 1, 0)}"
             labels = {"lockstep/job": f"job-{number}"}

@@ -34,7 +34,9 @@ def test_kustomize_builds_valid_objects(overlay: str, count: int) -> None:
             kubernetes_validate.validate(item, "1.32", strict=True)
         namespaced = item["kind"] not in ("Namespace", "ClusterQueue", "ResourceFlavor")
         assert (item["metadata"].get("namespace") == "lockstep") == namespaced, item["kind"]
-    modes = {mode for item in objects if item["kind"] == "PersistentVolumeClaim" for mode in item["spec"]["accessModes"]}
+    modes = {
+        mode for item in objects if item["kind"] == "PersistentVolumeClaim" for mode in item["spec"]["accessModes"]
+    }
     assert modes == ({"ReadWriteOnce"} if "single" in overlay else {"ReadWriteMany"})
 
 

@@ -25,7 +25,9 @@ def ready(cluster: Cluster) -> Cluster:
     deployment = {"metadata": {"name": "operator"}, "spec": {"template": pod}, "status": {"readyReplicas": 1}}
     cluster.put("deployments", deployment, "")
     for number in range(2):
-        cluster.put("nodes", {"metadata": {"name": f"n{number}"}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}, "")
+        cluster.put(
+            "nodes", {"metadata": {"name": f"n{number}"}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}, ""
+        )
     claim = {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
     cluster.put("persistentvolumeclaims", claim)
     cluster.put("localqueues", {"metadata": {"name": "gpu"}, "spec": {"clusterQueue": "all"}})
@@ -52,7 +54,14 @@ def test_what_is_missing_is_named(backend: KubernetesBackend, ready: Cluster) ->
     ready.remove("secrets", "pull")
     ready.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     ready.put("clusterqueues", {"metadata": {"name": "all"}, "spec": {}}, "")
-    ready.put("deployments", {"metadata": {"name": "operator"}, "spec": {"template": {"spec": {"containers": [{"image": "x/training-operator:1"}]}}}}, "")
+    ready.put(
+        "deployments",
+        {
+            "metadata": {"name": "operator"},
+            "spec": {"template": {"spec": {"containers": [{"image": "x/training-operator:1"}]}}},
+        },
+        "",
+    )
     found = results(backend)
     for name in ("custom resource", "rights", "nodes", "pull secret", "volume", "quota", "operator"):
         assert found[name] == "missing", name

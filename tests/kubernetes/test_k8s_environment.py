@@ -88,7 +88,11 @@ def test_an_elastic_job_trains_to_the_end(backend: KubernetesBackend, operator: 
     [
         ("sys.exit(2)", 1, 1),  # wrong usage: never again
         ("sys.exit(7)", 3, 1),  # a crash: restarted within the pod
-        ("os.kill(os.getppid(), 9)", 3, 4),  # the launcher is killed: the pod is replaced; the fourth only reads the count
+        (
+            "os.kill(os.getppid(), 9)",
+            3,
+            4,
+        ),  # the launcher is killed: the pod is replaced; the fourth only reads the count
     ],
 )
 def test_max_restarts_hold_whatever_the_failure(
@@ -106,4 +110,6 @@ def test_max_restarts_hold_whatever_the_failure(
     assert found.code == (2 if "exit(2)" in program else 1)
     assert (tmp_path / "runs").read_text() == "x" * runs
     assert operator.starts["bad-master-0"] == pods
-    assert not list((tmp_path / "bad/restarts").glob("*.json")), "the next job of this name would begin with an old count"
+    assert not list((tmp_path / "bad/restarts").glob("*.json")), (
+        "the next job of this name would begin with an old count"
+    )

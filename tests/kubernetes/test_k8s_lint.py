@@ -27,12 +27,10 @@ def replica(pod: dict[str, Any] | None = None, key: str = "Master", **fields: An
     return {"spec": {"pytorchReplicaSpecs": {key: item}}}
 
 
-def container(**fields: Any) -> dict[str, Any]:
-    """A patch replaces whole lists, so it repeats the container and changes it."""
-    return {"container": fields}
+def annotated(annotations: dict[str, str] | None) -> dict[str, Any]:
+    return replica(template={"metadata": {"annotations": annotations}})
 
 
-POLICY = {"spec": {"runPolicy": {}}}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS001", {"name": "a" * 60}),
     ("LS002", {"image": None}),
@@ -67,7 +65,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS021", {"patch": {"spec": {"elasticPolicy": {"minReplicas": 1}}}}),
     ("LS021", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "patch": {"spec": {"elasticPolicy": {"standalone": True}}}}),
     ("LS022", {"drop": "NetworkPolicy"}),
-    ("LS023", {"patch": replica() | {"spec": {"pytorchReplicaSpecs": {"Master": {"template": {"metadata": {"annotations": {"prometheus.io/port": "9470"}}}}}}}}),
+    ("LS023", {"patch": annotated({"prometheus.io/port": "9470"})}),
     ("LS024", {"container": {"ports": [{"name": "a-port-with-a-long-name", "containerPort": 1}]}}),
     ("LS024", {"metrics_port": 23455}),
     ("LS025", {"container": {"resources": {"limits": {"cpu": "1", "memory": "8Gi"}}}}),
@@ -80,13 +78,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS030", {"container": {"command": ["python", "train.py"]}}),
     ("LS031", {"patch": replica({"hostNetwork": True})}),
     ("LS031", {"patch": replica({"volumes": [{"name": "x", "hostPath": {"path": "/"}}]})}),
-    ("LS032", {"patch": {"spec": {"pytorchReplicaSpecs": {"Master": {"template": {"metadata": {"annotations": None}}}}}}}),
+    ("LS032", {"patch": annotated(None)}),
     ("LS033", {"container": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}),
     ("LS034", {"patch": replica({"volumes": []})}),
     ("LS035", {"recipe_file": True}),
     ("LS036", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "k8s": {"kind": "TrainJob"}}),
     ("LS037", {"k8s": {}}),
     ("LS038", {"shards": "/elsewhere"}),
+    ("LS039", {"ranks_per_node": 2}),
 ]  # fmt: skip
 
 
@@ -97,8 +96,10 @@ def findings(change: dict[str, Any], tmp_path: Any) -> set[str]:
         (tmp_path / "own.yaml").write_text("batch_size: 8\n")
         change["recipe"] = str(tmp_path / "own.yaml")
     values = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
-    if part is not None:
-        whole = render(JobSpec.of(values))[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    if part is not None:  # a patch replaces whole lists, so it repeats the container and changes it
+        whole = render(JobSpec.of(values))[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
+            "containers"
+        ][0]
         patch = replica({"containers": [{**whole, **part}]})
     if patch is not None:
         values["k8s"] = {**values["k8s"], "patch": patch}
@@ -120,7 +121,9 @@ def test_every_rule_is_provoked() -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3), max_leaves=4
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
 )
 
 

@@ -17,7 +17,11 @@ UNSCHEDULABLE = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
 
 def pod(cluster: Cluster, name: str = "smoke-master-0", phase: str = "Pending", **status: Any) -> None:
-    item = {"metadata": {"name": name, "labels": {"lockstep/job": "smoke"}}, "spec": {}, "status": {"phase": phase, **status}}
+    item = {
+        "metadata": {"name": name, "labels": {"lockstep/job": "smoke"}},
+        "spec": {},
+        "status": {"phase": phase, **status},
+    }
     cluster.put("pods", item)
 
 
@@ -38,7 +42,10 @@ def failed(message: str = "job is failing", reason: str = "") -> dict[str, str]:
 def event(cluster: Cluster, about: str, reason: str, message: str, kind: str = "Warning") -> None:
     name = f"{about}.{reason}".lower()
     involved = {"name": about}
-    cluster.put("events", {"metadata": {"name": name}, "involvedObject": involved, "reason": reason, "message": message, "type": kind})
+    cluster.put(
+        "events",
+        {"metadata": {"name": name}, "involvedObject": involved, "reason": reason, "message": message, "type": kind},
+    )
 
 
 def no_pods(cluster: Cluster) -> None:
@@ -184,8 +191,16 @@ def test_kueue_says_which_queue(backend: KubernetesBackend, cluster: Cluster, ve
     if version == "v1beta1":
         cluster.faults.append(Fault("GET", "kueue.x-k8s.io/v1beta2", status=404, times=9))
     uid = cluster.get("pytorchjobs", "smoke")["metadata"]["uid"]  # type: ignore[index]
-    quota = {"type": "QuotaReserved", "status": "False", "message": "insufficient unused quota for nvidia.com/gpu, 4 more needed"}
-    workload = {"metadata": {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": uid}}, "spec": {"queueName": "gpu"}, "status": {"conditions": [quota]}}
+    quota = {
+        "type": "QuotaReserved",
+        "status": "False",
+        "message": "insufficient unused quota for nvidia.com/gpu, 4 more needed",
+    }
+    workload = {
+        "metadata": {"name": "w", "labels": {"kueue.x-k8s.io/job-uid": uid}},
+        "spec": {"queueName": "gpu"},
+        "status": {"conditions": [quota]},
+    }
     cluster.put("workloads", workload)
     found = backend.status("smoke")
     assert found.state == "queued"
@@ -239,7 +254,9 @@ def test_an_elastic_rank_is_found_wherever_it_is(backend: KubernetesBackend, clu
     assert list(backend.logs("smoke", rank=0)) == ["I am 0"]
 
 
-def test_logs_follow_through_pending_a_dropped_stream_and_a_restart(backend: KubernetesBackend, cluster: Cluster) -> None:
+def test_logs_follow_through_pending_a_dropped_stream_and_a_restart(
+    backend: KubernetesBackend, cluster: Cluster
+) -> None:
     backend.submit(SPEC)
     pod(cluster)
     cluster.faults.append(Fault("GET", "/log", drop_after_lines=2))
