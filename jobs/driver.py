@@ -51,8 +51,9 @@ def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submi
 
 
 def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
-    """`name: live → file` for every setting in which the submitted job differs from `spec`."""
-    return differences(_open(spec, backend).live(spec.name), spec.plain())
+    """`name: submitted → file` for every setting that differs; where none does, what was changed in the live object."""
+    opened = _open(spec, backend)
+    return differences(opened.live(spec.name), spec.plain()) or opened.drift(spec)
 
 
 def _open(spec: JobSpec, backend: str | Backend) -> Backend:

@@ -92,6 +92,9 @@ Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
 
 
+Lines = list[str]  # named here, because `list` is a method of every backend
+
+
 class Backend(Protocol):
     """One place where jobs run. All methods raise `UserError` for a job that does not exist."""
 
@@ -116,6 +119,9 @@ class Backend(Protocol):
     def live(self, name: str) -> dict[str, Any]:
         """The spec that the job was submitted with, as plain values."""
 
+    def drift(self, spec: JobSpec) -> Lines:
+        """What somebody has changed in the submitted job since: `place: submitted → live`."""
+
     def summary(self, name: str) -> dict[str, Any]:
         """`summary.json` of the finished run."""
 
@@ -139,6 +145,18 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
             found += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
         return found
     return [] if old == new else [f"{prefix}: {_short(old)} → {_short(new)}"]
+
+
+def missing_from(wanted: Any, live: Any, prefix: str = "") -> list[str]:
+    """`place: wanted → live` for what was asked for and is otherwise; what the server added does not count."""
+    if isinstance(wanted, dict) and isinstance(live, dict):
+        return [
+            line for key in wanted for line in missing_from(wanted[key], live.get(key), f"{prefix}.{key}".lstrip("."))
+        ]
+    if isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
+        pairs = enumerate(zip(wanted, live))
+        return [line for index, (old, new) in pairs for line in missing_from(old, new, f"{prefix}[{index}]")]
+    return differences(wanted, live, prefix)
 
 
 def _short(value: Any) -> str:

@@ -261,6 +261,13 @@ class KubernetesBackend:
         with self._explained():
             return self._spec_of(self._require(name))
 
+    def drift(self, spec: JobSpec) -> base.Lines:
+        with self._explained():
+            live = self._require(spec.name)
+        *_, wanted = render.kubernetes(spec)
+        wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
+        return base.missing_from(wanted, live)
+
     def summary(self, name: str) -> dict[str, Any]:
         for line in reversed([*self.logs(name, 0)]):
             try:

@@ -220,6 +220,9 @@ class LocalBackend:
     def live(self, name: str) -> dict[str, Any]:
         return self._record(name)["spec"]
 
+    def drift(self, spec: JobSpec) -> base.Lines:  # noqa: ARG002 - nothing but this record exists
+        return []
+
     def summary(self, name: str) -> dict[str, Any]:
         path = Path(self._record(name)["run_dir"]) / contract.SUMMARY_FILE
         value = files.read_json(path)

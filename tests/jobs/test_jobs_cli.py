@@ -113,6 +113,14 @@ def test_diff_compares_with_the_live_object(server: ApiServer, tmp_path: Path) -
     assert (same.returncode, json.loads(same.stdout)["differences"]) == (0, [])
     other = lockstep(tmp_path, "diff", "k8s", job(tmp_path), "--nodes", "4")
     assert (other.returncode, other.stdout.strip()) == (1, "nodes: 2 → 4")
+    live = server.cluster.get("pytorchjobs", "smoke")
+    assert live is not None
+    live["spec"]["runPolicy"] |= {
+        "suspend": True,
+        "ttlSecondsAfterFinished": 5,
+    }  # added by the server; changed by somebody
+    changed = lockstep(tmp_path, "diff", "k8s", job(tmp_path))
+    assert (changed.returncode, changed.stdout.strip()) == (1, "spec.runPolicy.ttlSecondsAfterFinished: 604800 → 5")
 
 
 def test_lint_and_schema(tmp_path: Path) -> None:
