@@ -16,7 +16,7 @@ from jobs.terminal import clean
 from training.contract import EXIT_USAGE, VERSION, UserError
 
 app = typer.Typer(
-    name="lockstep", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=True,
+    name="lockstep", pretty_exceptions_enable=False, add_completion=True,
     rich_markup_mode=None,  # rich takes longer to import than everything else together
     help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
     epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
@@ -26,7 +26,12 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if context.invoked_subcommand is None and not version:
+        print(context.get_help())
     if version:
         print(f"lockstep {VERSION}")
         raise typer.Exit

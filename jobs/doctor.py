@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jobs.backends.k8s_api import ApiError
 from jobs.backends.kubernetes import KINDS, KubernetesBackend
-from jobs.lint.rule import get, mappings
+from jobs.render.manifest import get, mappings
 from jobs.spec import JobSpec
 from training.contract import UserError
 

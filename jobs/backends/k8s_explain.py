@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from jobs.backends.base import Part, State, Status
-from jobs.lint.rule import get, mappings
+from jobs.render.manifest import get, mappings
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 
 Object = dict[str, Any]

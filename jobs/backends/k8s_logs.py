@@ -11,7 +11,7 @@ from typing import Any
 
 from jobs.backends.k8s_api import Api, ApiError
 from jobs.backends.k8s_explain import host
-from jobs.lint.rule import get
+from jobs.render.manifest import get
 from training.contract import UserError
 
 PREFIX = re.compile(r"\[rank (\d+)\] ")

@@ -14,8 +14,7 @@ from jobs.backends.base import Listed, Mode, Status, Submitted
 from jobs.backends.k8s_api import Api, ApiError, Gone, load_configuration
 from jobs.backends.k8s_explain import brief, explain
 from jobs.backends.k8s_logs import Reader
-from jobs.lint.rule import get
-from jobs.render.manifest import HASH, JOB, MANAGED, SPEC, Manifest
+from jobs.render.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get
 from jobs.render.pod import CONTAINER, KUEUE_QUEUE
 from jobs.render.pytorchjob import has_master
 from jobs.spec import JobSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jobs.lint.rule import Subject, get, mappings, rule
-from jobs.render.manifest import HASH, JOB
+from jobs.lint.rule import Subject, rule
+from jobs.render.manifest import HASH, JOB, get, mappings
 from jobs.render.pod import GRACE_MARGIN, KUEUE_QUEUE
 
 PYTORCHJOB = ("PyTorchJob",)

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.lint.rule import Pod, Subject, get, mappings, rule
+from jobs.lint.rule import Pod, Subject, rule
 from jobs.quantities import size_in_bytes
+from jobs.render.manifest import get, mappings
 from jobs.render.pod import holds
 
 INJECTED = re.compile(

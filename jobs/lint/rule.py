@@ -1,4 +1,4 @@
-"""What a lint rule is, and safe access to manifests that `patch` may have put out of shape."""
+"""What a lint rule is, and what it looks at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from jobs.render.manifest import Manifest
+from jobs.render.manifest import Manifest, get, mappings
 from jobs.spec import JobSpec
 
 Level = Literal["error", "warning"]
@@ -23,23 +23,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.id} {self.level}: {self.message}"
-
-
-def get(value: Any, *path: str | int) -> Any:
-    """What stands at `path`, or None where something else than a mapping or list is in the way."""
-    for part in path:
-        if isinstance(value, dict) and isinstance(part, str):
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            return None
-    return value
-
-
-def mappings(value: Any) -> list[Manifest]:
-    """The mappings in a list; nothing where it is none."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True, slots=True)

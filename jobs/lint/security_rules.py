@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jobs.lint.rule import Subject, get, mappings, rule
+from jobs.lint.rule import Subject, rule
+from jobs.render.manifest import get, mappings
 
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
 

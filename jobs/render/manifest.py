@@ -59,3 +59,20 @@ def without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_none(inner) for key, inner in value.items() if inner is not None}
     return [without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def get(value: Any, *path: str | int) -> Any:
+    """What stands at `path`, or None where something else than a mapping or list is in the way."""
+    for part in path:
+        if isinstance(value, dict) and isinstance(part, str):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def mappings(value: Any) -> list[Manifest]:
+    """The mappings in a list; nothing where it is none."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -173,6 +173,14 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, words: list[str],
     assert done.stdout == ""
 
 
+def test_help_has_examples_and_the_exit_codes(tmp_path: Path) -> None:
+    bare, asked = lockstep(tmp_path), lockstep(tmp_path, "--help")
+    assert bare.stdout == asked.stdout and bare.returncode == asked.returncode == 0
+    assert "lockstep logs k8s smoke --rank 5 -f" in asked.stdout and "124 timed out" in asked.stdout.replace("\n", " ")
+    assert "Example: lockstep submit k8s job.yaml" in lockstep(tmp_path, "submit", "--help").stdout
+    assert "lockstep" in lockstep(tmp_path, "--show-completion", "bash").stdout
+
+
 def fastest(tmp_path: Path, *words: str) -> float:
     times = []
     for _ in range(8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -201,16 +202,8 @@ def test_a_watch_reports_410_and_ends_quietly_when_it_drops(server: ApiServer) -
 )
 def test_wait_survives_its_watch(backend: KubernetesBackend, cluster: Cluster, fault: dict[str, Any] | None) -> None:
     backend.submit(SPEC)
-    watches = 0
-
-    def end(kind: str, plural: str, item: dict[str, Any]) -> None:
-        pass
-
-    cluster.on_change.append(end)
     if fault is not None:
         cluster.faults.append(Fault("GET", "watch=true", times=3, **fault))
-    import threading
-
     timer = threading.Timer(0.6, lambda: finish(cluster, "smoke"))
     timer.start()
     found = backend.wait("smoke", 20)
@@ -223,8 +216,6 @@ def test_wait_survives_its_watch(backend: KubernetesBackend, cluster: Cluster, f
 def test_wait_is_bounded_and_calls_what_is_gone_lost(backend: KubernetesBackend, cluster: Cluster) -> None:
     backend.submit(SPEC)
     assert backend.wait("smoke", 0.3).state == "pending"
-    import threading
-
     timer = threading.Timer(0.5, lambda: cluster.remove("pytorchjobs", "smoke"))
     timer.start()
     found = backend.wait("smoke", 30)
@@ -242,8 +233,6 @@ def test_nodes_that_do_not_answer_are_lost_after_a_while(backend: KubernetesBack
 
 
 def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluster: Cluster) -> None:
-    import threading
-
     backend.submit(SPEC)
     job = cluster.get("pytorchjobs", "smoke")
     assert job is not None
