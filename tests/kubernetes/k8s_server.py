@@ -41,6 +41,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     delay: float = 0.0
     drop: bool = False
+    drop_answer: bool = False  # the request is carried out, its answer never arrives
     drop_after_lines: int | None = None
     times: int = 1
 
@@ -113,6 +114,7 @@ class Cluster:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     cluster: Cluster
+    _mute = False
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -126,6 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         with cluster.changed:
             cluster.requests.append((self.command, url.path, query, body))
         fault = cluster.fault_for(self.command, self.path)
+        self._mute = fault is not None and fault.drop_answer
         if fault is not None:
             time.sleep(fault.delay)
             if fault.drop:
@@ -301,6 +304,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"kind": "Status", "status": "Success"})
 
     def _answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        if self._mute:
+            self.close_connection = True
+            return
         data = json.dumps(value).encode()
         self.send_response(status)
         for name, text in {

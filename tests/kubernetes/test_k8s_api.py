@@ -72,12 +72,10 @@ def test_lint_errors_reach_no_server(backend: KubernetesBackend, cluster: Cluste
 
 def test_a_lost_answer_to_create_is_no_conflict(backend: KubernetesBackend, cluster: Cluster) -> None:
     """The object was made, the connection broke before the answer: the retry meets a conflict with itself."""
-    cluster.on_change.append(
-        lambda kind, plural, item: cluster.faults.append(Fault("POST", "pytorchjobs", status=409))
-        if plural == "pytorchjobs" and kind == "ADDED" and not cluster.faults else None
-    )  # fmt: skip
-    cluster.faults.append(Fault("POST", r"pytorchjobs\?fieldValidation=Strict$", drop=True))
+    cluster.faults.append(Fault("POST", r"pytorchjobs\?fieldValidation=Strict$", drop_answer=True))
     assert backend.submit(SPEC).created
+    made = [query for query in posts(cluster, "pytorchjobs") if "dryRun" not in query]
+    assert len(made) == 2, "the create was sent again, and met its own object"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
