@@ -37,6 +37,8 @@ from training import config as configuration
 from training.contract import METRICS_PORT
 
 MAX_CHARACTERS = 100_000
+RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp")  # noqa: S108 - paths of the container
+"""Where a container has something of its own."""
 
 
 class _Section(BaseModel):
@@ -220,7 +222,10 @@ class JobSpec(_Section):
         both = sorted(set(self.env) & set(self.secrets))
         if both:
             raise ValueError(f"{both[0]} stands in env and in secrets: keep one")
-        paths = [volume.path for volume in self.volumes]
+        paths = [volume.path.rstrip("/") or "/" for volume in self.volumes]
+        taken = [path for path in [*paths, (self.run_dir or "").rstrip("/")] if path in RESERVED]
+        if taken:
+            raise ValueError(f"{taken[0]} is mounted already: choose another path for volumes and run_dir")
         if len(set(paths)) < len(paths):
             raise ValueError(f"two volumes are mounted at {next(p for p in paths if paths.count(p) > 1)}")
         if len(json.dumps(self.plain())) > MAX_CHARACTERS:

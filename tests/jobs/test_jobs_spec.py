@@ -60,6 +60,9 @@ def test_mistakes_name_the_line_and_the_nearest_name(tmp_path: Path, text: str, 
         {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
         {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
         {"env": {"A": "x" * 200_000}},
+        {"volumes": [{"claim": "a", "path": "/tmp/"}]},
+        {"volumes": [{"claim": "a", "path": "/a"}, {"claim": "b", "path": "/a/"}]},
+        {"run_dir": "/dev/shm"},
     ],
 )  # fmt: skip
 def test_what_would_do_harm_is_refused(change: dict[str, Any]) -> None:
