@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from jobs.backends.base import Backend
-from training import settings
+from typing import TYPE_CHECKING
+
 from training.contract import UserError
+
+if TYPE_CHECKING:
+    from jobs.backends.base import Backend
 
 NAMES = ("local", "k8s")
 
@@ -21,4 +24,6 @@ def open_backend(name: str, namespace: str | None = None, context: str | None = 
         from jobs.backends.local import LocalBackend
 
         return LocalBackend()
+    from training import settings
+
     raise UserError(f"unknown backend {name!r}{settings.nearest(name, NAMES)}")

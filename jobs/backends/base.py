@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from jobs.spec import JobSpec
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
 
 EXIT_UNSCHEDULABLE = 3
 EXIT_LOST = 4
