@@ -5,15 +5,23 @@ RECIPE ?= smoke
 RANKS ?= 2
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
+JOB ?= job.yaml
+CRDS := https://raw.githubusercontent.com/kubeflow
+
+# What the command line says wins over the job file.
+given = $(if $(filter command environment,$(origin $(1))),$(2) $($(1)))
+K8S_FLAGS = $(JOB) $(call given,RECIPE,--recipe) $(call given,NODES,--nodes) $(call given,GPUS,--gpus) \
+  $(call given,IMAGE,--image) $(call given,NAMESPACE,--namespace) $(call given,NAME,--name) $(addprefix --set ,$(SET))
 
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-faults test-faults-long lint bench clean
+.PHONY: submit-k8s render-k8s install-k8s example-k8s crds
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -34,6 +42,24 @@ test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 
 test-faults-long: $(READY) ## the same with 50 random scenarios
 	LOCKSTEP_SCENARIOS=50 $(RUN) -m pytest -m faults
+
+submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]
+	@$(VENV)/bin/lockstep submit k8s $(K8S_FLAGS)
+
+render-k8s: $(READY) ## print what submit-k8s would apply, same variables
+	@$(VENV)/bin/lockstep render k8s $(K8S_FLAGS)
+
+install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/single-node or overlays/full for more
+	kubectl apply -k deploy/k8s/$(or $(OVERLAY),base)
+
+example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema.json anew
+	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
+	$(VENV)/bin/lockstep schema > job.schema.json
+
+crds: ## fetch the CRDs that the manifest tests validate against
+	mkdir -p build/crds
+	curl -fsSL -o build/crds/pytorchjob_crd.yaml $(CRDS)/trainer/release-1.9/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
+	curl -fsSL -o build/crds/trainjob_crd.yaml $(CRDS)/trainer/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
 
 lint: $(READY) ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -1,0 +1,29 @@
+"""Dispatching a job from Python:
+
+from jobs import JobSpec, submit
+job = submit(JobSpec.load("job.yaml"), backend="local")
+job.wait(timeout=3600); print(job.summary())
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jobs.driver import Job, submit
+    from jobs.spec import JobSpec
+
+__all__ = ["Job", "JobSpec", "submit"]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line imports this package for every command; pydantic is for those that need it.
+    if name == "JobSpec":
+        from jobs.spec import JobSpec
+
+        return JobSpec
+    if name in ("Job", "submit"):
+        from jobs import driver
+
+        return getattr(driver, name)
+    raise AttributeError(f"module 'jobs' has no attribute {name!r}")

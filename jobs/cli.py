@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from training import config as configuration
+from jobs import commands, job_commands
+from jobs.terminal import clean
 from training.contract import EXIT_USAGE, VERSION, UserError
 
 app = typer.Typer(
-    name="lockstep", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=True,
+    name="lockstep", pretty_exceptions_enable=False, add_completion=True,
+    rich_markup_mode=None,  # rich takes longer to import than everything else together
     help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
+    epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
+    "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
+    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 75 preempted, 124 timed out.",
 )  # fmt: skip
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if context.invoked_subcommand is None and not version:
+        print(context.get_help())
     if version:
         print(f"lockstep {VERSION}")
         raise typer.Exit
@@ -40,6 +51,8 @@ def run(
     prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
 ) -> None:
     """Train on this machine, in the foreground."""
+    from training import config as configuration
+
     configuration.load(recipe, assignments or [])  # a typing error costs no start-up
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
@@ -54,18 +67,38 @@ def run(
     os.execv(command[0], command)  # noqa: S606 - the launcher takes this process's place, and its signals
 
 
+app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(commands.render)
+app.command(epilog="Example: lockstep lint job.yaml")(commands.lint)
+app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(commands.submit)
+app.command(epilog="Example: lockstep diff k8s job.yaml")(commands.diff)
+app.command(epilog="Example: lockstep prepare k8s job.yaml")(commands.prepare)
+app.command(epilog="Example: lockstep schema > job.schema.json")(commands.schema)
+app.command(epilog="Example: lockstep status k8s smoke --json")(job_commands.status)
+app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --follow")(job_commands.logs)
+app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(job_commands.wait)
+app.command(epilog="Example: lockstep cancel k8s smoke")(job_commands.cancel)
+app.command("list", epilog="Example: lockstep list k8s")(job_commands.list_jobs)
+app.command(epilog="Example: lockstep doctor k8s job.yaml")(job_commands.doctor)
+
+
 def main() -> NoReturn:
     """Runs the command line. Errors that a person can mend are one line and exit code 2."""
     try:
-        app(standalone_mode=False)
+        # Outside standalone mode typer hands the code of an Exit back instead of raising it.
+        code = app(standalone_mode=False)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {clean(str(error))}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise
-        print(f"error: {error.format_message()}", file=sys.stderr)
+        print(f"error: {clean(error.format_message())}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
-    sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from training.attempts import Attempts
 from training.contract import (
     ENV_LAUNCHER,
     ENV_RESTARTS,
@@ -50,9 +52,11 @@ class Agent(LocalElasticAgent):
 
     stop_seconds = 30
     signalled: int | None = None
+    attempts: Attempts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        os.environ[ENV_RESTARTS] = str(worker_group.spec.max_restarts - self._remaining_restarts)
+        self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
+        os.environ[ENV_RESTARTS] = str(self.attempts.used)
         ids = super()._start_workers(worker_group)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
         if self.signalled is not None:
@@ -97,7 +101,7 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
     """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
 
     Args:
-        attempt: how often the cluster itself has restarted this node so far.
+        attempt: how often this node was restarted so far, within the pod and by replacing it.
     """
     if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
         return code
@@ -126,12 +130,15 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
     parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
                         help="the same on all nodes of a job")  # fmt: skip
-    parser.add_argument("--address", help="this node's address as the others see it; default: its host name")
+    parser.add_argument("--address", default=own_address(env, socket.gethostname()),
+                        help="this node's address as the others see it; default: its host name")  # fmt: skip
     parser.add_argument("--max-restarts", type=int, default=int(env.get("PET_MAX_RESTARTS", "0")),
                         help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
     parser.add_argument("--join-timeout", type=float, default=600.0, help="seconds to wait for the other nodes")
     parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain")
+    parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
+                        help="count this node's restarts there, on shared storage: a replaced node goes on counting")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="begin every line with its rank")  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
@@ -149,6 +156,12 @@ def _endpoint(env: Mapping[str, str]) -> str:
     if "PET_RDZV_ENDPOINT" in env:
         return env["PET_RDZV_ENDPOINT"]
     return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
+
+
+def own_address(env: Mapping[str, str], host: str) -> str:
+    """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
+    master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
+    return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
 
 
 def _serves(env: Mapping[str, str]) -> bool | None:
@@ -185,7 +198,7 @@ def _rendezvous(args: argparse.Namespace) -> RendezvousParameters:
     options = {"is_host": str(host).lower()} if host is not None else {}
     return RendezvousParameters(
         backend="c10d", endpoint=endpoint, run_id=job_id, min_nodes=low, max_nodes=high,
-        local_addr=args.address or ("127.0.0.1" if high == 1 else socket.gethostname()),
+        local_addr="127.0.0.1" if high == 1 else args.address,
         join_timeout=args.join_timeout, last_call_timeout=3 if low < high else 1,
         read_timeout=min(args.join_timeout, 60), **options,
     )  # fmt: skip
@@ -204,23 +217,29 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
+    if not attempts.begin():
+        print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
+        return EXIT_FAILED
     logs = tempfile.mkdtemp(prefix="lockstep-")
     try:
-        code = _run(args, command, ranks, parameters, logs)
+        code = _run(args, command, ranks, parameters, logs, attempts)
     finally:
         shutil.rmtree(logs, ignore_errors=True)
-    attempt = int(env.get("LOCKSTEP_NODE_RESTARTS", "0") or 0)
-    return cluster_code(code, args.exit_codes, attempt, args.max_restarts)
+    attempts.end(code)
+    return cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
-def _run(args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str) -> int:
+def _run(
+    args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts
+) -> int:  # fmt: skip
     waiting: Callable[..., Any] = _leave_while_waiting
     for number in FORWARDED:
         signal.signal(number, waiting)
     try:
         spec = WorkerSpec(
             role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
-            rdzv_handler=get_rendezvous_handler(parameters), max_restarts=args.max_restarts, monitor_interval=0.1,
+            rdzv_handler=get_rendezvous_handler(parameters), max_restarts=attempts.left, monitor_interval=0.1,
             local_addr=parameters.local_addr,
         )  # fmt: skip
         agent = Agent(
@@ -228,6 +247,7 @@ def _run(args: argparse.Namespace, command: list[str], ranks: int, parameters: R
             exit_barrier_timeout=args.grace, shutdown_timeout=args.grace,
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
+        agent.attempts = attempts
         agent.catch()
         code = exit_code(agent.run())
         spec.rdzv_handler.shutdown()

@@ -1,0 +1,272 @@
+"""Talking to a Kubernetes API server so that what goes wrong on the way is either mended or said in one line.
+
+The official client brings kubeconfig, credentials and TLS; this adds retries with a bound, one renewal of an expired
+token, pages, and watches. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import urllib3
+from kubernetes import client as kube
+from kubernetes import config as kubeconfig
+
+from training.contract import UserError
+
+RETRIED = (429, 500, 502, 503, 504)
+PAGE = 500
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class ApiError(Exception):
+    """The server's refusal: HTTP status, its reason word, its message."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+class Gone(Exception):
+    """410: the resource version of a watch or of a page is too old. List again."""
+
+
+class Api:
+    """One API server.
+
+    Args:
+        load: makes the client's configuration from the kubeconfig; called again when a token has expired.
+        timeout: seconds to wait for one answer.
+        attempts: how often a request is sent before the error counts.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], kube.Configuration],
+        timeout: float = 20.0,
+        attempts: int = 5,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
+        self._client = self._connect()
+
+    def _connect(self) -> kube.ApiClient:
+        configuration = self._load()
+        configuration.retries = urllib3.Retry(0, redirect=0)  # this class retries, and says so when it gives up
+        return kube.ApiClient(configuration)
+
+    @property
+    def host(self) -> str:
+        return str(self._client.configuration.host)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def get(self, path: str, accept: str = "application/json", **query: Any) -> Any:
+        return self._json("GET", path, query, accept=accept)
+
+    def create(self, path: str, body: Any, **query: Any) -> Any:
+        """POST with strict field validation: an unknown field is an error, not silently dropped."""
+        return self._json("POST", path, {"fieldValidation": "Strict", **query}, body)
+
+    def patch(self, path: str, body: Any) -> Any:
+        return self._json("PATCH", path, {}, body)
+
+    def delete(self, path: str, body: Any) -> Any:
+        return self._json("DELETE", path, {}, body)
+
+    def _json(
+        self, method: str, path: str, query: dict[str, Any], body: Any = None, accept: str = "application/json"
+    ) -> Any:
+        response = self._send(method, path, query, body, self.timeout, accept=accept)
+        try:
+            return json.loads(response.data)
+        except ValueError:
+            raise UserError(
+                f"{self.host} answers {method} {path} with no JSON: is that a Kubernetes API server?"
+            ) from None
+        finally:
+            response.release_conn()
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any],
+        body: Any,
+        timeout: float,
+        stream: bool = False,
+        accept: str = "application/json",
+    ) -> urllib3.BaseHTTPResponse:
+        problem, renewed, attempt = "", False, 0
+        while attempt < self.attempts:
+            pause = min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
+            attempt += 1
+            try:
+                response = self._once(method, path, query, body, timeout, stream, accept)
+            except urllib3.exceptions.HTTPError as error:
+                problem = _network_problem(error, timeout)
+            else:
+                if response.status == 401 and not renewed:
+                    renewed = True
+                    attempt -= 1
+                    response.release_conn()
+                    self._client.close()
+                    self._client = self._connect()
+                    continue
+                if response.status not in RETRIED:
+                    return self._checked(response, method, path)
+                problem = f"answers {response.status}: {_message(response)}"
+                with contextlib.suppress(ValueError):
+                    pause = max(pause, min(30.0, float(response.headers.get("Retry-After", 0))))
+                response.release_conn()
+            if attempt < self.attempts:
+                self._sleep(pause)
+        raise UserError(
+            f"{self.host} {problem} ({self.attempts} attempts): check the network and the cluster, then try again"
+        )
+
+    def _once(
+        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool, accept: str
+    ) -> urllib3.BaseHTTPResponse:
+        headers = {"Accept": accept}
+        if body is not None:
+            headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        parameters = [(name, value) for name, value in query.items() if value is not None]
+        request = self._client.param_serialize(
+            method, path, query_params=parameters, header_params=headers, body=body, auth_settings=["BearerToken"]
+        )
+        response = self._client.call_api(*request, _request_timeout=(min(timeout, 10.0), timeout)).response
+        if not stream:
+            response.data  # noqa: B018 - reads the body here, where a dropped connection is retried
+        return response
+
+    def _checked(self, response: urllib3.BaseHTTPResponse, method: str, path: str) -> urllib3.BaseHTTPResponse:
+        if response.status < 300:
+            return response
+        message, reason = _message(response), _field(response, "reason")
+        response.release_conn()
+        if response.status == 401:
+            raise UserError(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
+        if response.status == 410:
+            raise Gone(message)
+        raise ApiError(response.status, reason, message or f"{method} {path}: HTTP {response.status}")
+
+    def pages(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """All objects of a list, a page at a time. A list that expires half-way begins again, without doubles."""
+        seen: set[str] = set()
+        for _ in range(3):
+            token: str | None = None
+            try:
+                while True:
+                    page = self.get(path, limit=PAGE, **{**query, "continue": token})
+                    for item in page.get("items", []):
+                        key = item.get("metadata", {}).get("uid") or item.get("metadata", {}).get("name", "")
+                        if key not in seen:
+                            seen.add(key)
+                            yield item
+                    token = page.get("metadata", {}).get("continue")
+                    if not token:
+                        return
+            except Gone:
+                continue
+        raise UserError(f"{self.host} ends the list of {path} three times before its last page: try again")
+
+    def watch(self, path: str, version: str, seconds: float, **query: Any) -> Iterator[dict[str, Any]]:
+        """Events since a resource version, until the server closes the stream or it falls silent for `seconds`.
+
+        Raises:
+            Gone: the version is too old.
+        """
+        options = {"watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true"}
+        options["timeoutSeconds"] = str(max(1, int(seconds)))
+        for line in self._stream(path, {**query, **options}, seconds + 5):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                return  # the stream broke within a line
+            if event.get("type") == "ERROR":
+                if event.get("object", {}).get("code") == 410:
+                    raise Gone(event["object"].get("message", ""))
+                return
+            yield event
+
+    def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
+        """Lines of a container's log. Ends where the stream ends, breaks, or is silent for `seconds`."""
+        yield from self._stream(path, query, seconds)
+
+    def _stream(self, path: str, query: dict[str, Any], silence: float) -> Iterator[str]:
+        response = self._send("GET", path, query, None, silence, stream=True)
+        rest = b""
+        try:
+            for chunk in response.stream(1 << 16, decode_content=True):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+        except (urllib3.exceptions.HTTPError, OSError):
+            return  # dropped: the caller knows how far it came, and asks again; half a line is asked for again too
+        finally:
+            response.close()
+        if rest:
+            yield rest.decode(errors="replace")
+
+
+def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
+    """(a loader of the configuration, the namespace it names). Raises `UserError` where there is none."""
+    if context is None and NAMESPACE_FILE.exists():
+        namespace = NAMESPACE_FILE.read_text().strip()
+
+        def inside() -> kube.Configuration:
+            configuration = kube.Configuration()
+            kubeconfig.load_incluster_config(client_configuration=configuration)
+            return configuration
+
+        return inside, namespace
+
+    def outside() -> kube.Configuration:
+        configuration = kube.Configuration()
+        try:
+            kubeconfig.load_kube_config(
+                config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
+            )
+        except (kubeconfig.ConfigException, OSError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"cannot read the kubeconfig ({str(error).splitlines()[0][:200]}): set KUBECONFIG, or choose --context"
+            ) from None
+        return configuration
+
+    outside()
+    try:
+        contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
+    except (kubeconfig.ConfigException, OSError):
+        return outside, "default"
+    chosen = next((item for item in contexts if item["name"] == context), current) if context else current
+    return outside, str(chosen.get("context", {}).get("namespace") or "default")
+
+
+def _network_problem(error: urllib3.exceptions.HTTPError, timeout: float) -> str:
+    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
+        return f"gave no answer within {timeout:g} s"
+    reason = getattr(error, "reason", None) or error
+    if isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
+        return "cannot be reached in time"
+    if isinstance(reason, urllib3.exceptions.ReadTimeoutError):
+        return f"gave no answer within {timeout:g} s"
+    return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"
+
+
+def _message(response: urllib3.BaseHTTPResponse) -> str:
+    return " ".join((_field(response, "message") or str(response.reason or "")).split())[:2000]
+
+
+def _field(response: urllib3.BaseHTTPResponse, name: str) -> str:
+    with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
+        value = json.loads(response.data)
+        return str(value.get(name) or "") if isinstance(value, dict) else ""
+    return ""

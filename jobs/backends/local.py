@@ -1,0 +1,253 @@
+"""The reference backend: a job as detached processes of this machine, which outlive the command that submitted them.
+
+$LOCKSTEP_HOME/local/NAME/   job.json  running.json  ended.json  log.txt      (default ~/.local/state/lockstep)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from jobs.backends import base
+from jobs.backends.base import Listed, Mode, Part, Status, Submitted
+from jobs.backends.supervise import ENDED, RUNNING, alive, start_ticks
+from jobs.render import command as commands
+from jobs.spec import JobSpec
+from training import contract, files
+from training.contract import UserError
+
+POLL_SECONDS = 0.1
+_PREFIX = re.compile(r"\[rank (\d+)\] ")
+
+
+def home() -> Path:
+    """Where this machine's jobs are kept."""
+    return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
+
+
+class LocalBackend:
+    """See `base.Backend`."""
+
+    name = "local"
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or home() / "local"
+
+    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with filelock.FileLock(self.folder / ".lock", timeout=30):
+                return self._submit(spec, mode)
+        except filelock.Timeout:
+            raise UserError(f"{self.folder} is locked by another lockstep command: wait for it") from None
+        except OSError as error:
+            raise UserError(f"cannot keep jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+
+    def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
+        folder = self.folder / spec.name
+        if folder.exists():
+            record, status = self._record(spec.name), self.status(spec.name)
+            if mode == "new":
+                taken = {entry.name for entry in self.folder.iterdir()}
+                spec = spec.model_copy(update={"name": base.next_name(spec.name, taken), "run_dir": None})
+                folder = self.folder / spec.name
+            elif mode == "replace" and status.final:
+                shutil.rmtree(folder)
+            elif record["hash"] != spec.hash():
+                raise base.refuse_other(spec.name, record["spec"], spec.plain())
+            elif status.final:
+                raise base.refuse_finished(spec.name, status)
+            else:
+                return Submitted(spec.name, False, str(folder))
+        missing = [name for name in spec.secrets if name not in os.environ]
+        if missing:
+            raise UserError(f"the job needs the secret {missing[0]}: set it in the environment to run on this machine")
+        run_dir = Path(spec.run_dir or f"runs/{spec.name}").absolute()
+        before = files.read_json(run_dir / contract.STATUS_FILE)
+        folder.mkdir(mode=0o700)
+        files.replace_json(
+            folder / "job.json",
+            {
+                "spec": spec.plain(), "hash": spec.hash(), "run_dir": str(run_dir), "command": self._command(spec, run_dir),
+                "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + 30,
+                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "earlier_attempts": before.get("attempt", 0) if isinstance(before, dict) else 0,
+            },
+        )  # fmt: skip
+        with (folder / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jobs.backends.supervise", str(folder)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        files.replace_json(folder / "supervisor.json", {"pid": process.pid, "ticks": start_ticks(process.pid)})
+        # It is meant to outlive this process; where it does not, somebody has to take its exit code.
+        threading.Thread(target=process.wait, daemon=True).start()
+        return Submitted(spec.name, True, str(folder))
+
+    @staticmethod
+    def _command(spec: JobSpec, run_dir: Path) -> list[str]:
+        if spec.shard_folder is not None and not Path(spec.shard_folder).exists():
+            spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
+        command = commands.launch(spec, str(run_dir), sys.executable)
+        return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
+
+    def status(self, name: str) -> Status:
+        record = self._record(name)
+        folder = self.folder / name
+        total = record["spec"].get("nodes", 1) * JobSpec.model_validate(record["spec"]).ranks
+        said = self._said(record)
+        ended = files.read_json(folder / ENDED)
+        cancelled = (folder / "cancelled").exists()
+
+        def answer(state: base.State, reason: str, code: int | None = None) -> Status:
+            return Status(state, reason, [Part("this machine", list(range(total)), state)], code)
+
+        if ended is None and self._supervised(folder):
+            if (folder / RUNNING).exists():
+                step = f"step {said['step']}" if said else "starting"
+                return answer("running", step)
+            return answer("pending", "the launcher is starting")
+        code, reason = (ended or {}).get("code"), ""
+        if said is not None and said.get("code") is not None:
+            code, reason = said["code"], str(said.get("reason", ""))
+        if code is None:
+            return answer(
+                "lost", "the processes are gone and left no exit code: the machine restarted, or they were killed"
+            )
+        if code < 0:
+            code, reason = 128 - code, f"killed by {signal.Signals(-code).name}"
+        if (ended or {}).get("timed_out"):
+            return answer("timed_out", f"the time limit of {record['time_limit']} s is over", code)
+        if code == contract.EXIT_DONE:
+            return answer("succeeded", reason or "complete", code)
+        if cancelled:
+            return answer(
+                "cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled", code
+            )
+        if code == contract.EXIT_PREEMPTED:
+            return answer("preempted", reason or "saved; submit it again to go on", code)
+        last = self._last_line(folder)
+        return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
+
+    def _said(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        """status.json of this job, which is trusted above exit codes; not one of an earlier attempt."""
+        said = files.read_json(Path(record["run_dir"]) / contract.STATUS_FILE)
+        if not isinstance(said, dict) or not isinstance(said.get("attempt"), int):
+            return None
+        return said if said["attempt"] > record["earlier_attempts"] else None
+
+    @staticmethod
+    def _supervised(folder: Path) -> bool:
+        for file in ("supervisor.json", RUNNING):
+            process = files.read_json(folder / file)
+            if process is not None and alive(process["pid"], process["ticks"]):
+                return True
+        return False
+
+    @staticmethod
+    def _last_line(folder: Path) -> str:
+        with (folder / "log.txt").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+        found = [line for line in lines if "error" in line.lower()]
+        return found[-1][:300] if found else ""
+
+    def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
+        record = self._record(name)
+        total = record["spec"].get("nodes", 1) * JobSpec.model_validate(record["spec"]).ranks
+        if rank is not None and not 0 <= rank < total:
+            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
+        return self._lines(name, rank, follow)
+
+    def _lines(self, name: str, rank: int | None, follow: bool) -> Iterator[str]:
+        with (self.folder / name / "log.txt").open(encoding="utf-8", errors="replace") as file:
+            rest = ""
+            while True:
+                over = not follow or self.status(name).final  # asked before reading, so that nothing is missed
+                while chunk := file.read(1 << 16):
+                    *lines, rest = (rest + chunk).split("\n")
+                    yield from (found for line in lines if (found := _of_rank(line, rank)) is not None)
+                if over:
+                    break
+                time.sleep(POLL_SECONDS)
+            if rest and (found := _of_rank(rest, rank)) is not None:
+                yield found
+
+    def wait(self, name: str, timeout: float) -> Status:
+        return base.poll(lambda: self.status(name), timeout, POLL_SECONDS)
+
+    def cancel(self, name: str) -> Status:
+        record, folder = self._record(name), self.folder / name
+        if self.status(name).final:
+            return self.status(name)
+        (folder / "cancelled").touch()
+        deadline = time.monotonic() + record["grace"]
+        signalled = False
+        while not self.status(name).final and time.monotonic() < deadline:
+            process = files.read_json(folder / RUNNING)
+            if process is not None and not signalled:
+                signalled = True
+                _kill(process, signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
+        process = files.read_json(folder / RUNNING)
+        if not self.status(name).final and process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process["pid"], signal.SIGKILL)
+        return self.wait(name, 10)
+
+    def list(self) -> list[Listed]:
+        if not self.folder.exists():
+            return []
+        names = sorted(entry.name for entry in self.folder.iterdir() if (entry / "job.json").exists())
+        rows = [(name, self._record(name)) for name in names]
+        return [
+            Listed(name, self.status(name).state, row["spec"].get("nodes", 1), row["created"]) for name, row in rows
+        ]
+
+    def live(self, name: str) -> dict[str, Any]:
+        return self._record(name)["spec"]
+
+    def drift(self, spec: JobSpec) -> base.Lines:  # noqa: ARG002 - nothing but this record exists
+        return []
+
+    def summary(self, name: str) -> dict[str, Any]:
+        path = Path(self._record(name)["run_dir"]) / contract.SUMMARY_FILE
+        value = files.read_json(path)
+        if not isinstance(value, dict):
+            raise UserError(f"{path} is not there yet: {name} is {self.status(name).state}")
+        return value
+
+    def _record(self, name: str) -> dict[str, Any]:
+        if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
+            raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
+        record = files.read_json(self.folder / name / "job.json")
+        if not isinstance(record, dict):
+            raise UserError(f"there is no local job {name}: see `lockstep list local`")
+        return record
+
+
+def _of_rank(line: str, rank: int | None) -> str | None:
+    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
+    if rank is None:
+        return line
+    match = _PREFIX.match(line)
+    return line[match.end() :] if match and int(match[1]) == rank else None
+
+
+def _kill(process: dict[str, Any], number: int) -> None:
+    if alive(process["pid"], process["ticks"]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process["pid"], number)

@@ -1,0 +1,196 @@
+"""The commands that take a job file: render, lint, submit, diff, prepare, schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs import options
+from jobs.options import Backend, Context, File, Gpus, Image, Json, NameFlag, Namespace, Nodes, Recipe, Sets
+from jobs.terminal import say, show, warn
+from training.contract import EXIT_DONE, EXIT_FAILED, UserError
+
+
+def _kubernetes_only(backend: str, what: str) -> None:
+    if backend not in ("k8s", "kubernetes"):
+        raise UserError(f"{what} knows k8s, got {backend!r}")
+
+
+def render(
+    backend: Backend,
+    file: File = None,
+    name: NameFlag = None,
+    recipe: Recipe = None,
+    image: Image = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    namespace: Namespace = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there instead of to standard output.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the manifest that submit would apply. No cluster is needed."""
+    _kubernetes_only(backend, "render")
+    values = options.parse(
+        sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **{"k8s.namespace": namespace}
+    )
+    objects = options.manifests(options.build(file, values))
+    if as_json:
+        show(objects)
+        return
+    from jobs.render.manifest import to_yaml
+
+    text = to_yaml(objects)
+    if out is None:
+        print(text, end="", flush=True)
+    else:
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise UserError(f"cannot write {out}: {error.strerror}") from None
+
+
+def lint(
+    file: File = None,
+    backend: Annotated[str, typer.Option(help="The backend to check the job for.")] = "k8s",
+    name: NameFlag = None,
+    recipe: Recipe = None,
+    image: Image = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    sets: Sets = None,
+    rules: Annotated[bool, typer.Option("--rules", help="List all rules and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a job for known mistakes; exit code 1 where submit would refuse it."""
+    from jobs import lint as linter
+
+    if rules:
+        rows = [{"id": rule.id, "level": rule.level, "title": rule.title} for rule in linter.rules()]
+        if as_json:
+            show(rows)
+        for row in [] if as_json else rows:
+            say(f"{row['id']}  {row['level']:7}  {row['title']}")
+        return
+    _kubernetes_only(backend, "lint")
+    spec = options.build(file, options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus))
+    found = linter.lint(spec, options.manifests(spec))
+    if as_json:
+        show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
+    for item in [] if as_json else found:
+        say(str(item))
+    raise typer.Exit(EXIT_FAILED if linter.errors(found) else EXIT_DONE)
+
+
+def submit(
+    backend: Backend,
+    file: File = None,
+    name: NameFlag = None,
+    recipe: Recipe = None,
+    image: Image = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    sets: Sets = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Delete a finished job of this name first.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Take a numbered name where this one is taken.")] = False,
+    wait: Annotated[float | None, typer.Option(help="Wait for the end, at most so many seconds.", min=0)] = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a job; the same job again attaches to it."""
+    if replace and new:
+        raise UserError("--replace and --new exclude each other")
+    flags = {"k8s.namespace": namespace, "k8s.context": context}
+    values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
+    spec = options.build(file, values)
+    if backend in ("k8s", "kubernetes"):
+        from jobs import lint as linter
+
+        for item in linter.lint(spec, options.manifests(spec)):
+            if item.level == "warning":
+                warn(str(item))
+    from jobs import driver
+
+    job, done = driver.start(spec, backend, "replace" if replace else "new" if new else "attach")
+    if wait is None:
+        if as_json:
+            show({"name": done.name, "created": done.created, "where": done.where})
+        else:
+            say(
+                f"{done.name}: {'submitted' if done.created else 'is there already, with the same spec'} ({done.where})"
+            )
+        return
+    from jobs.job_commands import report
+
+    report(done.name, job.wait(wait), as_json, waited=True)
+
+
+def diff(
+    backend: Backend,
+    file: File = None,
+    name: NameFlag = None,
+    recipe: Recipe = None,
+    image: Image = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a job file with the job that was submitted; exit code 1 where they differ."""
+    flags = {"k8s.namespace": namespace, "k8s.context": context}
+    values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
+    spec = options.build(file, values)
+    from jobs import driver
+
+    changed = driver.compare(spec, backend)
+    if as_json:
+        show({"name": spec.name, "same": not changed, "differences": changed})
+    else:
+        for line in changed or ["no difference"]:
+            say(line)
+    raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
+
+
+def prepare(
+    backend: Backend,
+    file: File = None,
+    image: Image = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    sets: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifest instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the recipe's shards once onto the data volume, before the job runs."""
+    _kubernetes_only(backend, "prepare")
+    flags = {"k8s.namespace": namespace, "k8s.context": context}
+    spec = options.build(file, options.parse(sets, image=image, **flags))
+    from jobs.render import preparejob
+    from jobs.render.manifest import to_yaml
+
+    objects = preparejob.render(spec)
+    if dry_run:
+        if as_json:
+            show(objects)
+        else:
+            print(to_yaml(objects), end="")
+        return
+    from jobs.backends.kubernetes import KubernetesBackend
+
+    done = KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
+    if as_json:
+        show({"name": done.name, "created": done.created, "where": done.where})
+    else:
+        say(f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})")
+
+
+def schema() -> None:
+    """Print the JSON Schema of job.yaml, for editors."""
+    from jobs.spec import json_schema
+
+    show(json_schema())

@@ -1,0 +1,110 @@
+"""The commands that take a job's name: status, logs, wait, cancel, list, doctor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jobs.backends import open_backend
+from jobs.options import Backend, Context, File, Json, Name, Namespace
+from jobs.terminal import say, show, table
+from training.contract import EXIT_DONE, EXIT_FAILED
+
+if TYPE_CHECKING:
+    from jobs.backends.base import Part, Status
+
+
+def status(
+    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+) -> None:
+    """Say where a job stands, and why."""
+    report(name, open_backend(backend, namespace, context).status(name), as_json)
+
+
+def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
+    """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
+    from jobs.backends.base import EXIT_TIMED_OUT
+
+    if as_json:
+        show({"name": name, **found.plain()})
+    else:
+        say(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
+        rows: list[tuple[str, ...]] = [
+            (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
+        ]
+        if len(rows) > 1 and rows:
+            table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
+    unfinished = waited and not found.final and found.state != "unschedulable"
+    raise typer.Exit(EXIT_TIMED_OUT if unfinished else found.code)
+
+
+def _span(part: Part) -> str:
+    if not part.ranks:
+        return "?"
+    return str(part.ranks[0]) if len(part.ranks) == 1 else f"{part.ranks[0]}–{part.ranks[-1]}"
+
+
+def logs(
+    backend: Backend,
+    name: Name,
+    rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for the job, and go on to its end.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    as_json: Json = False,
+) -> None:
+    """Print what the ranks wrote; with --json one object a line."""
+    import json
+
+    for line in open_backend(backend, namespace, context).logs(name, rank, follow):
+        if as_json:
+            print(json.dumps({"line": line}), flush=True)
+        else:
+            say(line)
+
+
+def wait(
+    backend: Backend,
+    name: Name,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0)] = 86400,
+    namespace: Namespace = None,
+    context: Context = None,
+    as_json: Json = False,
+) -> None:
+    """Wait for the end; the exit code tells how it ended."""
+    report(name, open_backend(backend, namespace, context).wait(name, timeout), as_json, waited=True)
+
+
+def cancel(
+    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+) -> None:
+    """End a job, with time to save its state."""
+    found = open_backend(backend, namespace, context).cancel(name)
+    if as_json:
+        show({"name": name, **found.plain()})
+    else:
+        say(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
+
+
+def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:
+    """List the jobs."""
+    rows = open_backend(backend, namespace, context).list()
+    if as_json:
+        show([row.plain() for row in rows])
+    else:
+        table(("NAME", "STATE", "NODES", "CREATED"), [(r.name, r.state, str(r.nodes), r.created) for r in rows])
+
+
+def doctor(
+    backend: Backend, file: File = None, namespace: Namespace = None, context: Context = None, as_json: Json = False
+) -> None:
+    """Check the cluster for a job before GPUs are spent; exit code 1 where something is missing."""
+    from jobs import doctor as checks
+
+    found = checks.run(backend, file, namespace, context)
+    if as_json:
+        show([item.plain() for item in found])
+    else:
+        table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in found])
+    raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in found) else EXIT_DONE)

@@ -1,0 +1,67 @@
+"""The options that several commands share, and the JobSpec they make together with job.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from training.contract import UserError
+
+if TYPE_CHECKING:
+    from jobs.render.manifest import Manifest
+    from jobs.spec import JobSpec
+
+Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local or k8s.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
+File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A job file; without one the flags are the job.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON value with stable fields.")]
+Namespace = Annotated[str | None, typer.Option(help="Kubernetes namespace.")]
+Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.")]
+NameFlag = Annotated[str | None, typer.Option("--name", help="Name of the job.")]
+Recipe = Annotated[str | None, typer.Option(help="A recipe of training.")]
+Image = Annotated[str | None, typer.Option(help="Container image.")]
+Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
+Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting of the job: memory=32Gi, k8s.queue=gpu, overrides.epochs=4."
+    ),
+]
+
+
+def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
+    """Flags and `--set` texts as dotted name → value. Raises `UserError`."""
+    from training import settings
+
+    values = {name: value for name, value in flags.items() if value is not None}
+    for text in sets or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set takes NAME=VALUE, got {text!r}")
+        values[name] = settings.parse_yaml(value, f"--set {name}")
+    return values
+
+
+def build(file: Path | None, values: dict[str, Any]) -> JobSpec:
+    """The spec of a file with `values` in it, or of `values` alone. Raises `UserError`."""
+    from jobs import specfile
+    from jobs.spec import JobSpec
+
+    if file is not None:
+        return JobSpec.load(file, values)
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        specfile.place(plain, name, value)
+    if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
+        plain["name"] = Path(plain["recipe"]).stem.replace("_", "-").lower()
+    return JobSpec.of(plain, "the flags")
+
+
+def manifests(spec: JobSpec) -> list[Manifest]:
+    """What `submit` would apply to Kubernetes."""
+    from jobs.render import kubernetes
+
+    return kubernetes(spec)

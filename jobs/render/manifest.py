@@ -1,0 +1,78 @@
+"""Manifests as data: names, merge patches, and YAML that every parser reads alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+JOB = "lockstep/job"
+"""Label of everything that belongs to a job; its value is the job's name."""
+HASH = "lockstep/spec-hash"
+SPEC = "lockstep/spec"
+"""Annotation that holds the spec a job was made from, for `diff`. It has references to secrets, no secrets."""
+MANAGED = {"app.kubernetes.io/managed-by": "lockstep"}
+
+Manifest = dict[str, Any]
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "inf", "nan"}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 could read as something else (`1e3`, `0o7`, `y`)."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature of yaml
+        return True
+
+
+def _text(dumper: _Dumper, value: str) -> yaml.Node:
+    plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(objects: list[Manifest]) -> str:
+    """YAML documents, in order, ending in a newline."""
+    documents = [yaml.dump(item, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True) for item in objects]
+    return "---\n".join(documents)
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """JSON merge patch (RFC 7386): null removes, mappings merge, anything else replaces."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merge(result.get(key), value)
+    return result
+
+
+def without_none(value: Any) -> Any:
+    """The same manifest without keys that are None."""
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def get(value: Any, *path: str | int) -> Any:
+    """What stands at `path`, or None where something else than a mapping or list is in the way."""
+    for part in path:
+        if isinstance(value, dict) and isinstance(part, str):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def mappings(value: Any) -> list[Manifest]:
+    """The mappings in a list; nothing where it is none."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

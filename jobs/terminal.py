@@ -1,0 +1,41 @@
+"""What a terminal may be shown: text without control codes, small tables, JSON with stable fields."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def clean(text: str) -> str:
+    """Control codes made visible: a log line must not move the cursor or rename the window."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\t" else _visible(letter) for letter in text)
+
+
+def _visible(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def show(value: Any) -> None:
+    """One JSON value on standard output. Control codes are escaped by JSON itself."""
+    print(json.dumps(value, indent=1, ensure_ascii=True), flush=True)
+
+
+def say(text: str) -> None:
+    print(clean(text), flush=True)
+
+
+def warn(text: str) -> None:
+    print(clean(f"warning: {text}"), file=sys.stderr, flush=True)
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as their widest cell."""
+    cells = [tuple(clean(cell) for cell in row) for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    sys.stdout.flush()

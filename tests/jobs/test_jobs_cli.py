@@ -1,0 +1,236 @@
+"""`lockstep` as people and scripts use it: exit codes, JSON fields, one-line errors, and how fast it answers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from k8s_server import ApiServer, Fault
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        running.kubeconfig(tmp_path / "kubeconfig")
+        yield running
+
+
+def lockstep(tmp_path: Path, *words: str, bound: float = 60) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(tmp_path / "kubeconfig"), "LOCKSTEP_HOME": str(tmp_path / "home"),
+    }  # fmt: skip
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=bound)
+
+
+def job(tmp_path: Path, text: str = "name: smoke\nrecipe: smoke\nimage: a:1\nnodes: 2\n") -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> None:
+    rendered = json.loads(lockstep(tmp_path, "render", "k8s", job(tmp_path), "--json").stdout)
+    done = lockstep(tmp_path, "submit", "k8s", job(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout).keys() == {"name", "created", "where"}
+    assert "warning: LS" in done.stderr
+    posted = [body for method, _, query, body in server.cluster.requests if method == "POST" and "dryRun" not in query]
+    for sent, shown in zip(posted, rendered, strict=True):
+        for part in ("apiVersion", "spec"):
+            assert sent[part] == shown[part]
+        assert shown["metadata"]["labels"] == sent["metadata"]["labels"]
+
+
+def test_flags_and_file_make_the_same_job(tmp_path: Path) -> None:
+    flags = ["--name", "smoke", "--recipe", "smoke", "--image", "a:1", "--nodes", "2"]
+    by_flags = lockstep(tmp_path, "render", "k8s", *flags).stdout
+    assert by_flags == lockstep(tmp_path, "render", "k8s", job(tmp_path)).stdout
+    mixed = lockstep(
+        tmp_path,
+        "render",
+        "k8s",
+        job(tmp_path, "name: x\nrecipe: smoke\nimage: a:1\n"),
+        "--name",
+        "smoke",
+        "--nodes",
+        "2",
+    )
+    assert by_flags == mixed.stdout
+
+
+CONDITIONS: list[tuple[str, list[dict[str, str]], int]] = [
+    ("succeeded", [{"type": "Succeeded", "status": "True"}], 0),
+    ("failed", [{"type": "Failed", "status": "True", "message": "x"}], 1),
+    ("timed_out", [{"type": "Failed", "status": "True", "message": "longer than specified deadline"}], 124),
+]
+
+
+@pytest.mark.parametrize(("state", "conditions", "code"), CONDITIONS)
+def test_the_exit_code_tells_how_it_ended(
+    server: ApiServer, tmp_path: Path, state: str, conditions: list[dict[str, str]], code: int
+) -> None:
+    lockstep(tmp_path, "submit", "k8s", job(tmp_path))
+    live = server.cluster.get("pytorchjobs", "smoke")
+    assert live is not None
+    server.cluster.put("pytorchjobs", {**live, "status": {"conditions": conditions}})
+    done = lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "5", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["state"]) == (code, state)
+    assert found.keys() == {"name", "state", "reason", "ranks", "exit_code", "final"}
+    assert json.loads(lockstep(tmp_path, "list", "k8s", "--json").stdout)[0].keys() == {
+        "name",
+        "state",
+        "nodes",
+        "created",
+    }
+
+
+def test_waits_that_end_first_say_124_or_3(server: ApiServer, tmp_path: Path) -> None:
+    lockstep(tmp_path, "submit", "k8s", job(tmp_path))
+    assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 124
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes"}
+    meta = {"name": "smoke-master-0", "labels": {"lockstep/job": "smoke"}}
+    server.cluster.put("pods", {"metadata": meta, "status": {"phase": "Pending", "conditions": [scheduled]}})
+    assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 3
+    assert lockstep(tmp_path, "status", "k8s", "smoke").returncode == 3
+
+
+def test_diff_compares_with_the_live_object(server: ApiServer, tmp_path: Path) -> None:
+    lockstep(tmp_path, "submit", "k8s", job(tmp_path))
+    same = lockstep(tmp_path, "diff", "k8s", job(tmp_path), "--json")
+    assert (same.returncode, json.loads(same.stdout)["differences"]) == (0, [])
+    other = lockstep(tmp_path, "diff", "k8s", job(tmp_path), "--nodes", "4")
+    assert (other.returncode, other.stdout.strip()) == (1, "nodes: 2 → 4")
+    live = server.cluster.get("pytorchjobs", "smoke")
+    assert live is not None
+    live["spec"]["runPolicy"] |= {
+        "suspend": True,
+        "ttlSecondsAfterFinished": 5,
+    }  # added by the server; changed by somebody
+    changed = lockstep(tmp_path, "diff", "k8s", job(tmp_path))
+    assert (changed.returncode, changed.stdout.strip()) == (1, "spec.runPolicy.ttlSecondsAfterFinished: 604800 → 5")
+
+
+def test_lint_and_schema(tmp_path: Path) -> None:
+    done = lockstep(tmp_path, "lint", job(tmp_path, "name: a\nrecipe: smoke\n"))
+    assert done.returncode == 1 and "LS002 error: image is not set" in done.stdout
+    rules = json.loads(lockstep(tmp_path, "lint", "--rules", "--json").stdout)
+    assert len({rule["id"] for rule in rules}) == len(rules) >= 30 and all(rule["title"] for rule in rules)
+    schema = json.loads(lockstep(tmp_path, "schema").stdout)
+    assert schema["additionalProperties"] is False and "nodes" in schema["properties"]
+    assert json.loads((ROOT / "job.schema.json").read_text()) == schema, "make schema"
+    assert "job.schema.json" in (ROOT / "job.yaml").read_text()
+
+
+def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> None:
+    lockstep(tmp_path, "submit", "k8s", job(tmp_path))
+    name = "smoke-master-0"
+    server.cluster.put(
+        "pods", {"metadata": {"name": name, "labels": {"lockstep/job": "smoke"}}, "status": {"phase": "Running"}}
+    )
+    server.cluster.logs[name] = ["2026-01-01T00:00:00Z [rank 0] \x1b]0;owned\x07 \x1b[2Jgone\u202e"]
+    done = lockstep(tmp_path, "logs", "k8s", "smoke", "--rank", "0")
+    assert done.stdout == "\\x1b]0;owned\\x07 \\x1b[2Jgone\\u202e\n"
+    server.cluster.faults.append(Fault("GET", "pytorchjobs", status=422, message="no\x1b[31m"))
+    refused = lockstep(tmp_path, "status", "k8s", "smoke")
+    assert refused.returncode == 2 and "\x1b" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["submit", "nowhere", "--recipe", "smoke"], "unknown backend 'nowhere'"),
+        (["render", "k8s", "missing.yaml"], "cannot read missing.yaml"),
+        (["render", "k8s", "--recipe", "smok"], "did you mean 'smoke'?"),
+        (["render", "k8s", "--recipe", "smoke", "--set", "nodse=2"], "unknown setting 'nodse'; did you mean 'nodes'?"),
+        (
+            ["render", "k8s", "--recipe", "smoke", "--set", "overrides.lrr=2"],
+            "unknown setting 'lrr'; did you mean 'lr'?",
+        ),
+        (["render", "slurm", "--recipe", "smoke"], "render knows k8s"),
+        (["submit", "local", "--recipe", "smoke", "--new", "--replace"], "exclude each other"),
+        (["status", "local", "nothing"], "there is no local job nothing"),
+        (["list", "local", "--namespace", "x"], "--namespace and --context belong to k8s"),
+        (["status", "k8s"], "Missing argument"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, words: list[str], message: str) -> None:
+    done = lockstep(tmp_path, *words)
+    assert done.returncode == 2, done
+    assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_help_has_examples_and_the_exit_codes(tmp_path: Path) -> None:
+    bare, asked = lockstep(tmp_path), lockstep(tmp_path, "--help")
+    assert bare.stdout == asked.stdout and bare.returncode == asked.returncode == 0
+    assert "lockstep logs k8s smoke --rank 5 -f" in asked.stdout and "124 timed out" in asked.stdout.replace("\n", " ")
+    assert "Example: lockstep submit k8s job.yaml" in lockstep(tmp_path, "submit", "--help").stdout
+    assert "lockstep" in lockstep(tmp_path, "--show-completion", "bash").stdout
+
+
+def fastest(tmp_path: Path, *words: str) -> float:
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        assert lockstep(tmp_path, *words).returncode == 0
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def test_answers_come_at_once(tmp_path: Path) -> None:
+    took = {"--help": fastest(tmp_path, "--help"), "render": fastest(tmp_path, "render", "k8s", job(tmp_path))}
+    print(took)
+    assert took["--help"] <= 0.3 and took["render"] <= 0.5, took
+
+
+def test_nothing_in_jobs_imports_torch() -> None:
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted((ROOT / "jobs").rglob("*.py"))]
+    names = [name.removesuffix(".__init__") for name in names]
+    program = f"import sys\nfor name in {names!r}: __import__(name)\nprint('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done
+
+
+def test_jobs_knows_only_the_torch_free_part_of_training() -> None:
+    allowed = {"training.contract", "training.config", "training.settings", "training.files"}
+    for path in (ROOT / "jobs").rglob("*.py"):
+        for name in _imports(ast.parse(path.read_text())):
+            assert not name.startswith("training") or name in allowed, f"{path}: {name}"
+    for path in (ROOT / "training").rglob("*.py"):
+        assert not any(name.split(".")[0] == "jobs" for name in _imports(ast.parse(path.read_text()))), path
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (
+                f"{node.module}.{alias.name}" if node.module == "training" else node.module for alias in node.names
+            )
+
+
+def test_python_is_a_driver_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    from jobs import JobSpec, submit
+    from jobs.backends.local import LocalBackend
+
+    spec: Any = JobSpec(name="py", command=["python", "-c", "print('hi')"], max_restarts=0)
+    driver = submit(spec, backend=LocalBackend(tmp_path / "home"))
+    assert driver.wait(timeout=60).state == "succeeded"
+    assert list(driver.logs(rank=0)) == ["hi"]

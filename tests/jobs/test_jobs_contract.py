@@ -1,0 +1,168 @@
+"""What every backend must do alike, run over all of them with real processes. Compose and SLURM join the list."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from k8s_operator import Operator, until
+from k8s_server import ApiServer
+
+from jobs.backends.base import FINAL, Backend
+from jobs.backends.k8s_api import Api, load_configuration
+from jobs.backends.kubernetes import KubernetesBackend
+from jobs.backends.local import LocalBackend
+from jobs.spec import JobSpec
+from training.contract import UserError
+
+BOUND = 120
+HELLO = "import os; print('hello from', os.environ['RANK'], flush=True)"
+LONG = "import time; print('begun', flush=True); time.sleep(600)"
+
+
+@dataclass
+class Bench:
+    """A backend and a folder for its runs."""
+
+    backend: Backend
+    folder: Path
+
+    def spec(self, name: str, program: str, **more: Any) -> JobSpec:
+        values = {
+            "name": name, "command": ["python", "-c", program], "image": "local:1", "nodes": 1, "ranks_per_node": 2,
+            "max_restarts": 0, "run_dir": str(self.folder / name), "grace_seconds": 5, **more,
+        }  # fmt: skip
+        return JobSpec.of({**values, "volumes": [{"claim": "runs", "path": str(self.folder)}]})
+
+
+@pytest.fixture(params=["local", "k8s"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    if request.param == "local":
+        backend = LocalBackend(tmp_path / "jobs")
+        yield Bench(backend, tmp_path)
+        for row in backend.list():
+            backend.cancel(row.name)
+        return
+    with ApiServer() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+        load, namespace = load_configuration(None)
+        api = Api(load, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
+        operator = Operator(server.cluster, tmp_path)
+        yield Bench(KubernetesBackend(api, namespace, interval=0.2, lost_after=2), tmp_path)
+        operator.stop()
+        api.close()
+
+
+def test_a_job_from_submit_to_summary(bench: Bench) -> None:
+    backend, spec = bench.backend, bench.spec("hello", HELLO)
+    done = backend.submit(spec)
+    assert (done.name, done.created) == ("hello", True)
+    assert not backend.submit(spec).created, "the same spec attaches"
+    with pytest.raises(UserError, match=r"another spec.*grace_seconds: 5 → 7"):
+        backend.submit(spec.model_copy(update={"grace_seconds": 7}))
+    followed = list(backend.logs("hello", rank=1, follow=True))
+    assert followed == ["hello from 1"], "following waits for the start and ends with the job"
+    found = backend.wait("hello", BOUND)
+    assert (found.state, found.final, found.code) == ("succeeded", True, 0), found
+    assert sorted(rank for part in found.ranks for rank in part.ranks) == [0, 1]
+    assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
+    assert list(backend.logs("hello", rank=0)) == ["hello from 0"]
+    assert [(row.name, row.state) for row in backend.list()] == [("hello", "succeeded")]
+    assert backend.live("hello") == spec.plain()
+    assert backend.cancel("hello").state == "succeeded", "what has ended stays as it is"
+    with pytest.raises(UserError, match="--replace"):
+        backend.submit(spec)
+    assert backend.submit(spec, "new").name == "hello-2"
+    assert backend.submit(spec, "replace").created
+    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-2")} == {"succeeded"}
+
+
+@pytest.mark.parametrize(("code", "state", "exit_code"), [(2, "failed", 2), (5, "failed", 1)])
+def test_how_it_ended_is_told_apart(bench: Bench, code: int, state: str, exit_code: int) -> None:
+    bench.backend.submit(bench.spec("ends", f"import sys; sys.exit({code})"))
+    found = bench.backend.wait("ends", BOUND)
+    assert (found.state, found.code) == (state, exit_code), found
+    assert found.reason and "\n" not in found.reason
+
+
+def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
+    backend = bench.backend
+    program = f"import os; open('{bench.folder}/pid-' + os.environ['RANK'], 'w').write(str(os.getpid())); {LONG}"
+    backend.submit(bench.spec("long", program))
+    began = time.monotonic()
+    assert backend.wait("long", 0.5).state not in FINAL
+    assert time.monotonic() - began < 10
+    until(lambda: len(list(bench.folder.glob("pid-*"))) == 2, BOUND, "the ranks begin")
+    pids = [int(path.read_text()) for path in bench.folder.glob("pid-*")]
+    assert backend.cancel("long").state == "cancelled"
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30, "the ranks end")
+
+
+def test_unknown_names_are_one_line(bench: Bench) -> None:
+    backend = bench.backend
+    for ask in (
+        backend.status,
+        backend.logs,
+        backend.cancel,
+        backend.live,
+        backend.summary,
+        lambda n: backend.wait(n, 1),
+    ):
+        with pytest.raises(UserError, match="there is no"):
+            ask("nothing")
+        with pytest.raises(UserError, match="is not a job's name"):
+            ask("../../etc")
+    assert backend.list() == []
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    backend = LocalBackend(tmp_path / "jobs")
+    yield Bench(backend, tmp_path)
+    for row in backend.list():
+        backend.cancel(row.name)
+
+
+def test_status_json_is_trusted_above_exit_codes(local: Bench) -> None:
+    (local.folder / "said").mkdir()
+    text = '{"code": 75, "reason": "SIGTERM on rank 1", "step": 3, "attempt": 4}'
+    program = f"import os, sys; open('{local.folder}/said/status.json', 'w').write('{text}'.replace(chr(39), chr(34))); sys.exit(1)"
+    local.backend.submit(local.spec("said", program, ranks_per_node=1))
+    found = local.backend.wait("said", BOUND)
+    assert (found.state, found.code, found.reason) == ("preempted", 75, "SIGTERM on rank 1")
+    # What an earlier attempt has left is not this job's.
+    local.backend.submit(local.spec("said", "import sys; sys.exit(3)", ranks_per_node=1), "replace")
+    assert local.backend.wait("said", BOUND).state == "failed"
+
+
+def test_the_time_limit_holds(local: Bench) -> None:
+    local.backend.submit(local.spec("slow", LONG, time_limit="1s", ranks_per_node=1))
+    found = local.backend.wait("slow", BOUND)
+    assert (found.state, found.code) == ("timed_out", 124), found
+
+
+def test_processes_that_vanish_are_lost(local: Bench) -> None:
+    from training import files
+
+    local.backend.submit(local.spec("gone", LONG, ranks_per_node=1))
+    folder = local.folder / "jobs/gone"
+    until((folder / "running.json").exists, BOUND, "the launcher")
+    until(lambda: "begun" in "".join(local.backend.logs("gone")), BOUND, "the rank")
+    os.kill(files.read_json(folder / "supervisor.json")["pid"], 9)
+    Operator._kill_tree(files.read_json(folder / "running.json")["pid"])
+    found = local.backend.wait("gone", BOUND)
+    assert (found.state, found.code) == ("lost", 4)
+
+
+def test_a_missing_secret_is_refused(local: Bench) -> None:
+    secrets = {"LOCKSTEP_TEST_TOKEN": {"secret": "a", "key": "b"}}
+    with pytest.raises(UserError, match="needs the secret LOCKSTEP_TEST_TOKEN"):
+        local.backend.submit(local.spec("secret", HELLO, secrets=secrets))
+    assert local.backend.list() == []

@@ -1,0 +1,114 @@
+"""JobSpec: strict quantities, errors with line and nearest name, one hash for one job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.quantities import seconds, size_in_bytes
+from jobs.spec import JobSpec
+from training.contract import UserError
+
+BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nrecipe: smoke\nnodse: 2\n", "line 3: unknown setting 'nodse'; did you mean 'nodes'?"),
+        ("name: a\nrecipe: smok\n", "line 2: unknown recipe 'smok'; did you mean 'smoke'?"),
+        (
+            "name: a\nrecipe: smoke\noverrides:\n  lrr: 1\n",
+            "line 3: overrides: unknown setting 'lrr'; did you mean 'lr'?",
+        ),
+        ("name: a\nrecipe: smoke\nk8s:\n  quue: x\n", "line 4: k8s: unknown setting 'quue'; did you mean 'queue'?"),
+        ("name: a\nrecipe: smoke\nmemory: 32GB\n", "line 3: memory: must be a size such as 512Mi or 32Gi"),
+        ("name: a\nrecipe: smoke\nenv: {A: 1}\n", "line 3: env.A: must be text, got 1: write it in quotes"),
+        ("name: a\nrecipe: smoke\nvolumes:\n  - claim: x\n    pth: /a\n", "volumes.0.path: is missing (and 1 more)"),
+        ("name: a\nrecipe: smoke\nname: b\n", "line 3: key 'name' twice"),
+        ("name: a\nrecipe: smoke\nnodes: two\n", "line 3: nodes: input should be a valid integer, got 'two'"),
+        ("name: a\n", "give exactly one of recipe and command"),
+        ("- a\n", "expected a mapping"),
+        ("name: &x a\nrecipe: *x\n", "aliases are not allowed"),
+    ],
+)
+def test_mistakes_name_the_line_and_the_nearest_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        JobSpec.load(path)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "A"}, {"name": "-a"}, {"name": "a\n"}, {"name": "a" * 64}, {"name": "ä"}, {"image": "a; rm -rf /"},
+        {"image": "-a"}, {"env": {"A B": "1"}}, {"env": {"A": "\x00"}}, {"env": {"A": "\x1b[2J"}}, {"env": {"A": "\ud800"}},
+        {"memory": "1e9"}, {"memory": "0Gi"}, {"memory": "1.5Gi"}, {"memory": " 1Gi"}, {"memory": "1Gi\n"}, {"memory": "1"},
+        {"time_limit": "2"}, {"time_limit": ""}, {"time_limit": "1m1h"}, {"time_limit": "-1h"}, {"time_limit": "2 h"},
+        {"nodes": 0}, {"nodes": True}, {"gpus": -1}, {"gpus": 2, "ranks_per_node": 3}, {"cpus": 0}, {"cpus": float("nan")},
+        {"run_dir": "/runs/$(x)"}, {"volumes": [{"claim": "a", "path": "/a/../etc"}]}, {"volumes": [{"claim": "a", "path": "a"}]},
+        {"volumes": [{"claim": "a", "path": "/a"}, {"claim": "b", "path": "/a"}]}, {"command": ["a"]}, {"metrics_port": 80},
+        {"env": {"A": "1"}, "secrets": {"A": {"secret": "s", "key": "k"}}}, {"secrets": {"A": "literal"}},
+        {"elastic": {"min_nodes": 3, "max_nodes": 2}}, {"elastic": {"min_nodes": 2, "max_nodes": 3}}, {"slurm": {"partition": "a b"}},
+        {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
+        {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
+        {"env": {"A": "x" * 200_000}},
+        {"volumes": [{"claim": "a", "path": "/tmp/"}]},
+        {"volumes": [{"claim": "a", "path": "/a"}, {"claim": "b", "path": "/a/"}]},
+        {"run_dir": "/dev/shm"},
+    ],
+)  # fmt: skip
+def test_what_would_do_harm_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as error:
+        JobSpec.of({**BASE, **change})
+    assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
+
+
+@given(st.integers(1, 9999999), st.sampled_from(["Ki", "Mi", "Gi", "Ti"]))
+def test_sizes(number: int, unit: str) -> None:
+    power = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4}[unit]
+    assert size_in_bytes(f"{number}{unit}") == number * 1024**power
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1d12h", 129600), ("1h1m1s", 3661)]
+)
+def test_durations(text: str, expected: int) -> None:
+    assert seconds(text) == expected
+
+
+def test_yaml_flags_and_python_make_the_same_job(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nrecipe: smoke\nk8s: {queue: q}\noverrides: {optim.lr: 0.1}\nenv: {B: '2', A: '1'}\n")
+    by_yaml = JobSpec.load(path)
+    more = {"k8s": {"queue": "q"}, "overrides": {"optim.lr": 0.1}, "env": {"A": "1", "B": "2"}}
+    assert by_yaml == JobSpec.of({**BASE, **more}) == JobSpec(**BASE, **more)
+    flags = JobSpec.load(path, {"overrides.optim.lr": 0.1, "k8s.queue": "q"})
+    assert flags == by_yaml and flags.hash() == by_yaml.hash() == JobSpec.of({**BASE, **more}).hash()
+    assert by_yaml.hash() != JobSpec.of({**BASE, **more, "nodes": 2}).hash()
+
+
+def test_a_default_that_is_written_out_is_the_same_job() -> None:
+    assert JobSpec.of({**BASE, "nodes": 1, "k8s": {"ttl": "7d"}}).hash() == JobSpec.of(BASE).hash()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*JobSpec.model_fields, "x"]), inner, max_size=4),
+        max_leaves=8,
+    ).filter(lambda value: isinstance(value, dict))
+)  # fmt: skip
+def test_anything_is_a_spec_or_one_line(values: Any) -> None:
+    try:
+        JobSpec.of({**BASE, **values})
+    except UserError as error:
+        assert "\n" not in str(error)

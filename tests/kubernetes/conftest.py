@@ -1,0 +1,32 @@
+"""Fixtures: an emulated API server, a backend that talks to it, and specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from k8s_server import ApiServer, Cluster
+
+from jobs.backends.k8s_api import Api, load_configuration
+from jobs.backends.kubernetes import KubernetesBackend
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
+        yield running
+
+
+@pytest.fixture
+def cluster(server: ApiServer) -> Cluster:
+    return server.cluster
+
+
+@pytest.fixture
+def backend(server: ApiServer) -> Iterator[KubernetesBackend]:
+    load, namespace = load_configuration(None)
+    api = Api(load, timeout=5, sleep=lambda seconds: None)
+    yield KubernetesBackend(api, namespace, interval=0.2, lost_after=1.0)
+    api.close()

@@ -1,0 +1,273 @@
+"""The official client over real sockets: conflicts, retries, slow servers, tokens, pages, watches, broken streams."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from k8s_server import ApiServer, Cluster, Fault
+
+from jobs.backends.k8s_api import Api, ApiError, Gone, load_configuration
+from jobs.backends.kubernetes import KubernetesBackend
+from jobs.spec import JobSpec
+from training.contract import UserError
+
+SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
+JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
+
+
+def posts(cluster: Cluster, plural: str) -> list[dict[str, str]]:
+    return [query for method, path, query, _ in cluster.requests if method == "POST" and path.endswith(plural)]
+
+
+def finish(cluster: Cluster, name: str, kind: str = "Succeeded", message: str = "") -> None:
+    job = cluster.get("pytorchjobs", name)
+    assert job is not None
+    cluster.put(
+        "pytorchjobs", {**job, "status": {"conditions": [{"type": kind, "status": "True", "message": message}]}}
+    )
+
+
+def test_submit_is_strict_dry_first_and_idempotent(backend: KubernetesBackend, cluster: Cluster) -> None:
+    assert backend.submit(SPEC).created
+    assert not backend.submit(SPEC).created
+    assert [query.get("dryRun") for query in posts(cluster, "pytorchjobs")] == ["All", None]
+    assert all(query["fieldValidation"] == "Strict" for query in posts(cluster, "pytorchjobs"))
+    job, policy = cluster.get("pytorchjobs", "smoke"), cluster.get("networkpolicies", "smoke")
+    assert job and policy and policy["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+
+
+def test_another_spec_of_the_same_name_is_refused_with_the_difference(backend: KubernetesBackend) -> None:
+    backend.submit(SPEC)
+    with pytest.raises(UserError, match=r"another spec \(nodes: 2 → 3\)"):
+        backend.submit(SPEC.model_copy(update={"nodes": 3}))
+
+
+def test_a_finished_name_is_refused_replaced_or_numbered(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    first = cluster.get("pytorchjobs", "smoke")["metadata"]["uid"]  # type: ignore[index]
+    finish(cluster, "smoke")
+    with pytest.raises(UserError, match=r"already finished: succeeded.*--replace.*--new"):
+        backend.submit(SPEC)
+    assert backend.submit(SPEC, "new").name == "smoke-2"
+    assert backend.submit(SPEC, "new").name == "smoke-3"
+    assert backend.submit(SPEC, "replace").name == "smoke"
+    assert cluster.get("pytorchjobs", "smoke")["metadata"]["uid"] != first  # type: ignore[index]
+
+
+def test_a_job_of_somebody_else_is_left_alone(backend: KubernetesBackend, cluster: Cluster) -> None:
+    cluster.put("pytorchjobs", {"metadata": {"name": "smoke"}, "spec": {}})
+    with pytest.raises(UserError, match="lockstep did not make it"):
+        backend.submit(SPEC, "replace")
+
+
+def test_lint_errors_reach_no_server(backend: KubernetesBackend, cluster: Cluster) -> None:
+    with pytest.raises(UserError, match="LS002"):
+        backend.submit(SPEC.model_copy(update={"image": None}))
+    assert not posts(cluster, "pytorchjobs")
+
+
+def test_a_lost_answer_to_create_is_no_conflict(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """The object was made, the connection broke before the answer: the retry meets a conflict with itself."""
+    cluster.faults.append(Fault("POST", r"pytorchjobs\?fieldValidation=Strict$", drop_answer=True))
+    assert backend.submit(SPEC).created
+    made = [query for query in posts(cluster, "pytorchjobs") if "dryRun" not in query]
+    assert len(made) == 2, "the create was sent again, and met its own object"
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_passing_errors_are_retried(backend: KubernetesBackend, cluster: Cluster, status: int) -> None:
+    cluster.faults.append(Fault("*", "pytorchjobs", status=status, times=3))
+    assert backend.submit(SPEC).created
+
+
+def test_retry_after_is_obeyed(server: ApiServer) -> None:
+    pauses: list[float] = []
+    load, _ = load_configuration(None)
+    api = Api(load, sleep=pauses.append)
+    server.cluster.faults.append(Fault("GET", "pods", status=429, headers={"Retry-After": "7"}))
+    api.get("/api/v1/namespaces/team/pods")
+    api.close()
+    assert len(pauses) == 1 and pauses[0] >= 7
+
+
+def test_lasting_errors_end_in_one_line(backend: KubernetesBackend, cluster: Cluster) -> None:
+    cluster.faults.append(Fault("*", "pytorchjobs", status=500, message="etcd is down\nvery", times=99))
+    with pytest.raises(UserError, match=r"answers 500: etcd is down.*5 attempts"):
+        backend.status("smoke")
+
+
+def test_a_dropped_connection_is_retried(backend: KubernetesBackend, cluster: Cluster) -> None:
+    cluster.faults.append(Fault("*", "pytorchjobs", drop=True, times=2))
+    assert backend.submit(SPEC).created
+
+
+def test_a_slow_server_is_given_up_within_the_bound(server: ApiServer) -> None:
+    load, namespace = load_configuration(None)
+    api = Api(load, timeout=0.3, attempts=2, sleep=lambda seconds: None)
+    server.cluster.faults.append(Fault("GET", "pytorchjobs", delay=1.0, times=99))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"no answer within 0\.3 s \(2 attempts\)"):
+        KubernetesBackend(api, namespace).status("smoke")
+    assert time.monotonic() - began < 5
+    api.close()
+
+
+def test_no_server_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ApiServer() as gone:
+        monkeypatch.setenv("KUBECONFIG", str(gone.kubeconfig(tmp_path / "config")))
+    load, namespace = load_configuration(None)
+    api = Api(load, attempts=2, sleep=lambda seconds: None)
+    with pytest.raises(UserError, match="cannot be reached"):
+        KubernetesBackend(api, namespace).list()
+    api.close()
+
+
+def test_an_expired_token_is_renewed_once(server: ApiServer, backend: KubernetesBackend, tmp_path: Path) -> None:
+    backend.submit(SPEC)
+    server.cluster.tokens = {"fresh"}
+    server.kubeconfig(tmp_path / "kubeconfig", token="fresh")
+    assert backend.status("smoke").state == "pending"
+    server.cluster.tokens = {"other"}
+    with pytest.raises(UserError, match="log in again"):
+        backend.status("smoke")
+
+
+def test_no_kubeconfig_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="cannot read the kubeconfig"):
+        load_configuration(None)
+
+
+def test_refusals_say_what_to_do(backend: KubernetesBackend, cluster: Cluster) -> None:
+    cluster.unknown.add("pytorchjobs")
+    with pytest.raises(UserError, match="knows no PyTorchJob: install the Kubeflow training-operator"):
+        backend.submit(SPEC)
+    cluster.unknown.clear()
+    cluster.denied.add("pytorchjobs")
+    with pytest.raises(UserError, match=r"not allowed: .*rbac\.yaml"):
+        backend.submit(SPEC)
+    cluster.denied.clear()
+    cluster.faults.append(Fault("POST", "pytorchjobs", status=422, message="spec.nprocPerNode: Invalid value"))
+    with pytest.raises(UserError, match=r"refuses \(422 Fault\): spec.nprocPerNode"):
+        backend.submit(SPEC)
+    assert cluster.get("networkpolicies", "smoke") is None, "the dry run comes first"
+    with pytest.raises(UserError, match="there is no job nothing"):
+        backend.status("nothing")
+    with pytest.raises(UserError, match="is not a job's name"):
+        backend.status("../pods")
+
+
+def test_pages_that_expire_begin_again_without_doubles(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.backends.k8s_api.PAGE", 4)
+    for number in range(10):
+        server.cluster.put("pods", {"metadata": {"name": f"p{number}"}})
+    load, _ = load_configuration(None)
+    api = Api(load)
+    found = []
+    for item in api.pages("/api/v1/namespaces/team/pods"):
+        found.append(item["metadata"]["name"])
+        if len(found) == 3:
+            server.cluster.put("pods", {"metadata": {"name": "late"}})
+            server.cluster.forget_history()
+    api.close()
+    assert sorted(found) == ["late", *(f"p{number}" for number in range(10))]
+
+
+def test_a_watch_reports_410_and_ends_quietly_when_it_drops(server: ApiServer) -> None:
+    load, _ = load_configuration(None)
+    api = Api(load)
+    server.cluster.put("pytorchjobs", {"metadata": {"name": "a"}})
+    server.cluster.put("pytorchjobs", {"metadata": {"name": "b"}})
+    server.cluster.faults.append(Fault("GET", "watch=true", drop_after_lines=1))
+    assert [event["object"]["metadata"]["name"] for event in api.watch(JOBS, "100", 5)] == ["a"]
+    server.cluster.forget_history()
+    with pytest.raises(Gone):
+        list(api.watch(JOBS, "100", 5))
+    server.cluster.faults.append(Fault("GET", "watch=true", status=403))
+    with pytest.raises(ApiError):
+        list(api.watch(JOBS, "100", 5))
+    api.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [None, {"status": 410}, {"drop": True}, {"status": 500}, {"drop_after_lines": 1}],
+    ids=["calm", "410", "drop", "500", "dropped stream"],
+)
+def test_wait_survives_its_watch(backend: KubernetesBackend, cluster: Cluster, fault: dict[str, Any] | None) -> None:
+    backend.submit(SPEC)
+    if fault is not None:
+        cluster.faults.append(Fault("GET", "watch=true", times=3, **fault))
+    timer = threading.Timer(0.6, lambda: finish(cluster, "smoke"))
+    timer.start()
+    found = backend.wait("smoke", 20)
+    timer.join()
+    watches = sum(query.get("watch") == "true" for _, _, query, _ in cluster.requests)
+    assert found.state == "succeeded"
+    assert 1 <= watches < 60, "a broken watch must not become a busy loop"
+
+
+def test_wait_is_bounded_and_calls_what_is_gone_lost(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    assert backend.wait("smoke", 0.3).state == "pending"
+    timer = threading.Timer(0.5, lambda: cluster.remove("pytorchjobs", "smoke"))
+    timer.start()
+    found = backend.wait("smoke", 30)
+    timer.join()
+    assert (found.state, found.code) == ("lost", 4)
+    assert "gone from the cluster" in found.reason
+
+
+def test_nodes_that_do_not_answer_are_lost_after_a_while(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    labels = {"lockstep/job": "smoke"}
+    cluster.put("pods", {"metadata": {"name": "smoke-master-0", "labels": labels}, "status": {"phase": "Unknown"}})
+    found = backend.wait("smoke", 30)
+    assert found.state == "lost" and "node of smoke-master-0 does not answer" in found.reason
+
+
+def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    job = cluster.get("pytorchjobs", "smoke")
+    assert job is not None
+    job["metadata"]["finalizers"] = ["foregroundDeletion"]
+    timer = threading.Timer(0.7, lambda: cluster.remove("pytorchjobs", "smoke"))
+    timer.start()
+    began = time.monotonic()
+    assert backend.cancel("smoke").state == "cancelled"
+    assert time.monotonic() - began > 0.5
+    timer.join()
+    deletes = [body for method, _, _, body in cluster.requests if method == "DELETE"]
+    assert deletes[0]["propagationPolicy"] == "Foreground"
+
+
+def test_a_thousand_jobs_and_ten_thousand_pods_take_no_second(backend: KubernetesBackend, cluster: Cluster) -> None:
+    from jobs.render import kubernetes as render
+
+    for number in range(1000):
+        spec = SPEC.model_copy(update={"name": f"job-{number}", "nodes": 10})
+        cluster.put(
+            "pytorchjobs", {**render(spec)[1], "status": {"conditions": [{"type": "Running", "status": "True"}]}}
+        )
+        for pod in range(10):
+            name = f"job-{number}-{'master' if pod == 0 else 'worker'}-{max(pod - 1, 0)}"
+            labels = {"lockstep/job": f"job-{number}"}
+            cluster.put("pods", {"metadata": {"name": name, "labels": labels}, "status": {"phase": "Running"}})
+    took = {}
+    for name, ask in [("list", backend.list), ("status", lambda: backend.status("job-500"))]:
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            answer = ask()
+            times.append(time.perf_counter() - began)
+        took[name] = min(times)
+        if name == "list":
+            assert len(answer) == 1000  # type: ignore[arg-type]
+        else:
+            assert answer.state == "running" and len(answer.ranks) == 10  # type: ignore[union-attr]
+    print(took)
+    assert max(took.values()) <= 1.0, took

@@ -1,0 +1,88 @@
+"""deploy/k8s builds and validates, and its Role grants what the backend calls: no less, and hardly more."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy/k8s"
+CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1")
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return [item for item in yaml.safe_load_all(text) if item]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl (with kustomize in it) is not installed")
+@pytest.mark.parametrize(("overlay", "count"), [("base", 7), ("overlays/single-node", 7), ("overlays/full", 13)])
+def test_kustomize_builds_valid_objects(overlay: str, count: int) -> None:
+    done = subprocess.run(["kubectl", "kustomize", str(DEPLOY / overlay)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    objects = documents(done.stdout)
+    assert len(objects) == count
+    for item in objects:
+        if item["apiVersion"] in CORE:
+            kubernetes_validate.validate(item, "1.32", strict=True)
+        namespaced = item["kind"] not in ("Namespace", "ClusterQueue", "ResourceFlavor")
+        assert (item["metadata"].get("namespace") == "lockstep") == namespaced, item["kind"]
+    modes = {
+        mode for item in objects if item["kind"] == "PersistentVolumeClaim" for mode in item["spec"]["accessModes"]
+    }
+    assert modes == ({"ReadWriteOnce"} if "single" in overlay else {"ReadWriteMany"})
+
+
+def test_every_file_is_part_of_a_kustomization() -> None:
+    """A check that needs no kustomize: what a kustomization names is there, and what is there is named."""
+    for path in DEPLOY.rglob("kustomization.yaml"):
+        (value,) = documents(path.read_text())
+        generated = [name for item in value.get("configMapGenerator", []) for name in item["files"]]
+        named = [*value.get("resources", []), *value.get("components", []), *generated]
+        assert all((path.parent / name).exists() for name in named), path
+        here = {item.name for item in path.parent.iterdir() if item.is_file()} - {"kustomization.yaml"}
+        assert here == {name for name in named if "/" not in name}, path
+
+
+def test_the_examples_volumes_are_those_of_the_base() -> None:
+    claims = {item["metadata"]["name"] for item in documents((DEPLOY / "base/volumes.yaml").read_text())}
+    job = documents((DEPLOY / "example-pytorchjob.yaml").read_text())[1]
+    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    used = {item["persistentVolumeClaim"]["claimName"] for item in pod["volumes"] if "persistentVolumeClaim" in item}
+    assert used == claims
+
+
+def test_the_role_holds_what_doctor_asks_for() -> None:
+    from jobs.doctor import RIGHTS
+
+    role = next(item for item in documents((DEPLOY / "base/rbac.yaml").read_text()) if item["kind"] == "Role")
+    granted = {
+        (verb, group, resource) for rule in role["rules"] for verb in rule["verbs"] for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }  # fmt: skip
+    for verb, group, resource, sub in RIGHTS:
+        assert (verb, group, f"{resource}/{sub}" if sub else resource) in granted
+    assert not any(resource == "secrets" or "*" in (verb, resource) for verb, _, resource in granted)
+
+
+def test_the_pod_monitor_names_the_ports_that_render_makes() -> None:
+    (monitor,) = documents((DEPLOY / "components/monitoring/podmonitor.yaml").read_text())
+    ports = [item["port"] for item in monitor["spec"]["podMetricsEndpoints"]]
+    assert ports == [f"metrics-{rank}" for rank in range(8)]
+    job = documents((DEPLOY / "example-pytorchjob.yaml").read_text())[1]
+    labels = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert all(re.fullmatch(r"[a-z-]+\d", port) and len(port) <= 15 for port in ports)
+
+
+def test_the_dashboard_is_json_with_a_datasource_variable() -> None:
+    value = json.loads((DEPLOY / "components/monitoring/lockstep.json").read_text())
+    assert value["templating"]["list"][0]["type"] == "datasource"
+    assert all("training_" in panel["targets"][0]["expr"] for panel in value["panels"])

@@ -1,0 +1,115 @@
+"""The operator's environment, emulated: 2 pods × 2 ranks train through the whole of submit, status, logs, wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from k8s_operator import Operator, until
+from k8s_server import Cluster
+from safetensors.torch import load_file
+
+from jobs.backends.kubernetes import KubernetesBackend
+from jobs.spec import JobSpec
+
+BOUND = 240
+
+
+@pytest.fixture
+def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Operator]:
+    running = Operator(cluster, tmp_path)
+    yield running
+    running.stop()
+
+
+def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
+    overrides = {
+        "epochs": 3, "threads": 1, "data.root": str(tmp_path / "data"), "evaluate.every": 3, "checkpoint.every_steps": 4,
+        "checkpoint.keep": 50,
+    }  # fmt: skip
+    return JobSpec(
+        name=name, recipe="smoke", overrides=overrides, image="local:1", nodes=2, ranks_per_node=2, max_restarts=2,
+        run_dir=str(tmp_path / name), volumes=[{"claim": "runs", "path": str(tmp_path)}], **more,
+    )  # fmt: skip
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    return {name: value for file in sorted(newest.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["event"] == kind]
+
+
+def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run(
+    backend: KubernetesBackend, operator: Operator, tmp_path: Path
+) -> None:
+    calm, stormy = smoke(tmp_path, "calm"), smoke(tmp_path, "stormy")
+    assert backend.submit(calm).created
+    found = backend.wait("calm", BOUND)
+    assert found.state == "succeeded", (found, *backend.logs("calm"))
+    assert [part.ranks for part in found.ranks] == [[0, 1], [2, 3]]
+    assert backend.summary("calm")["world_size"] == 4
+    assert all(line.startswith("{") for line in backend.logs("calm", rank=0))
+
+    backend.submit(stormy)
+    until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
+    operator.lose("stormy-master-0")  # rank 0, and the rendezvous with it
+    found = backend.wait("stormy", BOUND)
+    assert found.state == "succeeded", (found, *backend.logs("stormy"))
+    assert operator.starts["stormy-master-0"] >= 2
+    assert len(events(tmp_path / "stormy", "start")) >= 2, "training was not interrupted"
+    assert any(event["step"] > 0 for event in events(tmp_path / "stormy", "start")), "training began anew"
+    undisturbed, disturbed = weights(tmp_path / "calm"), weights(tmp_path / "stormy")
+    assert undisturbed.keys() == disturbed.keys()
+    for name, value in undisturbed.items():
+        assert torch.equal(value, disturbed[name]), name
+
+
+def test_an_elastic_job_trains_to_the_end(backend: KubernetesBackend, operator: Operator, tmp_path: Path) -> None:
+    spec = smoke(tmp_path, "elastic", elastic={"min_nodes": 1, "max_nodes": 2})
+    backend.submit(spec)
+    until(lambda: events(tmp_path / "elastic", "checkpoint_written"), BOUND, "a checkpoint")
+    operator.lose("elastic-worker-1")
+    found = backend.wait("elastic", BOUND)
+    assert found.state == "succeeded", (found, *backend.logs("elastic"))
+    assert json.loads((tmp_path / "elastic/summary.json").read_text())["steps"] == 36
+
+
+@pytest.mark.parametrize(
+    ("program", "runs", "pods"),
+    [
+        ("sys.exit(2)", 1, 1),  # wrong usage: never again
+        ("sys.exit(7)", 3, 1),  # a crash: restarted within the pod
+        (
+            "os.kill(os.getppid(), 9)",
+            3,
+            4,
+        ),  # the launcher is killed: the pod is replaced; the fourth only reads the count
+    ],
+)
+def test_max_restarts_hold_whatever_the_failure(
+    backend: KubernetesBackend, operator: Operator, tmp_path: Path, program: str, runs: int, pods: int
+) -> None:
+    """With ExitCode the operator itself would restart for ever."""
+    program = f"import os, sys; open('{tmp_path}/runs', 'a').write('x'); {program}"
+    spec = JobSpec(
+        name="bad", command=["python", "-c", program], image="local:1", max_restarts=2, run_dir=str(tmp_path / "bad"),
+        volumes=[{"claim": "runs", "path": str(tmp_path)}],
+    )  # fmt: skip
+    backend.submit(spec)
+    found = backend.wait("bad", BOUND)
+    assert found.state == "failed", found
+    assert found.code == (2 if "exit(2)" in program else 1)
+    assert (tmp_path / "runs").read_text() == "x" * runs
+    assert operator.starts["bad-master-0"] == pods
+    assert not list((tmp_path / "bad/restarts").glob("*.json")), (
+        "the next job of this name would begin with an old count"
+    )

@@ -1,0 +1,59 @@
+"""TrainJob beside PyTorchJob: the same commands, other names and conditions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k8s_server import Cluster
+
+from jobs.backends.kubernetes import KubernetesBackend
+from jobs.spec import JobSpec
+
+SPEC = JobSpec.of(
+    {"name": "second", "recipe": "smoke", "image": "a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}
+)
+
+
+def pod(cluster: Cluster, index: int, phase: str = "Running") -> None:
+    host = f"second-node-0-{index}"
+    meta = {"name": f"{host}-x7k2p", "labels": {"lockstep/job": "second"}}
+    status: dict[str, Any] = {"phase": phase, "containerStatuses": [{"name": "node", "restartCount": 0, "state": {}}]}
+    cluster.put("pods", {"metadata": meta, "spec": {"hostname": host}, "status": status})
+    cluster.logs[meta["name"]] = [
+        f"2026-01-01T00:00:00Z [rank {2 * index + rank}] rank {2 * index + rank}" for rank in (0, 1)
+    ]
+
+
+def condition(cluster: Cluster, kind: str, **more: Any) -> None:
+    job = cluster.get("trainjobs", "second")
+    assert job is not None
+    found = {"type": kind, "status": "True", "reason": kind, "message": "m"}
+    cluster.put("trainjobs", {**job, "status": {"conditions": [found], **more}})
+
+
+def test_a_trainjob_is_submitted_watched_and_read(backend: KubernetesBackend, cluster: Cluster) -> None:
+    assert backend.submit(SPEC).created and not backend.submit(SPEC).created
+    assert cluster.get("pytorchjobs", "second") is None
+    policy = cluster.get("networkpolicies", "second")
+    assert policy is not None and policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob"
+    pod(cluster, 0)
+    pod(cluster, 1)
+    found = backend.status("second")
+    assert found.state == "running"
+    assert {part.name: part.ranks for part in found.ranks} == {
+        "second-node-0-0-x7k2p": [0, 1], "second-node-0-1-x7k2p": [2, 3],
+    }  # fmt: skip
+    assert list(backend.logs("second", rank=3)) == ["rank 3"]
+    cluster.unknown.add("pytorchjobs")
+    assert [(row.name, row.nodes) for row in backend.list()] == [("second", 2)], "the other operator need not be there"
+    cluster.unknown.clear()
+    condition(cluster, "Suspended")
+    assert backend.status("second").state == "queued"
+    condition(cluster, "Complete")
+    assert backend.wait("second", 5).state == "succeeded"
+    condition(cluster, "Failed")
+    assert backend.status("second").code == 1
+    condition(cluster, "Running", jobsStatus=[{"name": "node", "active": 1}])
+    assert backend.list()[0].state == "running"
+    assert backend.cancel("second").state == "cancelled"
+    assert cluster.get("trainjobs", "second") is None
