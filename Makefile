@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-faults test-faults-long lint bench clean
+.PHONY: help setup train test test-k8s test-faults test-faults-long lint bench clean
 .PHONY: submit-k8s render-k8s install-k8s example-k8s crds
 
 help: ## list the targets
@@ -34,14 +34,17 @@ setup: $(READY) ## create .venv and install everything (make train and make test
 train: $(READY) ## train RECIPE (smoke) on RANKS (2) processes, or resume it; FRESH=1 starts over; SET="epochs=2 …"
 	@$(VENV)/bin/lockstep run $(RECIPE) --ranks $(RANKS) --run-dir $(RUN_DIR) $(if $(FRESH),--fresh) $(addprefix --set ,$(SET))
 
-test: $(READY) ## every test that needs no cluster
-	$(RUN) -m pytest -m "not faults"
+test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root
+	$(RUN) -m pytest tests/unit tests/dist tests/jobs
+
+test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
+	$(RUN) -m pytest tests/kubernetes
 
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
-	$(RUN) -m pytest -m faults
+	$(RUN) -m pytest tests/faults
 
 test-faults-long: $(READY) ## the same with 50 random scenarios
-	LOCKSTEP_SCENARIOS=50 $(RUN) -m pytest -m faults
+	LOCKSTEP_SCENARIOS=50 $(RUN) -m pytest tests/faults
 
 submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]
 	@$(VENV)/bin/lockstep submit k8s $(K8S_FLAGS)
@@ -66,8 +69,9 @@ lint: $(READY) ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(READY) ## time a training step on this machine's CPU against torch's DDP and sgemm
+bench: $(READY) ## time a training step on this machine's CPU against torch's DDP and sgemm, and a checkpoint
 	$(RUN) benchmarks/cpu_step.py
+	$(RUN) benchmarks/checkpoint.py
 
 clean: ## remove caches; runs/, data/ and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -175,7 +175,7 @@ def test_who_may_import_whom() -> None:
             assert not any(module.split(".")[0] == "jobs" for module in imports), name
         else:
             ours = {module for module in imports if module.startswith("training.")}
-            allowed = ("training.contract", "training.config", "training.settings")
+            allowed = ("training.contract", "training.config", "training.settings", "training.files")
             assert all(module.startswith(allowed) for module in ours), (name, ours)
         if name not in ("training/__main__.py",):
             assert not any(module.startswith("training.loop") for module in imports), name
