@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RECIPE ?= smoke
-RANKS ?= 2
+RANKS ?= auto
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 JOB ?= job.yaml
@@ -31,7 +31,7 @@ $(READY): pyproject.toml
 
 setup: $(READY) ## create .venv and install everything (make train and make test do it by themselves)
 
-train: $(READY) ## train RECIPE (smoke) on RANKS (2) processes, or resume it; FRESH=1 starts over; SET="epochs=2 …"
+train: $(READY) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes, or resume it; FRESH=1 starts over; SET="epochs=2 …"
 	@$(VENV)/bin/lockstep run $(RECIPE) --ranks $(RANKS) --run-dir $(RUN_DIR) $(if $(FRESH),--fresh) $(addprefix --set ,$(SET))
 
 test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root

@@ -47,7 +47,7 @@ def run(
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Start over; an earlier run is moved aside.")] = False,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
-    log_format: Annotated[str, typer.Option(help="table or json.")] = "table",
+    log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
     prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
 ) -> None:
     """Train on this machine, in the foreground."""
@@ -56,10 +56,11 @@ def run(
     configuration.load(recipe, assignments or [])  # a typing error costs no start-up
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
-    if log_format not in ("table", "json"):
+    if log_format not in (None, "table", "json"):
         raise UserError(f"--log-format must be table or json, got {log_format!r}")
     command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
-    command += ["--prefix" if prefix else "--no-prefix", "run", recipe, "--log-format", log_format]
+    command += ["--prefix" if prefix else "--no-prefix", "run", recipe]
+    command += ["--log-format", log_format] if log_format else []
     command += ["--run-dir", str(run_dir)] if run_dir else []
     command += ["--fresh"] if fresh else []
     command += ["--set", *assignments] if assignments else []

@@ -40,22 +40,32 @@ class NormedConv(SmallConv):
         return self.head(F.relu(x).mean((2, 3)))
 
 
-class Dying(NormedConv):
+class _Fated:
     """Runs into what `LOCKSTEP_TEST_FATE` says: `rank:n:what`, e.g. `1:7:KILL` in rank 1's 7th training forward pass.
 
     A negative n counts the passes of evaluation.
     """
 
+    training: bool
+
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
-        super().__init__(num_classes, width)
+        super().__init__(num_classes, width)  # type: ignore[call-arg]
         self.passes = self.scored = 0
         watch_writes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes += self.training
         self.scored += not self.training
-        meet_fate(self.passes if self.training else -self.scored, self)
-        return super().forward(x)
+        x = meet_fate(self.passes if self.training else -self.scored, self, x)
+        return super().forward(x)  # type: ignore[misc]
+
+
+class Dying(_Fated, NormedConv):
+    """With batch statistics and dropout."""
+
+
+class DyingPlain(_Fated, SmallConv):
+    """The same function of a sample at every world size."""
 
 
 def _happened_before() -> bool:
@@ -95,25 +105,29 @@ def watch_writes() -> None:
 WRITE_POINTS = ("write_all", "fsync", "rename")
 
 
-def meet_fate(passes: int, model: nn.Module | None = None) -> None:
+def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The input to go on with."""
     fate = os.environ.get("LOCKSTEP_TEST_FATE", "")
     if not fate:
-        return
+        return x
     rank, number, what = fate.split(":")
     if os.environ.get("RANK", "0") != rank or passes != int(number) or _happened_before():
-        return
+        return x
     if what == "RAISE":
         raise ArithmeticError("this rank was told to fail")
     if what == "EXIT2":
         sys.exit(2)
-    if what == "NAN":  # poisons this rank's gradient of one parameter, from here on
-        assert model is not None
+    if what == "DELAY":
+        time.sleep(3)
+    elif what == "NAN":  # poisons this rank's gradient of one parameter, from here on
         model.head.bias.register_hook(lambda grad: grad * float("nan"))
-        return
-    if what == "VANISH":  # the run directory goes while the run is on
+    elif what == "NANINPUT":  # and here what the batch statistics and the loss are made of
+        return x * float("nan")
+    elif what == "VANISH":  # the run directory goes while the run is on
         os.rename(os.environ["LOCKSTEP_TEST_RUN"], os.environ["LOCKSTEP_TEST_RUN"] + ".gone")
-        return
-    os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+    else:
+        os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+    return x
 
 
 class Paced(SmallConv):
@@ -122,3 +136,7 @@ class Paced(SmallConv):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(float(os.environ.get("LOCKSTEP_TEST_PACE", "0")))
         return super().forward(x)
+
+
+class Options:
+    """No network at all."""

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from training.contract import ENV_LAUNCHER, EXIT_DONE, EXIT_USAGE, UserError
+from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, UserError
+from training.lifeline import end_with_launcher
 
 _BEGAN = time.perf_counter()
 
@@ -83,20 +84,24 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     assignments += [f"log.format={args.log_format}"] if args.log_format else []
     if args.checkpoint_on_signal is not None:
         assignments.append(f"checkpoint.on_signal={str(args.checkpoint_on_signal).lower()}")
-    config = configuration.load(args.recipe, assignments)
+    try:
+        config = configuration.load(args.recipe, assignments)
+    except UserError as error:
+        error.shared = True  # every rank reads the same words
+        raise
 
-    from training.preempt import Signals, end_with  # imports torch: only once the words are known to be right
+    from training.preempt import Signals  # imports torch: only once the words are known to be right
 
     signals = Signals(config.preempt.signals)
-    if env.get(ENV_LAUNCHER) == str(os.getppid()):
-        end_with(os.getppid())
     from training import loop, world
 
     me = world.detect(env)
     run_dir = args.run_dir or Path("runs") / config.recipe
     try:
         with world.joined(me, config.device, config.collective_timeout) as joined:
-            return loop.train(config, joined, run_dir, args.fresh, signals, _BEGAN)
+            # A launcher restarts the ranks with the same words: fresh is meant once.
+            restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+            return loop.train(config, joined, run_dir, args.fresh and not restarted, signals, _BEGAN)
     finally:
         signals.restore()
 
@@ -125,8 +130,10 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from training import scoring, world
 
-    with world.joined(world.detect(env)) as joined:
-        score = scoring.score_target(args.target, args.recipe, args.assignments, joined)
+    config, checksum = scoring.config_of(args.target, args.recipe, args.assignments)
+    with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:
+        world.set_threads(joined, config.threads, env)
+        score = scoring.score_target(args.target, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
     return EXIT_DONE
@@ -154,6 +161,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     """Runs one command and returns its exit code. `env` stands in for the launcher's variables."""
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
+    end_with_launcher(env)
     try:
         if argv[:1] == ["launch"]:
             from training import launch
@@ -163,7 +171,8 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
         return action(args, env)
     except UserError as error:
-        if env.get("RANK", env.get("SLURM_PROCID", env.get("OMPI_COMM_WORLD_RANK", "0"))) in ("0", ""):
+        rank = env.get("RANK", env.get("SLURM_PROCID", env.get("OMPI_COMM_WORLD_RANK", "0")))
+        if not error.shared or rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 

@@ -181,6 +181,7 @@ class Writer:
         began = time.perf_counter()
         final = self.directory / checkpoint_name(step)
         staging = self.directory / f".{final.name}.{os.getpid()}"
+        replaced = self.directory / f".replaced-{final.name}.{os.getpid()}"
         try:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -188,17 +189,19 @@ class Writer:
                 STATE: _write_hashed(staging / STATE, [json.dumps(plain).encode()]),
                 TENSORS: _write_hashed(staging / TENSORS, _safetensors(tensors)),
             }
+            if score is None and final.exists():
+                score = _score(final)  # the same step, saved again: its score still holds
             manifest: dict[str, Any] = {"format": _FORMAT, "step": step, "score": score, "files": entries}
             manifest["sha256"] = _seal(manifest)
             files.write_durable(staging / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
             files.fsync_directory(staging)
-            if final.exists():  # of an earlier attempt: corrupt, or the run would not be at this step again
-                files.rename(final, staging.with_name(f".old-{final.name}.{os.getpid()}"))
+            if final.exists():  # the same step once more: a signal after a resume, or a corrupt one of earlier
+                files.rename(final, replaced)
             files.rename(staging, final)
             files.fsync_directory(self.directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            shutil.rmtree(staging.with_name(f".old-{final.name}.{os.getpid()}"), ignore_errors=True)
+            clean(self.directory)
         self._prune(final)
         return SaveResult(final, time.perf_counter() - began, sum(entry["bytes"] for entry in entries.values()))
 
@@ -222,10 +225,13 @@ class Writer:
 
 
 def clean(directory: Path) -> None:
-    """Removes what a killed save or removal left behind."""
+    """Removes what a killed save or removal left behind, and brings back a checkpoint whose replacement did not come."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
-            if re.fullmatch(r"\.(old-)?step-\d{8,12}\.\d+", path.name):
+            found = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.\d+", path.name)
+            if found and found[1] == "replaced-" and not (directory / found[2]).exists():
+                files.rename(path, directory / found[2])
+            elif found:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -265,6 +265,8 @@ class Config:
         _at_least(self, 1, "epochs", "accumulate")
         _at_least(self, 0, "threads", "seed")
         _at_least(self, 1, "collective_timeout")
+        if self.collective_timeout > 1e6:
+            raise ValueError(f"collective_timeout must be at most 1e6 seconds, got {self.collective_timeout}")
         if (self.batch_size is None) == (self.global_batch_size is None):
             raise ValueError("set exactly one of batch_size (per rank) and global_batch_size")
         if min(self.batch_size or 1, self.global_batch_size or 1) < 1:

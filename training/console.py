@@ -58,8 +58,6 @@ class Console:
                 f" {event['train_loss']:13.4f} {event['images_per_second']:11.0f}",
                 flush=True,
             )
-        elif event["event"] == "warning":
-            self.warn(event["message"])
 
     def close(self) -> None:
         if self._bar is not None:

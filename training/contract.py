@@ -21,7 +21,7 @@ ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
 ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
-"""How often the launcher has restarted the ranks; set by `python -m training launch`."""
+"""How often the launcher has started the ranks before, for whatever reason; set by `python -m training launch`."""
 
 METRICS_PORT = 9470
 """Base port of the metrics servers, plus the local rank. 9400 belongs to dcgm-exporter."""
@@ -47,8 +47,11 @@ RUN_ENVIRONMENT = (
 class UserError(Exception):
     """Something that the person who started the run can mend. Ends the process with exit code 2.
 
-    The message is one line: what was found, what was expected, what to do.
+    The message is one line: what was found, what was expected, what to do. `shared` says that every rank has the same
+    one, so that rank 0 alone prints it.
     """
+
+    shared = False
 
 
 def checkpoint_name(step: int) -> str:

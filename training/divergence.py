@@ -16,7 +16,7 @@ from training.step import Step
 def diagnose(step: Step, batch: Batch, epoch: int) -> str:
     """One sentence that names every rank whose own loss or gradient is not finite. Collective; clears the gradients."""
     state = step.state
-    kept = [buffer.clone() for buffer in state.model.buffers()], state.losses.clone()
+    kept = [tensor.clone() for tensor in step.statistics()]
     network, step.network = step.network, state.model
     state.sync.zero_grad()
     try:
@@ -25,10 +25,7 @@ def diagnose(step: Step, batch: Batch, epoch: int) -> str:
         own = _first_bad(step)
     finally:
         step.network = network
-        with torch.no_grad():
-            for buffer, before in zip(state.model.buffers(), kept[0]):
-                buffer.copy_(before)
-        state.losses.copy_(kept[1])
+        step.restore(kept)
         state.sync.zero_grad()
     found = [f"rank {rank}: {what}" for rank, what in enumerate(all_gather_trees(own, state.world)) if what]
     return "; ".join(found) or "every rank's own gradient is finite, but their sum overflows"

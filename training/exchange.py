@@ -167,5 +167,7 @@ def _raise(found: list[tuple[int, bool, str]], world: World, own: Exception | No
     if len(same) < world.size:
         message = f"rank {', '.join(map(str, same))}: {message}"
     if all(by_user for _, by_user, _ in found):
-        raise UserError(message) from own
+        shared = UserError(message)
+        shared.shared = True
+        raise shared from own
     raise RuntimeError(message) from own

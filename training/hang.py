@@ -53,7 +53,7 @@ def last_words(world: World, step: int, error: BaseException) -> str:
 
 
 def _missing(world: World, step: int) -> list[str]:
-    """The ranks that reported neither a failed collective nor an error of their own within a few seconds."""
+    """The ranks that did not report a failed collective within a few seconds."""
     store = _get_default_store()
     store.set(f"lockstep/failed/{world.rank}", str(step))
     missing = []

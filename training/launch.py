@@ -50,13 +50,15 @@ FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 class Agent(LocalElasticAgent):
     """torch's agent, which knows which endings are final and hands signals on."""
 
-    stop_seconds = 30
     signalled: int | None = None
     attempts: Attempts
+    starts = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
-        os.environ[ENV_RESTARTS] = str(self.attempts.used)
+        # A change of membership starts them anew without counting as a restart.
+        os.environ[ENV_RESTARTS] = str(self.attempts.used + self.starts)
+        self.starts += 1
         ids = super()._start_workers(worker_group)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
         if self.signalled is not None:
@@ -69,21 +71,24 @@ class Agent(LocalElasticAgent):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         self.signalled = number
-        ranks = self._pcontext.pids().values() if self._pcontext is not None else ()
-        for pid in ranks:
+        # SUCCEEDED: in the exit barrier. STOPPED: the old ranks are gone, the new ones wait for other nodes.
+        waiting = self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
+        if self._pcontext is None or waiting:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        for pid in self._pcontext.pids().values():
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-        if not ranks or self._in_barrier():
-            raise SignalException(f"signal {number}", signal.Signals(number))
-
-    def _in_barrier(self) -> bool:
-        return self._worker_group.state == WorkerState.SUCCEEDED
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        final = any(failure.exitcode in FINAL for failure in result.failures.values())
+        codes = {failure.exitcode for failure in result.failures.values()}
+        handler = worker_group.spec.rdzv_handler
+        if codes == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
+            # Another node's agent saw a newcomer first and asked its ranks to leave; ours left with them.
+            return RunResult(state=WorkerState.HEALTHY)
+        final = not codes.isdisjoint(FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
         return result
@@ -132,7 +137,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="the same on all nodes of a job")  # fmt: skip
     parser.add_argument("--address", default=own_address(env, socket.gethostname()),
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
-    parser.add_argument("--max-restarts", type=int, default=int(env.get("PET_MAX_RESTARTS", "0")),
+    parser.add_argument("--max-restarts", type=_count, default=env.get("PET_MAX_RESTARTS", "0"),
                         help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
     parser.add_argument("--join-timeout", type=float, default=600.0, help="seconds to wait for the other nodes")
     parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
@@ -168,9 +173,15 @@ def _serves(env: Mapping[str, str]) -> bool | None:
     return env["PET_NODE_RANK"] == "0" if "PET_NODE_RANK" in env and "PET_RDZV_ENDPOINT" not in env else None
 
 
-def rank_count(text: str) -> int:
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,6}", text):
+        raise UserError(f"--max-restarts must be a number from 0, got {text!r}")
+    return int(text)
+
+
+def rank_count(text: str, command: list[str]) -> int:
     """`--ranks`: a number, or `auto` for the visible GPUs, else 2. Raises `UserError`."""
-    gpus = torch.cuda.device_count()
+    gpus = 0 if "device=cpu" in command else torch.cuda.device_count()
     if text == "auto":
         return gpus or 2
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
@@ -208,7 +219,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong words."""
     env = os.environ if env is None else env
     args, command = _parse(argv, env)
-    ranks = rank_count(args.ranks)
+    ranks = rank_count(args.ranks, command)
     parameters = _rendezvous(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: there is no program {command[0]!r}")

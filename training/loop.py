@@ -11,20 +11,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from training import contract, divergence
 from training.config import Config
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.evaluate import Evaluator, Score
 from training.hang import Heartbeat, is_collective, last_words
 from training.optim.schedules import piecewise_linear
 from training.preempt import Consensus, Signals
 from training.saving import Saver
-from training.setup import Prepared, prepare
+from training.setup import Prepared, prepare, together
 from training.state import averaged_buffers
 from training.step import NonFinite
 from training.world import World
@@ -60,6 +59,8 @@ def train(
     try:
         if prepared.complete:
             _say_complete(prepared)
+            if run is not None and world.leader and not (run.path / contract.SUMMARY_FILE).exists():
+                _summarise(prepared, time.perf_counter() - began, 0)  # killed after the last save, before the summary
             ending = Ending(EXIT_DONE, "complete")
         else:
             ending = _Loop(prepared, signals, began).run()
@@ -80,7 +81,9 @@ def train(
                 run.status(EXIT_FAILED, reason, prepared.steps_done)
             prepared.console.warn(reason)
             return EXIT_FAILED  # the sentence says more than gloo's traceback would
-        if run is not None:
+        if run is not None and isinstance(error, UserError):
+            run.status(EXIT_USAGE, str(error), prepared.steps_done)
+        elif run is not None:
             run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", prepared.steps_done)
         raise
     finally:
@@ -98,8 +101,8 @@ class _Loop:
         self.consensus = Consensus(self.world, signals, stop_file)
         self.heartbeat = Heartbeat(self.world)
         self.saver = Saver(prepared)
-        self.evaluator = Evaluator(self.config, self.world, prepared.manifest)
-        self.skipped = 0
+        with together(self.world):
+            self.evaluator = Evaluator(self.config, self.world, prepared.manifest)
 
     def run(self) -> Ending:
         p, cursor = self.p, self.state.cursor
@@ -114,8 +117,10 @@ class _Loop:
                     return ending
             return self._finish()
         finally:
-            self.consensus.settle()
-            self.saver.close()
+            try:
+                self.consensus.settle()
+            finally:
+                self.saver.close()  # whatever happened, the save under way is finished
 
     def _epoch(self) -> Ending | None:
         cursor, clock, p = self.state.cursor, self.state.clock, self.p
@@ -125,7 +130,7 @@ class _Loop:
             if decision.stop:
                 batches.close() if hasattr(batches, "close") else None
                 return self._preempted()
-            if decision.save or self.saver.due_by_step():
+            if self.saver.due_by_step() or (decision.save and self.saver.steps_since > 1):
                 self.saver.save()
             clock.begin()
             batch = next(batches)
@@ -171,15 +176,18 @@ class _Loop:
         values = {
             "epoch": epoch, "step": steps, "trained_seconds": round(state.clock.trained, 4),
             "train_loss": float(losses[0] / losses[1]), "accuracy": score.accuracy if score else None,
-            "test_loss": score.loss if score else None, "examples_seen": steps * p.global_batch,
-            "images_per_second": steps * p.global_batch / max(state.clock.trained, 1e-9),
+            "test_loss": score.loss if score else None, "examples_seen": p.samples_done,
+            "images_per_second": p.samples_done / max(state.clock.trained, 1e-9),
         }  # fmt: skip
         state.history.update(train_loss=values["train_loss"])
+        best = score is not None and score.accuracy > state.history.get("best_accuracy", -1.0)
         if score:
-            best = max(score.accuracy, state.history.get("best_accuracy", 0.0))
-            state.history.update(accuracy=score.accuracy, test_loss=score.loss, best_accuracy=best)
+            state.history.update(accuracy=score.accuracy, test_loss=score.loss)
+        if score and best:
+            state.history["best_accuracy"] = score.accuracy
         p.event("epoch", **values)
-        if last or self.config.checkpoint.every_steps == 0:
+        settings = self.config.checkpoint
+        if last or settings.every_steps == 0 or self.saver.due_by_step() or (settings.keep_best and best):
             self.saver.save(score.accuracy if score else None)
         return None
 
@@ -189,9 +197,15 @@ class _Loop:
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if self.config.checkpoint.on_signal:
             self.saver.save()
-        saved = self.saver.durable()
+        saved = self.saver.durable(self.config.preempt.grace_seconds)
         who = self.consensus.reason or "another rank"
         p.event("preempted", step=p.steps_done, reason=who, saved=saved)
+        if not saved:
+            return Ending(
+                EXIT_FAILED, f"ended early by {who} at step {p.steps_done}, and could not save (see the warnings)"
+            )
+        if p.run is not None:
+            (p.run.path / contract.STOP_FILE).unlink(missing_ok=True)  # obeyed; it must not stop the next start
         return Ending(
             EXIT_PREEMPTED, f"ended early by {who} at step {p.steps_done}: run the same command again to go on"
         )
@@ -200,10 +214,7 @@ class _Loop:
         p, history = self.p, self.state.history
         saved = self.saver.durable()
         accuracy = history.get("accuracy")
-        summary = self._summary()
-        if p.run is not None:
-            p.run.summary(summary)
-        p.event("done", **summary)
+        _summarise(p, time.perf_counter() - self.began, self.saver.failures)
         if accuracy is not None:
             p.console.line(f"Final validation accuracy: {accuracy:.4f}")
         if not saved:
@@ -212,19 +223,23 @@ class _Loop:
             )
         return Ending(EXIT_DONE, "complete")
 
-    def _summary(self) -> dict[str, Any]:
-        p, state, config = self.p, self.state, self.config
-        trained = max(state.clock.trained, 1e-9)
-        return {
-            "recipe": config.recipe, "sync": config.sync.name, "world_size": self.world.size, "steps": p.steps_done,
-            "epochs": state.cursor.epoch, "train_loss": state.history.get("train_loss"),
-            "test_loss": state.history.get("test_loss"), "accuracy": state.history.get("accuracy"),
-            "best_accuracy": state.history.get("best_accuracy"),
-            "images_per_second": p.steps_done * p.global_batch / trained, "trained_seconds": trained,
-            "wall_seconds": time.perf_counter() - self.began, "global_batch_size": p.global_batch,
-            "restarts": p.attempt - 1, "preemptions": state.history.get("preemptions", 0),
-            "checkpoint_failures": self.saver.failures, "config_hash": config.hash(), "data": p.data,
-        }  # fmt: skip
+
+def _summarise(p: Prepared, wall_seconds: float, failures: int) -> None:
+    """Writes summary.json and the last event of a run that is complete."""
+    state, config = p.state, p.config
+    history, trained = state.history, max(state.clock.trained, 1e-9)
+    summary = {
+        "recipe": config.recipe, "sync": config.sync.name, "world_size": p.world.size, "steps": p.steps_done,
+        "epochs": state.cursor.epoch, "train_loss": history.get("train_loss"), "test_loss": history.get("test_loss"),
+        "accuracy": history.get("accuracy"), "best_accuracy": history.get("best_accuracy"),
+        "images_per_second": p.samples_done / trained, "examples_seen": p.samples_done, "trained_seconds": trained,
+        "wall_seconds": wall_seconds, "global_batch_size": p.global_batch, "restarts": p.attempt - 1,
+        "preemptions": history.get("preemptions", 0), "checkpoint_failures": failures, "config_hash": config.hash(),
+        "data": p.data,
+    }  # fmt: skip
+    if p.run is not None and p.world.leader:
+        p.run.summary(summary)
+    p.event("done", **summary)
 
 
 def _say_complete(prepared: Prepared) -> None:

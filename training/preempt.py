@@ -8,7 +8,6 @@ every rank leaves at the same boundary even where one alone saw the signal.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -25,14 +24,6 @@ from training.world import World
 
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same one to a process twice."""
-
-
-def end_with(launcher: int) -> None:
-    """Asks the kernel for a TERM when the launcher dies, so that no rank outlives it (Linux; elsewhere nothing)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Signals:

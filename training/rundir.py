@@ -36,12 +36,15 @@ class RunDirectory:
         self.path, self.attempt, self.saved = path, attempt, saved
         self._lock = lock
         self._warned = False
+        status = files.read_json(path / contract.STATUS_FILE)
+        self.step_before: int = status["step"] if isinstance(status, dict) and type(status.get("step")) is int else 0
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     @classmethod
     def open(cls, path: Path, config: Config, fresh: bool) -> RunDirectory:
         """Takes the directory for this process; with `fresh`, an earlier run is moved aside first."""
         try:
+            path = path.resolve()
             if fresh and path.exists():
                 _move_aside(path)
             path.mkdir(parents=True, exist_ok=True)
@@ -110,8 +113,9 @@ class RunDirectory:
         """Appends to events.jsonl and tells the listeners. A disk that refuses does not end the run."""
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         try:
-            with (self.path / contract.EVENTS_FILE).open("a") as file:
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            with (self.path / contract.EVENTS_FILE).open("ab+") as file:
+                torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+                file.write(b"\n" * torn + json.dumps(entry, ensure_ascii=False).encode() + b"\n")
         except OSError as error:
             self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
         for listener in self.listeners:
@@ -150,11 +154,19 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def _move_aside(path: Path) -> None:
+    """Renames a run that nobody is using. Raises `UserError` for a folder that holds something else."""
+    if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
+        raise UserError(f"{path} holds no run of ours, so --fresh leaves it alone: choose another --run-dir")
+    with filelock.FileLock(path / ".lock", timeout=10):
+        _rename_aside(path)
+
+
+def _rename_aside(path: Path) -> None:
     number = 1
     while (target := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     path.rename(target)
-    print(f"moved the earlier run to {target}", flush=True)
+    print(f"moved the earlier run to {target}", file=sys.stderr, flush=True)
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,11 @@ class Saver:
         every, steps = self.settings.every_steps, self.p.steps_done
         return bool(every) and steps % every == 0 and steps > self._last_step
 
+    @property
+    def steps_since(self) -> int:
+        """Steps since the last save, the same on every rank."""
+        return self.p.steps_done - self._last_step
+
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for one: a wish, which the ranks agree on first."""
         every = self.settings.every_seconds
@@ -48,26 +54,29 @@ class Saver:
             self._future = self._writer.save(self.p.steps_done, gathered, score)
             self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(time.perf_counter() - began, 6))
 
-    def durable(self) -> bool:
-        """Waits for the last save on every rank; whether it is on the disk everywhere it should be. Collective."""
-        if self._writer is not None:
-            self._writer.wait()
-            self._reap()
+    def durable(self, timeout: float | None = None) -> bool:
+        """Waits for the last save; whether it is on the disk everywhere it should be. Collective.
+
+        Args:
+            timeout: seconds after which a disk that does not answer counts as one that refused.
+        """
+        self._reap(timeout)
         ok = torch.tensor(int(not self._last_failed))
         dist.all_reduce(ok, dist.ReduceOp.MIN)
         return bool(ok)
 
-    def _reap(self) -> None:
+    def _reap(self, timeout: float | None = None) -> None:
         """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
         if self._future is None:
             return
         try:
-            result = self._future.result()
-        except OSError as error:
+            result = self._future.result(timeout)
+        except (OSError, FutureTimeout) as error:
             self.failures += 1
             self._last_failed = True
-            self.p.event("checkpoint_failed", reason=str(error), failures=self.failures)
-            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {error}")
+            reason = str(error) or f"the disk did not answer for {timeout} s"
+            self.p.event("checkpoint_failed", reason=reason, failures=self.failures)
+            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {reason}")
         else:
             self._last_failed = False
             self.p.event(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from training import config as configuration
 from training import models, weights
+from training.config import Config
 from training.contract import UserError
 from training.data.shards import Manifest, prepare
 from training.evaluate import Evaluator, Score
@@ -15,27 +17,33 @@ from training.step import real_type
 from training.world import World
 
 
-def score_target(target: Path, recipe: str | None, assignments: list[str], world: World) -> Score:
-    """Scores RUN (a run directory) or FILE (weights, with the recipe they belong to). Collective. Raises `UserError`."""
+def config_of(target: Path, recipe: str | None, assignments: list[str]) -> tuple[Config, str | None]:
+    """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data)."""
+    if not target.exists():
+        raise UserError(f"{target}: there is no such run or file")
+    if target.is_dir():
+        if recipe or assignments:
+            raise UserError(f"{target} is a run, which has its own config: leave out --recipe and --set")
+        run = read_run(target)
+        return run["config"], run["data"].get("checksum")
+    if recipe is None:
+        raise UserError(f"{target}: name the recipe that these weights belong to with --recipe")
+    return configuration.load(recipe, assignments), None
+
+
+def score_target(target: Path, config: Config, checksum: str | None, world: World) -> Score:
+    """Scores RUN or FILE on the test split. Collective. Raises `UserError`."""
+
+    def warn(message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
     with together(world):
-        if not target.exists():
-            raise UserError(f"{target}: there is no such run or file")
-        if target.is_dir():
-            if recipe or assignments:
-                raise UserError(f"{target} is a run, which has its own config: leave out --recipe and --set")
-            config = read_run(target)["config"]
-            tensors, _ = weights.from_run(target)
-        elif recipe is None:
-            raise UserError(f"{target}: name the recipe that these weights belong to with --recipe")
-        else:
-            config = configuration.load(recipe, assignments)
-            tensors = weights.read(target)
+        tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
         manifest = Manifest.read(prepare(config.data))
+        if checksum is not None and checksum != manifest.checksum:
+            raise UserError(f"{manifest.directory} holds other data than {target} was trained on: restore it")
         model = models.build(config.model, config.model_options, len(manifest.classes))
-        own = model.state_dict()
-        if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
-            raise UserError(f"{target} does not fit model {config.model} with {config.model_options}")
-        model.load_state_dict(tensors)
+        weights.assign(model, tensors, target)
         model.to(device=world.device, dtype=real_type(config.precision))
         evaluator = Evaluator(config, world, manifest)
     score = evaluator.score(model, {})

@@ -218,8 +218,8 @@ def _coerce(value: Any, hint: Any, name: str, where: str) -> Any:
                 pairs = enumerate(zip(value, parts))
                 return tuple(_coerce(item, part, f"{name}[{i}]", where) for i, (item, part) in pairs)
     elif _is_mapping(hint):
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return dict(value)
+        if isinstance(value, Mapping) and _is_plain(value):
+            return _copy(dict(value))
     elif hint is bool:
         if isinstance(value, bool):
             return value
@@ -233,6 +233,17 @@ def _coerce(value: Any, hint: Any, name: str, where: str) -> Any:
     elif hint is str and isinstance(value, str):
         return value
     raise UserError(f"{where}: {name} must be {_name(hint)}, got {_show(value)}")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value survives JSON and YAML unchanged: text, finite numbers, booleans, null, lists and mappings."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _as_float(value: Any) -> float | None:
@@ -257,7 +268,7 @@ def _name(hint: Any) -> str:
     if origin is tuple:
         return f"[{', '.join(_name(part) for part in parts)}]"
     if origin is dict:
-        return "a mapping"
+        return "a mapping of plain values"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, getattr(hint, "__name__", str(hint)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from training import checkpoint, models, optim, sync, weights
 from training.clock import StepClock
 from training.config import Config
 from training.console import Console
-from training.contract import UserError
+from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
 from training.data.augment import augment, normalise
 from training.data.loader import Loader
 from training.data.shards import Manifest, Samples
@@ -51,6 +52,15 @@ class Prepared:
     @property
     def steps_done(self) -> int:
         return self.state.cursor.epoch * self.loader.steps_per_epoch + self.state.cursor.step
+
+    @property
+    def samples_done(self) -> int:
+        """Samples trained so far, all ranks together."""
+        cursor, loader = self.state.cursor, self.loader
+        an_epoch = loader.steps_per_epoch * self.global_batch
+        if self.config.uneven != "pad":
+            an_epoch = min(an_epoch, loader.total)
+        return cursor.epoch * an_epoch + min(cursor.step * self.global_batch, an_epoch)
 
     @property
     def complete(self) -> bool:
@@ -86,8 +96,10 @@ def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepare
             if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
                 run = RunDirectory.open(run_dir, config, fresh)
         return _prepare(config, world, run, threads)
-    except BaseException:
+    except BaseException as error:
         if run is not None:
+            code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+            run.status(code, str(error) or type(error).__name__, run.step_before)
             run.close()
         raise
 
@@ -119,8 +131,10 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
     p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
+    with together(world):
+        if run is not None:
+            run.describe(config, world, global_batch, p.data, threads)
     if run is not None:
-        run.describe(config, world, global_batch, p.data, threads)
         if not p.complete:
             run.status(None, "running", p.steps_done)
         run.listeners.append(console.on_event)
@@ -146,7 +160,7 @@ def _offer(run: RunDirectory | None, world: World) -> Path | None:
 
     def warn(message: str) -> None:
         run.event("corrupt_checkpoint", message=message)
-        print(f"warning: rank {world.rank}: {message}", flush=True)
+        print(f"warning: rank {world.rank}: {message}", file=sys.stderr, flush=True)
 
     return checkpoint.newest_verified(run.checkpoints, warn)
 

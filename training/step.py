@@ -60,20 +60,33 @@ class Step:
     def __init__(self, config: Config, state: TrainState, network: nn.Module, multiple: int) -> None:
         self.config, self.state, self.network, self.multiple = config, state, network, multiple
 
+    @torch.no_grad()
+    def restore(self, kept: list[torch.Tensor]) -> None:
+        """Puts back what `statistics` gave before."""
+        for tensor, before in zip(self.statistics(), kept):
+            tensor.copy_(before)
+
     def __call__(self, batch: Batch, epoch: int, lr: float) -> None:
         """Trains one batch. Raises `NonFinite`, on all ranks at once, before any weight is changed."""
-        state = self.state
+        state, looks = self.state, self.config.nonfinite != "ignore"
+        # A forward pass that diverges leaves NaN in the batch statistics and the loss, before anyone can look.
+        before = [tensor.clone() for tensor in self.statistics()] if looks else []
         state.sync.zero_grad()
         self.backward(batch, epoch)
         state.sync.finish(state.clock)
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
-        if self.config.nonfinite != "ignore" and not bool(torch.isfinite(state.sync.grad_norm())):
+        if looks and not bool(torch.isfinite(state.sync.grad_norm())):
             state.sync.zero_grad()
+            self.restore(before)
             raise NonFinite
         if self.config.optim.clip:
             state.sync.clip(self.config.optim.clip)
         set_lr(state.optimizer, lr)
         state.optimizer.step()
+
+    def statistics(self) -> list[torch.Tensor]:
+        """What a forward pass changes: the batch statistics and the sum of the losses."""
+        return [*self.state.model.buffers(), self.state.losses]
 
     def backward(self, batch: Batch, epoch: int) -> None:
         """Forward and backward over the rank's part, in micro-batches; only the last one sends."""

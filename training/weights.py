@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from training.state import evaluated_weights
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """A state dict, one leading `module.` (of DDP) dropped from its names. Only tensors are read, no code.
+    """A state dict. Only tensors are read, no code.
 
     Raises:
         UserError: the file is missing, or holds anything but named tensors.
@@ -31,12 +32,23 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
     if not named or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         raise UserError(f"{path} holds no state dict: expected names and tensors, as `training export` writes them")
-    return {name.removeprefix("module."): tensor for name, tensor in value.items()}
+    return dict(value)
 
 
 def load_into(model: nn.Module, path: Path) -> None:
     """Copies a weight file into a model. Raises `UserError` that names the first weight that does not match."""
-    weights, own = read(path), model.state_dict()
+    assign(model, read(path), path)
+
+
+def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Copies weights into a model; a leading `module.` (of DDP) is dropped where the names fit only so.
+
+    Raises:
+        UserError: names the first weight that does not match. `path` is where they came from.
+    """
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     for name in sorted(own.keys() ^ weights.keys()):
         where = "is missing" if name in own else "is unknown to the model"
         raise UserError(f"{path}: {name} {where}")
@@ -46,9 +58,9 @@ def load_into(model: nn.Module, path: Path) -> None:
     model.load_state_dict(weights)
 
 
-def from_run(run_dir: Path) -> tuple[dict[str, torch.Tensor], int]:
+def from_run(run_dir: Path, warn: Callable[[str], None] = print) -> tuple[dict[str, torch.Tensor], int]:
     """(the weights that evaluation used, their step) of a run's newest verified checkpoint. Raises `UserError`."""
-    path = checkpoint.newest_verified(run_dir / "checkpoints")
+    path = checkpoint.newest_verified(run_dir / "checkpoints", warn)
     if path is None:
         raise UserError(f"{run_dir} has no checkpoint yet")
     try:

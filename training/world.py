@@ -77,7 +77,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
     if "GROUP_RANK" in env:
         node, nodes = _number(env, "GROUP_RANK", ""), _number(env, "GROUP_WORLD_SIZE", "")
     else:
-        node, nodes = rank // local_size, max(1, size // local_size)
+        node, nodes = rank // max(local_size, 1), max(1, size // max(local_size, 1))
     if master is None:
         if size > local_size:
             raise UserError(
@@ -132,8 +132,8 @@ def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str,
             )
         # Every rank of one mpiexec has the same parent on one node: that tells two runs on a machine apart.
         master = ("127.0.0.1", _port(env, 12000 + os.getppid() % 20000))
-    node = rank // local_size
-    return _checked(rank, size, local_rank, local_size, node, max(1, size // local_size), master, launcher, names[:2])
+    node, nodes = rank // max(local_size, 1), max(1, size // max(local_size, 1))
+    return _checked(rank, size, local_rank, local_size, node, nodes, master, launcher, names[:2])
 
 
 def _checked(
@@ -232,11 +232,12 @@ def choose_device(world: World, wanted: str) -> torch.device:
         raise UserError("device is cuda, but no GPU is visible: use device=cpu, or check CUDA_VISIBLE_DEVICES")
     if count == 0:
         return torch.device("cpu")
-    if world.local_rank < count:
-        return torch.device("cuda", world.local_rank)
-    if count == 1:
-        return torch.device("cuda", 0)  # the launcher shows each rank its own GPU; `joined` checks that it does
-    raise UserError(f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks")
+    if world.local_size > count > 1:  # all ranks of the node say so
+        raise UserError(
+            f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks"
+        )
+    # With one visible GPU and several ranks, the launcher shows each rank its own; `joined` checks that it does.
+    return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
 @contextlib.contextmanager

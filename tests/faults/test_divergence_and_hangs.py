@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
+import torch
 
-from tests.faults.harness import FINAL, Job, assert_same
+from tests.faults.harness import FINAL, Job, assert_same, final_tensors
 
 
 @pytest.mark.parametrize("strategy", ["flat", "ddp"])
@@ -21,6 +23,27 @@ def test_a_nan_stops_all_ranks_before_any_weight_is_changed(job: Job, undisturbe
     if strategy == "flat":
         assert job.go(LOCKSTEP_THREADS="1").code == 0
         assert_same(job.run_dir, undisturbed[2])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_is_left_out_leaves_no_trace(job: Job, accumulate: int) -> None:
+    """Its forward pass has been through batch norm and the loss: neither may keep a NaN."""
+    job.words += ["nonfinite=skip", f"accumulate={accumulate}"]
+    done = job.go(LOCKSTEP_TEST_FATE="1:5:NANINPUT", LOCKSTEP_THREADS="1")
+    assert done.code == 0, done.output
+    assert all(
+        bool(torch.isfinite(tensor).all()) for name, tensor in final_tensors(job.run_dir).items() if "rng" not in name
+    )
+    events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
+    left_out = [event for event in events if event["event"] == "nonfinite"]
+    assert len(left_out) == 1
+    epochs = [event for event in events if event["event"] == "epoch"]
+    assert all(math.isfinite(event["train_loss"]) for event in epochs)
+
+
+def test_a_rank_that_is_delayed_changes_nothing(job: Job, undisturbed: Any) -> None:
+    assert job.go(LOCKSTEP_TEST_FATE="1:5:DELAY", LOCKSTEP_THREADS="1").code == 0
+    assert_same(job.run_dir, undisturbed[2])
 
 
 def test_a_nan_step_can_be_left_out(job: Job) -> None:

@@ -113,7 +113,14 @@ def test_words_after_set() -> None:
             at = chance.randrange(len(name) + 1)
             name = name[:at] + chance.choice(["", ".", "=", " ", "x", "\n"]) + name[at + 1 :]
         word = name + chance.choice(["=", "=", "=", "", "=="]) + chance.choice(values)
-        refused += _refused(lambda: config.load("smoke", [word]))
+
+        def use() -> None:
+            loaded = config.load("smoke", [word])
+            again = config.from_dict(config.to_dict(loaded), "round trip")
+            assert config.differences(loaded, again) == [] and loaded.hash() == again.hash()
+            shards.cache_directory(loaded.data)
+
+        refused += _refused(use)
     assert 500 < refused < 3000
 
 

@@ -36,6 +36,21 @@ def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, 
     assert_same(job.run_dir, undisturbed[2])
 
 
+def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Any) -> None:
+    assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM", LOCKSTEP_THREADS="1").code == 75
+    job.words.append("--fresh")
+    once = str(job.run_dir.parent / "once")
+    done = job.go(
+        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_THREADS="1", LOCKSTEP_TEST_ONCE=once
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    assert [event["attempt"] for event in _events(job.run_dir) if event["event"] == "start"] == [1, 2]
+    assert [path.name for path in job.run_dir.parent.glob("run*")] == ["run", "run.old-1"] or not (
+        job.run_dir.parent / "run.old-2"
+    ).exists()
+    assert_same(job.run_dir, undisturbed[2])
+
+
 def test_restarts_end(job: Job) -> None:
     done = job.go("--max-restarts", "1", LOCKSTEP_TEST_FATE="0:1:KILL", LOCKSTEP_THREADS="1")
     assert done.code == 1
@@ -234,7 +249,7 @@ def test_node_local_checkpoints_survive_a_rank_0_that_moved(tmp_path: Path, data
     stop.parent.mkdir()
     stop.touch()
     assert both(("a", "b")) == [75, 75]
-    stop.unlink()
+    stop.unlink(missing_ok=True)
     newest = checkpoint.candidates(tmp_path / "b" / "checkpoints")[0]
     assert newest.name == checkpoint.candidates(tmp_path / "a" / "checkpoints")[0].name
     shutil.rmtree(newest)  # node b lost its newest one …

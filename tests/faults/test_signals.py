@@ -84,7 +84,7 @@ def test_a_stop_file(job: Job, undisturbed: Any) -> None:
     done = job.go(LOCKSTEP_THREADS="1")
     assert done.code == 75 and "STOP file" in done.output, done.output
     assert _preempted(job)["step"] <= 2
-    (job.run_dir / "STOP").unlink()
+    assert not (job.run_dir / "STOP").exists()  # obeyed once
     _continue(job, undisturbed)
 
 

@@ -52,6 +52,21 @@ def _save_in_child(directory: Path, step: int, kill_at: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_killed_while_a_step_is_saved_again_one_of_the_two_remains(tmp_path: Path) -> None:
+    kill_at, survived = 1, False
+    while not survived:
+        directory = tmp_path / str(kill_at)
+        assert _save_in_child(directory, 4, kill_at=10**9) == 0
+        survived = _save_in_child(directory, 4, kill_at) == 0
+        checkpoint.clean(directory)  # as the next start does
+        newest = checkpoint.newest_verified(directory)
+        assert newest is not None and checkpoint.step_of(newest) == 4
+        assert [path.name for path in directory.iterdir()] == ["step-00000004"]
+        kill_at += 1
+    assert kill_at > 10
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_killed_at_every_touch_of_the_disk_a_verified_checkpoint_remains(tmp_path: Path) -> None:
     kill_at, survived = 1, False
     while not survived:

@@ -155,7 +155,27 @@ def test_what_a_killed_save_left_is_cleaned(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-00000002"]
 
 
-def test_a_step_that_is_saved_again_replaces_the_old_one(writer: Writer) -> None:
-    writer.save(1, _state(1)).result()
+def test_a_step_that_is_saved_again_replaces_the_old_one_and_keeps_its_score(writer: Writer) -> None:
+    writer.save(1, _state(1), 0.5).result()
     path = writer.save(1, _state(9)).result().path
     assert _same(load(path), _state(9)) and len(list(writer.directory.iterdir())) == 1
+    assert verify(path)["score"] == 0.5
+
+
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path, keep=1, keep_best=False)
+    writer.save(1, _state(1)).result()
+    real, calls = files.rename, [0]
+
+    def failing(source: Path, target: Path) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    monkeypatch.setattr(files, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        writer.save(1, _state(9)).result()
+    writer.close()
+    found = newest_verified(tmp_path)
+    assert found is not None and _same(load(found), _state(1))

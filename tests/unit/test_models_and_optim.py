@@ -91,7 +91,7 @@ def test_resnet18_stems() -> None:
         ("bag_of_tricks", {"width": "x"}, "refuses its options"),
         ("no.such.module:Net", {}, "cannot import model"),
         ("tests.nets:NoSuch", {}, "cannot import model"),
-        ("tests.nets:meet_fate", {"passes": 1}, "expected a torch.nn.Module"),
+        ("tests.nets:Options", {}, "expected a torch.nn.Module"),
     ],
 )
 def test_a_wrong_model_is_one_clear_line(name: str, options: dict[str, object], message: str) -> None:

@@ -61,6 +61,9 @@ def test_each_launcher(env: dict[str, str], place: tuple[int, ...], master: tupl
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
         ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 but WORLD_SIZE=0"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "local rank 1 of 0"),
+        ({**MPI, "OMPI_COMM_WORLD_SIZE": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE=0"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 but WORLD_SIZE=2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
         ({**TORCHRUN, "LOCAL_RANK": "5"}, "local rank 5 of 2 contradicts RANK=3"),

@@ -1,7 +1,7 @@
 """A rank's batches. The global batch comes from `order`; this gives the rank its part, on its device.
 
 Where the images fit, they stay on the device as uint8 and a batch is a list of row numbers. Otherwise a thread gathers
-the next batches from the mapped files into pinned memory, and they are copied while the device computes.
+the next batches from the mapped files into pinned memory while the device computes.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ def _feistel(x: torch.Tensor, a: int, b: int, secret: int) -> torch.Tensor:
 
 def steps_per_epoch(n: int, batch: int, uneven: str) -> int:
     """Steps that an epoch over `n` samples takes. Raises `UserError` where there would be none."""
+    if uneven == "pad" and batch > n:
+        raise UserError(f"a global batch of {batch} would hold samples twice: there are {n}, so make it smaller")
     steps = n // batch if uneven == "drop" else -(-n // batch)
     if steps == 0:
         raise UserError(f"a global batch of {batch} does not fit into {n} samples: make it smaller, or set uneven=pad")
@@ -75,8 +77,9 @@ def global_ids(
         batch: global batch size.
         uneven: the last batch of an epoch is filled up from the epoch's start with `pad` and short with `weight`.
     """
-    positions = torch.arange(step * batch, (step + 1) * batch)
-    positions = positions % n if uneven == "pad" else positions[positions < n]
+    last = (step + 1) * batch
+    positions = torch.arange(step * batch, last if uneven == "pad" else max(min(last, n), step * batch))
+    positions = positions % n if uneven == "pad" else positions
     return permute(positions, n, key(seed, epoch, 1)) if shuffle else positions
 
 

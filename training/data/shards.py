@@ -129,8 +129,8 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
         }  # fmt: skip
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         staging.rename(directory)
-    except OSError as error:
-        raise UserError(f"cannot write shards to {directory}: {error.strerror}") from None
+    except (OSError, safetensors.SafetensorError) as error:  # a full disk comes as either
+        raise UserError(f"cannot write shards to {directory}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return Manifest.read(directory)
@@ -169,6 +169,8 @@ def prepare(data: Data) -> Path:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
+            for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
+                shutil.rmtree(left, ignore_errors=True)
             if not (directory / MANIFEST).exists():
                 raw = sources.load(data.source, Path(data.root), data.download, data.options)
                 write(raw, directory, data.source, data.num_shards)

@@ -97,11 +97,11 @@ class Flat(GradientSync):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        self._silent = True
+        before, self._silent = self._silent, True  # may be nested
         try:
             yield
         finally:
-            self._silent = False
+            self._silent = before
 
     def finish(self, clock: StepClock) -> None:
         clock.grad_ready()

@@ -1,0 +1,25 @@
+"""No rank outlives its launcher. Imports nothing heavy: it runs before torch is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Mapping
+
+from training.contract import ENV_LAUNCHER
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """Asks the kernel for a TERM when the launcher dies (Linux; elsewhere nothing). Dies now where it is dead already."""
+    launcher = env.get(ENV_LAUNCHER, "")
+    if not launcher.isdigit():
+        return
+    parent = os.getppid()
+    if parent == int(launcher):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+        parent = os.getppid()
+    if parent == 1 and int(launcher) != 1:  # it died before we asked, and init has taken us
+        os.kill(os.getpid(), signal.SIGTERM)
