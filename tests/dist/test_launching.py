@@ -1,0 +1,224 @@
+"""The same run under every launcher, what bad input costs, and what the person sees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, clean_env, free_port, gang, run, training
+from training import checkpoint
+
+BIN = Path(PYTHON).parent
+
+
+def _summary(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+LAUNCHERS = {
+    "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "training"],
+    "torch.distributed.launch": [
+        PYTHON, "-m", "torch.distributed.launch", "--master-port", str(free_port()), "--nproc-per-node", "2", "-m", "training",
+    ],
+    "launch": [PYTHON, "-m", "training", "launch", "--ranks", "2"],
+    "lockstep": [str(BIN / "lockstep")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_two_ranks_under(name: str, tiny: list[str], tmp_path: Path) -> None:
+    command = [*LAUNCHERS[name], "run", "smoke", "--run-dir", str(tmp_path / "run")]
+    if name == "lockstep":
+        command += ["--ranks", "2", *(word for item in tiny for word in ("--set", item))]
+    else:
+        command += ["--set", *tiny]
+    done = run(command)
+    assert done.code == 0, done.output
+    assert "2 ranks on cpu, 1 thread a rank" in done.output
+    assert done.output.count("Final validation accuracy") == 1
+    assert _summary(tmp_path / "run")["world_size"] == 2
+
+
+def test_a_script_that_spawns_its_own_ranks(tiny: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(
+        "import os, sys\nimport torch.multiprocessing as mp\nfrom training.__main__ import main\n\n"
+        "def work(rank, words):\n"
+        "    os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=sys.argv[1])\n"
+        "    assert main(words) == 0\n\n"
+        f"if __name__ == '__main__':\n    mp.spawn(work, (['run', 'smoke', '--run-dir', {str(tmp_path / 'run')!r}, '--set', "
+        f"*{tiny!r}],), nprocs=2)\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # mp.spawn hands sys.argv to its children only as the parent's own.
+    script.write_text(script.read_text().replace("sys.argv[1]", repr(port)))
+    done = run([PYTHON, str(script)])
+    assert done.code == 0, done.output
+    assert _summary(tmp_path / "run")["world_size"] == 2
+
+
+def test_alone_then_complete_then_longer_then_fresh(tiny: list[str], tmp_path: Path) -> None:
+    words = ("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny)
+    first = training(*words)
+    assert first.code == 0, first.output
+    for text in ("Preprocessing: ", "epoch    batch    train time [sec]    validation accuracy", "Final validation accuracy: "):
+        assert text in first.output
+    weights = (tmp_path / "run/checkpoints/step-00000024/state.safetensors").read_bytes()
+    again = training(*words)
+    assert again.code == 0 and "The run is complete: 3 epochs, 24 steps" in again.output
+    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
+    longer = training(*words, "epochs=4")
+    assert longer.code == 0 and "Resuming at step 24" in longer.output
+    assert _summary(tmp_path / "run")["steps"] == 32
+    fresh = training(*words, "--fresh")
+    assert fresh.code == 0 and "moved the earlier run to" in fresh.output
+    assert (tmp_path / "run.old-1/summary.json").exists()
+    assert (tmp_path / "run/checkpoints/step-00000024/state.safetensors").read_bytes() == weights  # deterministic
+
+
+def test_the_summary_and_the_events_say_the_same(tiny: list[str], tmp_path: Path) -> None:
+    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--log-format", "json", "--set", *tiny)
+    printed = [json.loads(line) for line in done.output.splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert printed == written
+    epochs = [event for event in written if event["event"] == "epoch"]
+    summary = _summary(tmp_path / "run")
+    assert [event["epoch"] for event in epochs] == [1, 2, 3] and all(event["attempt"] == 1 for event in written)
+    assert summary["accuracy"] == epochs[-1]["accuracy"] and summary["train_loss"] == epochs[-1]["train_loss"]
+    assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
+    needed = {
+        "recipe", "sync", "world_size", "steps", "epochs", "train_loss", "accuracy", "images_per_second",
+        "wall_seconds", "restarts", "config_hash", "data",
+    }  # fmt: skip
+    assert needed <= summary.keys()
+    assert [event["event"] for event in written][-1] == "done"
+
+
+def test_checkpoints_by_time_come_once_each_and_the_best_one_stays(tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*tiny, "model=tests.nets:Paced", "every_seconds=0.12", "checkpoint.every_steps=1000", "checkpoint.keep=1"]
+    env = clean_env(LOCKSTEP_TEST_PACE="0.05")
+    done = gang(2, "run", "smoke", "--run-dir", str(run_dir), "--set", *words, env=env)
+    assert done.code == 0, done.output
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    scored = {event["step"]: event["accuracy"] for event in events if event["event"] == "epoch"}
+    by_time = [event["step"] for event in events if event["event"] == "checkpoint" and event["step"] not in scored]
+    assert len(by_time) >= 2 and all(later - earlier > 2 for earlier, later in zip(by_time, by_time[1:])), by_time
+    best = max(scored.values())
+    kept = [path for path in checkpoint.candidates(run_dir / "checkpoints") if checkpoint.verify(path)["score"] == best]
+    assert kept and scored[checkpoint.step_of(kept[0])] == best
+
+
+def test_ranks_but_the_first_are_silent_unless_asked(tiny: list[str], tmp_path: Path) -> None:
+    quiet = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "a"), "--set", *tiny)
+    assert quiet.code == 0 and "[rank 0] Final" in quiet.output and "[rank 1]" not in quiet.output, quiet.output
+    loud = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "b"), "--verbose", "--set", *tiny)
+    assert "[rank 1] [rank 1] 2 ranks on cpu" in loud.output or "[rank 1] 2 ranks on cpu" in loud.output, loud.output
+
+
+def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[str], tmp_path: Path) -> None:
+    out, run_dir, weights = tmp_path / "shards", tmp_path / "run", tmp_path / "weights.pth"
+    done = training("shard", "smoke", "--out", str(out), "--set", *tiny)
+    assert done.code == 0 and "192 training and 50 test images in 4 files" in done.output, done.output
+    assert training("shard", "smoke", "--out", str(out), "--set", *tiny).code == 2
+    words = ["data.root=/nonexistent", f"data.shards={out}"]
+    done = gang(2, "run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, *words)
+    assert done.code == 0, done.output
+    accuracy = f"{_summary(run_dir)['accuracy']:.4f}"
+    done = training("evaluate", str(run_dir))
+    assert done.code == 0 and f"accuracy {accuracy} (" in done.output, done.output
+    assert training("export", str(run_dir), str(weights)).code == 0
+    done = training("evaluate", str(weights), "--recipe", "smoke", "--set", *tiny, *words)
+    assert f"accuracy {accuracy} (" in done.output, done.output
+    assert training("export", str(run_dir), str(weights)).code == 2
+    done = training("run", "smoke", "--run-dir", str(tmp_path / "next"), "--set", *tiny, f"init_from={weights}", "lr=1e-9")
+    assert done.code == 0 and abs(float(_summary(tmp_path / "next")["accuracy"]) - float(accuracy)) < 0.05  # type: ignore[arg-type]
+
+
+def test_three_ranks_on_an_empty_folder_prepare_it_once(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    words = [f"data.root={root}", "data.source=synthetic", "data.options={n: 3000, n_test: 30, size: 32}"]
+    words += ["model=tests.nets:SmallConv", "model_options={}", "global_batch_size=96", "epochs=1"]
+    done = gang(3, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *words)
+    assert done.code == 0, done.output
+    assert len([path for path in (root / "shards").iterdir() if path.is_dir()]) == 1
+    assert not [path for path in (root / "shards").iterdir() if path.name.startswith(".")]
+
+
+def test_compile_gives_the_same_numbers_or_a_clear_line(tiny: list[str], tmp_path: Path) -> None:
+    words = ("run", "smoke", "--set", *tiny, "epochs=1")
+    plain = training(*words, "--run-dir", str(tmp_path / "a"))
+    assert plain.code == 0
+    if shutil.which("g++"):
+        fast = training(*words, "compile=true", "--run-dir", str(tmp_path / "b"), timeout=240)
+        assert fast.code == 0, fast.output
+        one, other = (_summary(tmp_path / name)["train_loss"] for name in "ab")
+        assert abs(float(one) - float(other)) < 1e-9  # type: ignore[arg-type]
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    bare = training(*words, "compile=true", "--run-dir", str(tmp_path / "c"), env=clean_env(PATH=str(tools)))
+    assert bare.code == 2 and "compile=true needs a C++ compiler" in bare.output, bare.output
+
+
+BAD = {
+    "unknown recipe": (["run", "smoky"], {}, "did you mean 'smoke'"),
+    "unknown command": (["rum"], {}, "invalid choice"),
+    "unknown setting": (["run", "smoke", "--set", "lrr=1"], {}, "unknown setting 'lrr'"),
+    "ill-typed setting": (["run", "smoke", "--set", "lr=fast"], {}, "optim.lr must be a number"),
+    "missing data": (["run", "bag_of_tricks", "--set", "data.root=/nonexistent/x", "download=false"], {}, "/nonexistent"),
+    "RANK alone": (["run", "smoke"], {"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
+    "the container forgot the launcher": (["run", "smoke"], {"PET_NPROC_PER_NODE": "2"}, "training launch"),
+    "an impossible rank": (["run", "smoke"], {"RANK": "5", "WORLD_SIZE": "4"}, "RANK=5 but WORLD_SIZE=4"),
+    "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "holds no run of ours"),
+    "no GPU": (["run", "smoke", "--set", "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
+    "batch too large": (["run", "smoke", "--set", "global_batch_size=4096", "uneven=drop"], {}, "does not fit into 1438"),
+    "batch and ghost norm": (["run", "smoke", "--set", "global_batch_size=40", "uneven=drop"], {}, "blocks of 32"),
+    "unknown model": (["run", "smoke", "--set", "model=nothing:Net"], {}, "cannot import model"),
+    "no weights": (["run", "smoke", "--set", "init_from=/nonexistent.pth"], {}, "cannot read /nonexistent.pth"),
+    "run dir is a file": (["run", "smoke", "--run-dir", "Makefile"], {}, "cannot use the run directory Makefile"),
+    "nothing to launch": (["launch", "--ranks", "2"], {}, "nothing to launch"),
+    "launch of nonsense": (["launch", "--ranks", "two", "run", "smoke"], {}, "--ranks must be a number"),
+    "nodes without a meeting point": (["launch", "--nodes", "2", "run", "smoke"], {}, "needs --rendezvous"),
+    "evaluate nothing": (["evaluate", "/nonexistent"], {}, "there is no such run or file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_2(name: str, tmp_path: Path, data_root: Path) -> None:
+    words, env, message = BAD[name]
+    words = list(words)
+    if words[0] == "run" and "--run-dir" not in words:
+        words += ["--run-dir", str(tmp_path / "run")]
+    if "--set" in words and not any(word.startswith("data.root") for word in words):
+        words.insert(words.index("--set") + 1, f"data.root={data_root}")
+    done = training(*words, env=clean_env(**env))
+    assert done.code == 2, done.output
+    lines = [line for line in done.output.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], done.output
+    assert not Path("/nonexistent").exists()
+    left = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").is_dir() else set()
+    assert left <= {".lock"}
+    assert (ROOT / "Makefile").is_file()
+
+
+def test_two_ranks_refuse_with_one_line(tmp_path: Path, data_root: Path) -> None:
+    words = ("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}", "init_from=/no.pth")
+    done = gang(2, *words)
+    assert done.code == 2 and done.output.count("error:") == 1 and "cannot read /no.pth" in done.output, done.output
+
+
+def test_a_shard_with_a_wrong_checksum_is_exit_2(tiny: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "shards"
+    assert training("shard", "smoke", "--out", str(out), "--set", *tiny).code == 0
+    path = out / "train-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    done = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, f"data.shards={out}")
+    assert done.code == 2 and "train-00001.safetensors has sha256" in done.output, done.output
