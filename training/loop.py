@@ -175,7 +175,7 @@ class _Loop:
         state.cursor.epoch, state.cursor.step = epoch, 0
         values = {
             "epoch": epoch, "step": steps, "trained_seconds": round(state.clock.trained, 4),
-            "train_loss": float(losses[0] / losses[1]), "accuracy": score.accuracy if score else None,
+            "train_loss": float(losses[0] / losses[1].clamp_min(1)), "accuracy": score.accuracy if score else None,
             "test_loss": score.loss if score else None, "examples_seen": p.samples_done,
             "images_per_second": p.samples_done / max(state.clock.trained, 1e-9),
         }  # fmt: skip
