@@ -52,13 +52,13 @@ class Agent(LocalElasticAgent):
 
     signalled: int | None = None
     attempts: Attempts
-    starts = 0
+    starts: int
+    """How often the ranks were started before, by this launcher or one that it replaced."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
-        # A change of membership starts them anew without counting as a restart.
-        os.environ[ENV_RESTARTS] = str(self.attempts.used + self.starts)
-        self.starts += 1
+        os.environ[ENV_RESTARTS] = str(self.starts)
+        self.starts += 1  # a change of membership counts here, and not as a restart
         ids = super()._start_workers(worker_group)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
         if self.signalled is not None:
@@ -258,7 +258,7 @@ def _run(
             exit_barrier_timeout=args.grace, shutdown_timeout=args.grace,
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
-        agent.attempts = attempts
+        agent.attempts, agent.starts = attempts, attempts.used
         agent.catch()
         code = exit_code(agent.run())
         spec.rdzv_handler.shutdown()

@@ -32,12 +32,16 @@ from training.world import World
 class RunDirectory:
     """One attempt at a run. Raises `UserError` from `open` where the directory cannot be used."""
 
-    def __init__(self, path: Path, lock: filelock.FileLock, attempt: int, saved: dict[str, Any] | None) -> None:
-        self.path, self.attempt, self.saved = path, attempt, saved
+    def __init__(self, path: Path, lock: filelock.FileLock, saved: dict[str, Any] | None) -> None:
+        self.path, self.saved = path, saved
         self._lock = lock
         self._warned = False
         status = files.read_json(path / contract.STATUS_FILE)
-        self.step_before: int = status["step"] if isinstance(status, dict) and type(status.get("step")) is int else 0
+        before = (
+            {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
+        )
+        self.attempt: int = before.get("attempt", 0) + 1
+        self.step_before: int = before.get("step", 0)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     @classmethod
@@ -72,9 +76,7 @@ class RunDirectory:
         except UserError:
             lock.release()
             raise
-        status = files.read_json(path / contract.STATUS_FILE)
-        before = status.get("attempt", 0) if isinstance(status, dict) else 0
-        return cls(path, lock, (before if isinstance(before, int) else 0) + 1, saved)
+        return cls(path, lock, saved)
 
     @property
     def checkpoints(self) -> Path:
