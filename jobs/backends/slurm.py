@@ -32,12 +32,17 @@ from training import contract, files
 from training.contract import UserError
 
 _NOISE = re.compile(r"submitit [A-Z]+ \(\d{4}-")
-Records = list[dict[str, Any]]
+Specs = list[JobSpec]  # named here, because `list` is a method below
+Sent = list[Submitted]
 
 
-def training_task(spec: JobSpec) -> TrainingTask:
-    """The payload for one task of the job; plain values, importable on the nodes."""
-    if spec.shard_folder is not None and not Path(spec.shard_folder).exists():
+def training_task(spec: JobSpec, prepared: bool = False) -> TrainingTask:
+    """The payload for one task of the job; plain values, importable on the nodes.
+
+    Args:
+        prepared: another job writes the shards before this one starts.
+    """
+    if spec.shard_folder is not None and not prepared and not Path(spec.shard_folder).exists():
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
     run_dir = render.run_directory(spec)
     return TrainingTask(
@@ -60,13 +65,29 @@ class SlurmBackend:
     def __init__(self, folder: Path | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.folder, self.interval, self.lost_after = (folder or home()).absolute(), interval, lost_after
 
-    def submit(self, spec: JobSpec, mode: Mode = "attach", after: str | None = None) -> Submitted:
-        """`after`: the id of a job that must succeed first."""
+    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         with self._locked():
             placed = self._place(spec, mode)
-            return placed if isinstance(placed, Submitted) else self._send(placed, [placed], after)[0]
+            return placed if isinstance(placed, Submitted) else self._send(placed, [placed])[0]
 
-    def sweep(self, name: str, specs: list[JobSpec], mode: Mode = "attach", after: str | None = None) -> list[Submitted]:
+    def prepare(self, spec: JobSpec) -> Submitted:
+        """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
+        own = render.preparation(spec)
+        if Path(str(spec.shard_folder)).exists():
+            return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
+        return self.submit(own, "replace")
+
+    def _preparation(self, spec: JobSpec) -> str | None:
+        """The id of a job under way that prepares this one's shards."""
+        if spec.recipe is None or spec.shards is None:
+            return None
+        own = render.preparation(spec)
+        kept = Folder(self.folder / own.name)
+        if kept.record() is None or kept.ended() is not None or self.status(own.name).final:
+            return None
+        return self.job_id(own.name)
+
+    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
         with self._locked():
             placed = [self._place(spec, mode) for spec in specs]
@@ -76,7 +97,7 @@ class SlurmBackend:
                 raise UserError(f"{there} of this sweep is under way already: wait for it, or choose another --name")
             if not new:
                 return [item for item in placed if isinstance(item, Submitted)]
-            return self._send(new[0].model_copy(update={"name": name}), new, after)
+            return self._send(new[0].model_copy(update={"name": name}), new)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -105,12 +126,14 @@ class SlurmBackend:
             raise base.refuse_finished(spec.name, status)
         return Submitted(spec.name, False, self._where(record))
 
-    def _send(self, whole: JobSpec, specs: list[JobSpec], after: str | None) -> list[Submitted]:
+    def _send(self, whole: JobSpec, specs: Specs) -> Sent:
         """One sbatch for all of them: a job, or an array."""
         for spec in specs:
             missing = [name for name in spec.secrets if name not in os.environ]
             if missing:
-                raise UserError(f"the job needs the secret {missing[0]}: set it in the environment, SLURM takes it along")
+                raise UserError(
+                    f"the job needs the secret {missing[0]}: set it in the environment, SLURM takes it along"
+                )
         place = make(self.folder / whole.name)
         submitit_folder = make(place / SUBMITIT)
         found = lint.errors(lint.lint(whole, render.manifests(whole, submitit_folder)))
@@ -132,7 +155,9 @@ class SlurmBackend:
             )  # fmt: skip
             Folder(make(self.folder / spec.name)).write(records[-1])
         try:
-            ids = _sbatch(whole, submitit_folder, [training_task(spec) for spec in specs], after)
+            after = self._preparation(whole)
+            tasks = [training_task(spec, after is not None) for spec in specs]
+            ids = _sbatch(whole, submitit_folder, tasks, after)
         except UserError:
             for name in {whole.name, *(spec.name for spec in specs)}:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -252,7 +277,11 @@ class SlurmBackend:
         """What `scontrol update` has changed in the waiting or running job."""
         job_id = self.job_id(spec.name)
         shown = ask("scontrol", "show", "job", "-o", job_id).stdout
-        wanted = {"JobName": self._record(spec.name)["array_name"], "Partition": spec.slurm.partition, "Account": spec.slurm.account}
+        wanted = {
+            "JobName": self._record(spec.name)["array_name"],
+            "Partition": spec.slurm.partition,
+            "Account": spec.slurm.account,
+        }
         found = []
         for key, value in wanted.items():
             match = re.search(rf"(?:^|\s){key}=(\S*)", shown)
@@ -307,7 +336,9 @@ def _since(path: Path, offset: int) -> bytes:
 def _sbatch(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | None) -> list[str]:
     """Submits and returns the job's ids, one a task. Raises `UserError` with what sbatch says."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        raise UserError("sbatch is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`")
+        raise UserError(
+            "sbatch is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`"
+        )
     import submitit
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 

@@ -86,7 +86,9 @@ def _ended(
     if cancelled:
         return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
     if code == EXIT_PREEMPTED:
-        spent = f"all {spec.max_restarts} restarts are used up" if restarts >= spec.max_restarts else "it was not requeued"
+        spent = (
+            f"all {spec.max_restarts} restarts are used up" if restarts >= spec.max_restarts else "it was not requeued"
+        )
         return answer("preempted", f"saved, and {spent}: submit it again to go on", code)
     return answer("failed", cause(ends, said) or f"exit code {code}", code)
 

@@ -68,7 +68,7 @@ class TrainingTask:
     def _run_rank(self, here: _Here) -> int:
         ours = self.words[0] != "--"
         command = [sys.executable, "-u", "-m", "training", *self.words] if ours else self.words[1:]
-        for number in ASKING:
+        for number in (*ASKING, signal.SIGCONT):
             signal.signal(number, _nothing)
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
@@ -169,9 +169,7 @@ def _requeue(here: _Here) -> None:
         shown = _scontrol("show", "job", "-o", here.job_id)
         state = re.search(r"\bJobState=(\w+)", shown.stdout)
         if state is not None and state[1] != "RUNNING":
-            # Somebody has cancelled it (a requeue would bring it back), or it has been requeued already.
-            _hold(HOLD_SECONDS)
-            return
+            return  # it has been requeued already, or cancelled: a requeue would bring it back
         if state is not None:
             done = _scontrol("requeue", here.job_id)
             if done.returncode == 0:

@@ -59,5 +59,8 @@ def _find(reason: str) -> tuple[State, str]:
     if name.startswith("Nodes_required_for_job_are_DOWN"):
         return _REASONS["ReqNodeNotAvail"]
     if "launch_failed" in name:
-        return "unschedulable", "its start failed on a node and it is held: scontrol release {job}, or see the node's log"
+        return (
+            "unschedulable",
+            "its start failed on a node and it is held: scontrol release {job}, or see the node's log",
+        )
     return "pending", name.replace("_", " ") if name else "waits to be looked at"

@@ -30,8 +30,7 @@ VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 # A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
 # exec and fork inherit) until somebody handles it; with an env that cannot do that, USR2 is ignored so long.
 HOLD = (
-    "env --block-signal=USR2,TERM true 2>/dev/null && "
-    'exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
+    'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
 OWN = {
     "signal": "grace_seconds", "requeue": "max_restarts", "open-mode": "(it stays append)", "array": "--sweep",
@@ -110,7 +109,7 @@ def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int 
     """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
     from submitit.slurm.slurm import SlurmExecutor
 
-    class Writer(SlurmExecutor):  # type: ignore[misc]
+    class Writer(SlurmExecutor):
         @classmethod
         def affinity(cls) -> int:
             return 2  # to write a script no srun is needed
@@ -142,6 +141,22 @@ def checked_path(path: Path) -> str:
             "(set LOCKSTEP_HOME to another folder)"
         )
     return str(path)
+
+
+def preparation(spec: JobSpec) -> JobSpec:
+    """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec that names no shards."""
+    if spec.recipe is None or spec.shards is None:
+        raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /shared/shards")
+    interpreter = spec.slurm.python or (sys.executable if spec.slurm.container is None else "python")
+    limit = min(spec.deadline_seconds, 6 * 3600)
+    return JobSpec.of(
+        {
+            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter),
+            "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
+            "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
+            "run_dir": spec.shards, "slurm": spec.slurm.model_dump(mode="json", exclude_defaults=True),
+        }
+    )  # fmt: skip
 
 
 def _setup(spec: JobSpec, folder: Path) -> list[str]:

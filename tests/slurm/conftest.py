@@ -69,7 +69,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             pytest.fail(reason)
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-", dir="/tmp"))  # sockets need a short path
-    env = {**os.environ, "ACCOUNTING": str(int(accounting)), "REQUEUE_WAIT": "2", "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25"}
+    env = {**os.environ, "ACCOUNTING": str(int(accounting)), "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25"}
     try:
         done = subprocess.run([HERE / "up.sh", folder], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr

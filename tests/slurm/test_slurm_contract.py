@@ -17,4 +17,4 @@ from tests.jobs.test_jobs_contract import (  # noqa: F401 - collected here, with
 
 @pytest.fixture
 def bench(bench) -> Iterator[Bench]:  # type: ignore[no-untyped-def]
-    yield Bench(bench.backend, bench.folder)
+    return Bench(bench.backend, bench.folder)

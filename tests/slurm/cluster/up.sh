@@ -17,7 +17,7 @@
 #
 # Settings (environment): NODES=2 GPUS=4 CPUS=16 MEM_MB=64000
 #   NET=auto|netns|host  SUBNET=198.18.77  BASE_PORT=17000
-#   REQUEUE_WAIT=5 (s before a requeued job may start again)
+#   REQUEUE_WAIT=5 (s before a requeued job may start again; below 5 SLURM takes 120)
 #   GRACE_TIME=20 (s a preempted job gets)
 #   SLURMD_TIMEOUT=10 (s until a silent node counts as down)
 #   ACCOUNTING=1 (0: no slurmdbd and no database, so sacct and sacctmgr fail)
