@@ -27,6 +27,7 @@ from jobs.quantities import (
     Label,
     LabelKey,
     LabelValue,
+    Module,
     Mount,
     Resource,
     ShellLine,
@@ -172,7 +173,7 @@ class Slurm(_Section):
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     python: AbsolutePath | None = None
     """Interpreter on the nodes; null: the one that submits, in a container `python`."""
-    modules: list[Word] = Field(default_factory=list, max_length=50)
+    modules: list[Module] = Field(default_factory=list, max_length=50)
     """Environment modules to load first."""
     setup: list[ShellLine] = Field(default_factory=list, max_length=100)
     """Shell lines that the batch script runs before the ranks start."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.spec import JobSpec
 from training import settings
 from training.contract import UserError
+
+if TYPE_CHECKING:
+    from jobs.driver import Job
 
 MAX_RUNS = 1000
 
@@ -48,3 +51,15 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
         told = ", ".join(f"{name}={value}" for name, value in changed.items())
         found.append(JobSpec.of({**plain, **own}, f"the sweep's {told}"))
     return found
+
+
+def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
+    """Submits the runs of `expand(spec, …)`: as one array on SLURM, one by one elsewhere. Raises `UserError`."""
+    from jobs import driver
+
+    if backend != "slurm":
+        return [driver.submit(one, backend) for one in specs]
+    from jobs.backends.slurm import SlurmBackend
+
+    opened = SlurmBackend()
+    return [driver.Job(done.name, opened) for done in opened.sweep(spec.name, specs)]

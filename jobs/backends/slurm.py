@@ -219,8 +219,14 @@ class SlurmBackend:
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
-            if status.state == "running" and not signalled:
-                signalled = ask("scancel", "--signal=TERM", job_id).returncode == 0
+            if (
+                status.state == "running"
+                and not signalled
+                and f"{job_id}.0" in ask("squeue", "-hs", "-j", job_id).stdout
+            ):
+                signalled = (
+                    ask("scancel", "--signal=TERM", job_id).returncode == 0
+                )  # without a step nobody would hear it
             elif status.state != "running":
                 ask("scancel", "--state=PENDING", job_id)
             time.sleep(min(self.interval, 0.5))

@@ -56,7 +56,7 @@ class TrainingTask:
         if code == EXIT_DONE:
             self._note(here, code, "")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
-        reason = _last_error(here.log)
+        reason = _last_error(*here.logs)
         self._note(here, code, reason)
         may = code != EXIT_USAGE and here.restarts < self.max_restarts and not here.cancelled
         if may and (code != EXIT_PREEMPTED or here.rank == 0):
@@ -135,7 +135,7 @@ class _Here:
     rank: int
     restarts: int
     folder: Path
-    log: Path
+    logs: tuple[Path, ...]
     result: Path
     hosts: list[str]
 
@@ -147,7 +147,7 @@ class _Here:
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         return cls(
             job.job_id, job.global_rank, int(restarts) if restarts.isdigit() else 0, job.paths.folder,
-            job.paths.stdout, job.paths.result_pickle, list(job.hostnames),
+            (job.paths.stdout, job.paths.stderr), job.paths.result_pickle, list(job.hostnames),
         )  # fmt: skip
 
     @property
@@ -196,14 +196,16 @@ def _hold(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _last_error(log: Path) -> str:
+def _last_error(*logs: Path) -> str:
     """The last line of this rank's output that tells an error, without control codes; empty where none does."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    telling = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b|error: ", line)]
+    telling = []
+    for log in logs:
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            continue
+        telling += [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b|error: ", line)]
     found = telling[-1] if telling else ""
     return "".join(letter for letter in found if letter.isprintable())[:300].removeprefix("error: ")

@@ -38,6 +38,8 @@ OWN = {
     "job-name": "name", "nodes": "nodes", "ntasks": "ranks_per_node", "ntasks-per-node": "ranks_per_node",
     "time": "time_limit", "signal-delay-s": "grace_seconds", "use-srun": "(every rank is a task)",
     "stderr-to-stdout": "(lockstep reads the logs)", "export": "env", "kill-on-invalid-dep": "(it stays yes)",
+    "setup": "slurm.setup", "teardown": "(lockstep needs the exit code)", "srun-args": "(lockstep needs its own)",
+    "additional-parameters": "slurm.patch itself",
 }  # fmt: skip
 """What `slurm.patch` may not touch, and what to use instead."""
 
@@ -213,7 +215,7 @@ def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Parameters of submitit as they are named there; what it does not name becomes an option of sbatch."""
     from submitit.slurm.slurm import SlurmExecutor
 
-    known = SlurmExecutor._valid_parameters() - {"additional_parameters", "setup", "teardown", "srun_args"}
+    known = SlurmExecutor._valid_parameters()
     found: dict[str, Any] = {}
     for name, value in patch.items():
         option = name.replace("_", "-")
