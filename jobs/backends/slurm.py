@@ -112,6 +112,10 @@ class SlurmBackend:
         """The spec to submit, or the same job where it is there already."""
         if not (self.folder / spec.name).exists():
             return spec
+        if Folder(self.folder / spec.name).record() is None:
+            raise UserError(
+                f"{self.folder / spec.name} belongs to a sweep, or to nothing of ours: choose another --name"
+            )
         record = self._record(spec.name)
         status = self.status(spec.name)
         if mode == "new":
@@ -186,8 +190,8 @@ class SlurmBackend:
         told = slurm_explain.explain(
             spec, found, ends(record), self._said(record), cancelled(record).exists(), record["since"], time.time()
         )
-        if told.final and kept.ended() is None:
-            plain = {key: value for key, value in told.plain().items() if key != "final"}
+        plain = {key: value for key, value in told.plain().items() if key != "final"}
+        if told.final and kept.ended() != plain:
             with contextlib.suppress(OSError):
                 files.replace_json(kept.path / ENDED, plain)  # SLURM forgets; without accounting within minutes
         return told

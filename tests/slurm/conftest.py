@@ -5,8 +5,11 @@ The suite skips where SLURM or the rights for namespaces are missing, and fails 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -59,6 +62,19 @@ def _missing(accounting: bool) -> str | None:
     return None if probe.returncode == 0 else "namespaces are not permitted here (CAP_SYS_ADMIN)"
 
 
+def _free_ports() -> int:
+    """The first of 20 ports in a row that nobody uses."""
+    for base in random.sample(range(12000, 30000, 20), 50):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(base, base + 20):
+                    stack.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            return base
+    raise AssertionError("no free ports")
+
+
 @pytest.fixture(scope="session", params=["accounting", "bare"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Started once for all tests with accounting, and once for all without."""
@@ -69,7 +85,13 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             pytest.fail(reason)
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-", dir="/tmp"))  # sockets need a short path
-    env = {**os.environ, "ACCOUNTING": str(int(accounting)), "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25"}
+    env = {
+        **os.environ,
+        "BASE_PORT": str(_free_ports()),
+        "ACCOUNTING": str(int(accounting)),
+        "SLURMD_TIMEOUT": "6",
+        "GRACE_TIME": "25",
+    }
     try:
         done = subprocess.run([HERE / "up.sh", folder], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr

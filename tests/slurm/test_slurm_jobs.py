@@ -237,6 +237,14 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     assert bench.backend.wait("fed", 120).state == "succeeded"
     assert (shards / "synthetic").is_dir()
     assert bench.backend.prepare(spec).where == f"the shards are in {shards}/synthetic"
+    hungry = training(bench, "hungry", shards=str(bench.folder / "none"), nodes=1)
+    bench.backend.prepare(hungry)
+    bench.backend.submit(hungry)
+    bench.backend.cancel("hungry-prepare")
+    found = bench.backend.wait("hungry", 60)
+    assert (found.state, found.reason) == (
+        "failed", "the job that it depends on has failed: see its logs, then submit again"
+    )  # fmt: skip
 
 
 def test_submitit_alone_can_drive_it(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from jobs.backends.slurm_query import Unreachable
 from jobs.spec import JobSpec
-from tests.processes import clean_env, gang, poll
+from tests.processes import PYTHON, clean_env, gang, poll
 from tests.slurm.conftest import Bench
 from training import checkpoint
 
@@ -170,3 +171,22 @@ def test_restarts_are_used_up(bench: Bench) -> None:
     bench.backend.submit(job.spec, "replace")
     assert bench.backend.wait("spent", 90).state == "succeeded"
     assert job.resumed_at() == job.saved_at()
+
+
+def test_without_scontrol_the_script_asks(bench: Bench, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container there is no scontrol. The stand-in for Apptainer runs the words on the node, without SLURM's PATH."""
+    programs = bench.folder / "bin"
+    programs.mkdir()
+    (programs / "apptainer").write_text(
+        '#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nPATH=BIN exec "$@"\n'.replace("BIN", str(programs))
+    )
+    for name in ("sh", "env"):
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+    (programs / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
+    job = Training(bench, "inside", slurm=slurm)
+    job.reaches(2)
+    bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
+    job.ends_like(undisturbed)
+    assert job.attempts() == 2 and job.resumed_at() == job.saved_at()
