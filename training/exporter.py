@@ -107,10 +107,11 @@ class Exporter:
         self._closed.set()
         self.metrics.ended(code)
         if self.enabled:
-            if self._begun or code:
+            if self._begun or self.metrics.found_corrupt:  # wrong words leave nothing behind
                 self._write_textfile()
             with contextlib.suppress(OSError):
                 self._endpoint.unlink(missing_ok=True)
+                self._endpoint.parent.rmdir()  # the last rank
         if self._server is not None:
             self._server.stop()
 

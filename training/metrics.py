@@ -116,7 +116,7 @@ class Metrics:
         self._sync_bytes = 0
         self.alive_at = time.monotonic()
         """When the rank last passed a boundary."""
-        self.finished = False
+        self.finished = self.found_corrupt = False
 
     def _cell(self, name: str, *values: str) -> Any:
         """One series; it is there from the first call on."""
@@ -182,6 +182,7 @@ class Metrics:
         self._cell("checkpoint_failures_total", reason).inc()
 
     def corrupt_file(self, kind: Literal["checkpoint", "shard"]) -> None:
+        self.found_corrupt = True
         self._cell("corrupt_files_total", kind).inc()
 
     def ended(self, code: int) -> None:

@@ -144,6 +144,7 @@ def test_a_rank_serves_and_says_where(exporter: Exporter, tmp_path: Path) -> Non
     assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
     assert "training_step_duration_seconds" in {family.name for family in parse_openmetrics(text)}
     assert _get(where["port"], "/elsewhere")[0] == 404
+    exporter.begin()
     exporter.close(75)
     with pytest.raises(urllib.error.URLError):
         _get(where["port"], "/metrics")
@@ -214,9 +215,17 @@ def test_ranks_of_a_larger_world_are_forgotten_and_half_written_files_removed(tm
 
 def test_a_folder_shared_by_runs_holds_their_names(tmp_path: Path) -> None:
     made = Exporter(config.Metrics(port=0, textfiles=str(tmp_path / "all")), World(), tmp_path / "my run", {})
-    made.close(1)
+    made.metrics.corrupt_file("shard")
+    made.close(2)
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["my_run-rank-00000.prom"]
     assert 'run="my run"' in (tmp_path / "all" / "my_run-rank-00000.prom").read_text()
+
+
+def test_wrong_words_leave_nothing_behind(tmp_path: Path) -> None:
+    made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {})
+    assert _endpoint(tmp_path / "run")
+    made.close(2)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_metrics_can_be_off(tmp_path: Path) -> None:
