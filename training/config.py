@@ -132,10 +132,14 @@ class Ema:
 
 @dataclass(kw_only=True, slots=True)
 class Sync:
-    name: Literal["ddp", "flat"] = "ddp"
-    """How gradients are summed over the ranks: torch's DistributedDataParallel, or our one flat buffer."""
+    name: Literal[
+        "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
+    ] = "ddp"
+    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
     bucket_mb: float = 25.0
     """Megabytes (10⁶ bytes) of gradient that travel in one collective, overlapped with the backward pass."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the strategy itself, e.g. `{rank: 2}` for `powersgd`."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:

@@ -164,7 +164,7 @@ class _Loop:
         epoch, last = state.cursor.epoch + 1, state.cursor.epoch + 1 >= self.config.epochs
         score: Score | None = None
         if last or epoch % self.config.evaluate.every == 0:
-            model = state.ema.average if state.ema else state.model
+            model = state.sync.whole(state.ema.average if state.ema else state.model)
             score = self.evaluator.score(model, averaged_buffers(model, self.world), lambda: self.consensus.poll().stop)
             if score is None:
                 return self._preempted()

@@ -227,13 +227,15 @@ def _check_same(model: nn.Module, world: World) -> None:
 def _replicate(
     model: nn.Module, config: Config, world: World, loader: Loader, global_batch: int
 ) -> tuple[TrainState, Step]:
-    strategy = sync.build(config.sync)
+    with together(world):
+        strategy = sync.build(config.sync)
+        strategy.check(config, world)
     network = strategy.wrap(model, world, _example(config, loader))
     if config.compile:
         with together(world):
             network = compiled(network, world.device)
     optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
-    ema = Ema(model, config.ema.decay, config.ema.every) if config.ema.decay else None
+    ema = Ema(model, config.ema.decay, config.ema.every, strategy.duplicate()) if config.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
     state = TrainState(world, model, optimizer, strategy, ema, Cursor(), StepClock(), losses, {})
     model.train()

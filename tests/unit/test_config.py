@@ -31,7 +31,10 @@ def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
         (["epochs"], "--set takes name=value, got 'epochs'"),
         (["name=x"], "could be any of optim.name, sync.name"),
         (["every=3"], "write the whole name"),
-        (["sync.name=dpp"], "sync.name must be ddp | flat, got 'dpp'"),
+        (
+            ["sync.name=dpp"],
+            "sync.name must be ddp | allreduce | flat | hooks | horovod | zero1 | powersgd | bf16_compress | fsdp | data_parallel, got 'dpp'",
+        ),
         (["data.mean=[1,2]"], "data.mean must be [a number, a number, a number], got [1, 2]"),
         (["lr=.inf"], "optim.lr must be a number, got inf"),
         (["optim=3"], "unknown setting 'optim'"),
