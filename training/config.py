@@ -89,12 +89,12 @@ class Loss:
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    name: Literal["nesterov", "sgd"] = "sgd"
-    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` is torch's."""
+    name: Literal["nesterov", "sgd", "adam"] = "sgd"
+    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's."""
     lr: float = 0.1
     """Learning rate of the weights where the schedule stands at 1."""
     momentum: float = 0.9
-    """Momentum of the velocity."""
+    """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
     weight_decay: float = 0.0
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
     bias_lr_factor: float = 1.0

@@ -81,6 +81,13 @@ def test_resnet18_stems() -> None:
     assert sum(p.numel() for p in small.parameters()) == 11_173_962
 
 
+def test_resnet9_has_the_known_parameters() -> None:
+    model = models.build("resnet9", {}, 10)
+    assert sum(p.numel() for p in model.parameters()) == 6_575_370
+    assert model(_images(2, torch.float32)).shape == (2, 10)
+    assert models.build("resnet9", {"width": 4, "in_channels": 1}, 3)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -118,6 +125,21 @@ def test_nesterov_follows_its_formula_through_a_change_of_rate() -> None:
         optimizer.step()
         torch.testing.assert_close(w.detach(), expected)
         assert torch.equal(w.grad, grad)
+
+
+def test_adam_is_torchs_with_the_decay_in_the_gradient() -> None:
+    config = Config(global_batch_size=8, optim=Optim(name="adam", lr=1e-3, weight_decay=0.1))
+    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = optim.build(ours.parameters(), config, 8)
+    plain = torch.optim.Adam(theirs.parameters(), lr=1e-3, weight_decay=0.1)
+    for step in range(3):
+        for model, stepped in ((ours, optimizer), (theirs, plain)):
+            stepped.zero_grad()
+            model(torch.full((1, 3), step + 1.0)).sum().backward()
+            stepped.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.bias, theirs.bias)
 
 
 def test_groups_biases_and_decay_that_follows_the_batch() -> None:

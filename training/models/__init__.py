@@ -20,6 +20,7 @@ from training.contract import UserError
 
 MODELS = {
     "bag_of_tricks": "training.models.bag_of_tricks:BagOfTricks",
+    "resnet9": "training.models.resnet9:ResNet9",
     "resnet18": "training.models.resnet18:ResNet18",
 }
 
