@@ -22,7 +22,7 @@ from training.clock import StepClock
 from training.config import Config
 from training.console import Console
 from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
-from training.data.augment import augment, normalise
+from training.data.augment import augment, check_settings, normalise
 from training.data.loader import Loader
 from training.data.shards import Manifest, Samples
 from training.data.shards import prepare as prepare_shards
@@ -109,6 +109,7 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
         chosen = _offer(run, world)
     with together(world):
         manifest = Manifest.read(prepare_shards(config.data))
+        check_settings(config, manifest.shape)
     identity = (
         (run.attempt, run.saved and run.saved["global_batch_size"], run.saved and run.saved["data"]) if run else None
     )
@@ -129,7 +130,7 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
     if source is not None:
         with _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
-    console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
+    console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
     p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
     with together(world):
         if run is not None:
@@ -192,7 +193,7 @@ def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
     seed = config.seed if config.init == "seed" or world.leader else config.seed + world.rank
     torch.manual_seed(seed)
     random.seed(seed)
-    model = models.build(config.model, config.model_options, len(manifest.classes))
+    model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
     torch.manual_seed(config.seed + world.rank)  # what dropout draws differs by rank
