@@ -47,7 +47,7 @@ def training_task(spec: JobSpec, prepared: bool = False) -> TrainingTask:
     run_dir = render.run_directory(spec)
     return TrainingTask(
         words=commands.rank(spec, run_dir), run_dir=run_dir, ranks_per_node=spec.ranks,
-        max_restarts=spec.max_restarts, env=dict(spec.env),
+        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=dict(spec.env),
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class TrainingTask:
     run_dir: str
     ranks_per_node: int = 1
     max_restarts: int = 3
+    metrics_port: int = contract.METRICS_PORT
     env: dict[str, str] = field(default_factory=dict)
 
     def __call__(self) -> dict[str, Any] | None:
@@ -93,6 +94,7 @@ class TrainingTask:
         env = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         env[contract.ENV_RESTARTS] = str(here.restarts)
         env[contract.ENV_LAUNCHER] = str(os.getpid())
+        env[contract.ENV_METRICS_PORT] = str(self.metrics_port)
         cpus = env.get("SLURM_CPUS_PER_TASK", "")
         if cpus.isdigit():
             env.setdefault("OMP_NUM_THREADS", cpus)
