@@ -166,6 +166,10 @@ def _setup(spec: JobSpec, folder: Path) -> list[str]:
         f"# each task: {json.dumps(commands.rank(spec, run_directory(spec)))[:2000]}",
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [ "$(stat -c %a {folder})" = 700 ] || {{ echo "{folder} is not mine alone"; exit 2; }}',
+        "restarts=${SLURM_RESTART_COUNT:-0}",
+        "job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
+        f"output={folder}/${{SLURM_JOB_ID}}_batch.out",
+        'begun=$(stat -c %s "$output" || echo 0)',
         # What an outer launcher may have set is not this job's.
         "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
     ]
@@ -179,16 +183,17 @@ def _setup(spec: JobSpec, folder: Path) -> list[str]:
     return lines + list(spec.slurm.setup)
 
 
-def _teardown(spec: JobSpec, folder: Path) -> list[str] | None:
-    if spec.slurm.container is None:
-        return None
+def _teardown(spec: JobSpec, folder: Path) -> list[str]:
+    note = f"{folder}/${{job}}"
     return [
         "code=$?",
-        "# A container has no scontrol: rank 0 leaves with 75 and a note, and the script asks for the requeue.",
-        "note=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
-        f'if [ $code != 0 ] && [ -e "{folder}/${{note}}_requeue_${{SLURM_RESTART_COUNT:-0}}" ]; then',
-        '    scontrol requeue "$note" && sleep 120',
-        "fi",
+        "again=no",
+        "# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.",
+        f'[ -e "{note}_requeue_$restarts" ] && again=yes',
+        "# The signal came while a task was being started, before anything could hold it back. Nothing is lost.",
+        f'tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && '
+        f'[ "$restarts" -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && again=yes',
+        'if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi',
         "exit $code",
     ]
 

@@ -28,6 +28,10 @@ NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 NEEDED_FOR_ACCOUNTING = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
 
 
+once = pytest.mark.parametrize("cluster", ["accounting"], indirect=True)
+"""For a test whose answer cannot depend on accounting."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A running cluster. `node` crashes or restarts one of its nodes, or the controller (`ctl`)."""
@@ -85,19 +89,25 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             pytest.fail(reason)
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-", dir="/tmp"))  # sockets need a short path
+    number = random.randrange(256)
     env = {
-        **os.environ,
-        "BASE_PORT": str(_free_ports()),
-        "ACCOUNTING": str(int(accounting)),
-        "SLURMD_TIMEOUT": "6",
-        "GRACE_TIME": "25",
-    }
+        **os.environ, "BASE_PORT": str(_free_ports()), "SUBNET": f"198.19.{number}", "LINK": f"minislurm{number}",
+        "ACCOUNTING": str(int(accounting)), "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25",
+    }  # fmt: skip
+    # A test run that is killed cannot clean up: this does, when its process is gone.
+    watch = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; exec "$1" "$2" --purge'
+    guard = subprocess.Popen(
+        ["bash", "-c", watch, str(os.getpid()), str(HERE / "down.sh"), str(folder)], start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
         done = subprocess.run([HERE / "up.sh", folder], env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         yield Cluster(folder, accounting)
     finally:
         subprocess.run([HERE / "down.sh", folder, "--purge"], capture_output=True, timeout=60)
+        guard.kill()
+        guard.wait()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from jobs.backends.slurm import training_task
 from jobs.render import slurm as render
 from jobs.spec import JobSpec
 from tests.processes import PYTHON, ROOT, clean_env, gang, poll
-from tests.slurm.conftest import Bench
+from tests.slurm.conftest import Bench, once
 from tests.slurm.test_slurm_survival import SETTINGS, assert_same, events
 from training.contract import UserError
 
@@ -45,10 +45,9 @@ def training(bench: Bench, name: str, **more: Any) -> JobSpec:
     )  # fmt: skip
 
 
+@once
 def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench) -> None:
     """2 nodes × 2 ranks, with SLURM's variables alone; the weights are those of 4 ranks of this machine."""
-    if not bench.cluster.accounting:
-        pytest.skip("shown with accounting; the training is the same")
     run = bench.folder / "smoke"
     overrides = {"data.root": str(bench.data_root), "threads": 1}
     spec = JobSpec.of(
@@ -74,6 +73,7 @@ def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench) -> None:
     assert_same(run, local, summary["steps"])
 
 
+@once
 def test_every_rank_has_its_own_log_and_place(bench: Bench) -> None:
     program = (
         "import os, socket; e = os.environ; "
@@ -99,6 +99,7 @@ def test_every_rank_has_its_own_log_and_place(bench: Bench) -> None:
     assert not any(b"hunter2" in path.read_bytes() for path in kept if not path.name.endswith("_log.out"))
 
 
+@once
 def test_what_was_sent_is_what_render_prints(bench: Bench) -> None:
     spec = bench.command(
         "same", "print()", nodes=2, slurm={"partition": "main", "exclude": "node9", "patch": {"nice": 5}}
@@ -211,6 +212,7 @@ def test_a_sweep_is_one_array(bench: Bench) -> None:
     )
 
 
+@once
 def test_a_part_of_a_sweep_is_requeued_alone(bench: Bench) -> None:
     """The array's last element bears the array's own id: a requeue by that id would take all the others along."""
     spec = training(bench, "part", nodes=1, overrides={"epochs": 16, "evaluate.every": 16}, max_restarts=2)
@@ -226,6 +228,7 @@ def test_a_part_of_a_sweep_is_requeued_alone(bench: Bench) -> None:
     assert [(one.state, one.ranks[0].restarts) for one in found] == [("succeeded", 0), ("succeeded", 1)], found
 
 
+@once
 def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     shards = bench.folder / "shards"
     spec = training(bench, "fed", shards=str(shards), nodes=1)
@@ -247,6 +250,7 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     )  # fmt: skip
 
 
+@once
 def test_submitit_alone_can_drive_it(bench: Bench) -> None:
     import submitit
 
@@ -262,6 +266,7 @@ def test_submitit_alone_can_drive_it(bench: Bench) -> None:
     assert error is not None and "rank 0 ended with 2: " in str(error)
 
 
+@once
 def test_an_answer_of_sbatch_that_was_lost(bench: Bench) -> None:
     """The job is found by its name and comment, and not submitted twice."""
     spec = bench.command("lost", LONG)
@@ -315,6 +320,7 @@ def test_doctor(bench: Bench) -> None:
         assert results["account"] == "missing"
 
 
+@once
 def test_the_example_driver(bench: Bench) -> None:
     spec = training(bench, "driven", nodes=1)
     command = [

@@ -13,7 +13,7 @@ import torch
 from jobs.backends.slurm_query import Unreachable
 from jobs.spec import JobSpec
 from tests.processes import PYTHON, clean_env, gang, poll
-from tests.slurm.conftest import Bench
+from tests.slurm.conftest import Bench, once
 from training import checkpoint
 
 EPOCHS = 20
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "data.source": "synthetic", "data.options": {"n": 192, "n_test": 50, "size": 8, "noise": 1.5}, "data.num_shards": 3,
     "augment.crop": 1, "model": "tests.nets:Paced", "model_options": {}, "global_batch_size": 24, "uneven": "drop",
     "epochs": EPOCHS, "precision": "float64", "evaluate.every": EPOCHS, "loss.reduction": "mean", "optim.name": "sgd",
-    "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0, "schedule": [], "checkpoint.every_steps": 20, "log.every": 1,
+    "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0, "schedule": [], "checkpoint.every_steps": 10, "log.every": 1,
     "threads": 1,
 }  # fmt: skip
 
@@ -52,9 +52,9 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 class Training:
-    """A slow job of 2 nodes × 1 rank that becomes fast once the test lets it."""
+    """A slow job of 2 nodes × 1 rank that becomes fast once the test lets it. `pace`: seconds a step until then."""
 
-    def __init__(self, bench: Bench, name: str, **more: Any) -> None:
+    def __init__(self, bench: Bench, name: str, pace: float = 0.2, **more: Any) -> None:
         self.bench, self.name, self.run = bench, name, bench.folder / name
         self.slow = bench.folder / f"{name}.slow"
         self.slow.touch()
@@ -62,7 +62,7 @@ class Training:
             {
                 "name": name, "recipe": "smoke", "nodes": 2, "run_dir": str(self.run), "grace_seconds": 5, "cpus": 1,
                 "overrides": {**SETTINGS, "data.root": str(bench.data_root)}, "max_restarts": 4, "memory": "2Gi",
-                "env": {"LOCKSTEP_TEST_PACE": "0.2", "LOCKSTEP_TEST_PACE_FILE": str(self.slow)}, **more,
+                "env": {"LOCKSTEP_TEST_PACE": str(pace), "LOCKSTEP_TEST_PACE_FILE": str(self.slow)}, **more,
             }
         )  # fmt: skip
         bench.backend.submit(self.spec)
@@ -90,7 +90,7 @@ class Training:
 
 def test_the_time_limit(bench: Bench, undisturbed: Path) -> None:
     """SLURM's own clock: it looks every 30 s, and signals up to 30 s before the lead that the script asks for."""
-    job = Training(bench, "limited")
+    job = Training(bench, "limited", pace=0.5)
     job.reaches(2)
     bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "timelimit=1")
     poll(job.saved_at, 60, "the signal and the checkpoint")
@@ -114,23 +114,23 @@ def test_a_higher_partition_preempts(bench: Bench, undisturbed: Path) -> None:
 
 def test_a_requeue_by_hand(bench: Bench, undisturbed: Path) -> None:
     job = Training(bench, "by-hand")
-    job.reaches(25)  # a checkpoint is there, should the grace not be enough to save another
+    job.reaches(12)  # a checkpoint is there, should the grace not be enough to save another
     bench.cluster.ask("scontrol", "requeue", job.job_id)
     poll(lambda: bench.backend.status("by-hand").state == "restarting", 30, "the requeue")
     job.ends_like(undisturbed)
-    assert job.attempts() == 2 and job.resumed_at()[0] >= 20
+    assert job.attempts() == 2 and job.resumed_at()[0] >= 10
 
 
 def test_a_node_is_powered_off(bench: Bench, undisturbed: Path) -> None:
     job = Training(bench, "unlucky")
-    job.reaches(25)
+    job.reaches(12)
     bench.cluster.node("stop", "node2")
     try:
         poll(lambda: bench.backend.status("unlucky").state == "restarting", 90, "SLURM's notice")
     finally:
         bench.cluster.node("start", "node2")
     job.ends_like(undisturbed)
-    assert job.attempts() == 2 and job.resumed_at() == [20]
+    assert job.attempts() == 2 and job.resumed_at()[0] % 10 == 0 and not job.saved_at()
 
 
 def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
@@ -149,16 +149,49 @@ def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
     assert job.attempts() == 1, "the ranks have not noticed"
 
 
+@once
 def test_a_signal_before_the_ranks_are_there(bench: Bench, undisturbed: Path) -> None:
-    """It is held back while Python and torch are being imported, and ends the run at its first step."""
+    """It is held back while torch is being imported, and ends the run at its first step."""
     job = Training(bench, "early")
-    poll(lambda: (bench.backend.folder / f"early/submitit/{job.job_id}_1_log.out").exists(), 30, "the tasks")
+    folder = bench.backend.folder / "early/submitit"
+    poll(
+        lambda: all("Loading pickle" in _text(folder / f"{job.job_id}_{rank}_log.out") for rank in (0, 1)),
+        60,
+        "the tasks",
+    )
     bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
     poll(job.saved_at, 60, "the checkpoint")
     job.ends_like(undisturbed)
     assert job.attempts() == 2 and job.saved_at()[0] <= 3
 
 
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@once
+def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing holds it back yet, so the task dies of it. The script has the job started again."""
+    _stand_in(bench, monkeypatch, f"[ -e {bench.folder}/once ] || {{ touch {bench.folder}/once; kill -USR2 $$; }}")
+    slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
+    bench.backend.submit(bench.command("struck", "print('through')", max_restarts=1, slurm=slurm))
+    found = bench.backend.wait("struck", 60)
+    assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found
+    assert list(bench.backend.logs("struck", rank=1)) == ["through"]
+
+
+def _stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """In Apptainer's place: a program that does `first` and then runs the words on the node."""
+    programs = bench.folder / "bin"
+    programs.mkdir()
+    (programs / "apptainer").write_text(f'#!/bin/sh\n{first}\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
+    (programs / "apptainer").chmod(0o755)
+    for name in ("sh", "env"):
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+@once
 def test_restarts_are_used_up(bench: Bench) -> None:
     """The job ends saved and in a known state; submitted again, it goes on."""
     job = Training(bench, "spent", max_restarts=0)
@@ -173,17 +206,10 @@ def test_restarts_are_used_up(bench: Bench) -> None:
     assert job.resumed_at() == job.saved_at()
 
 
+@once
 def test_without_scontrol_the_script_asks(bench: Bench, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container there is no scontrol. The stand-in for Apptainer runs the words on the node, without SLURM's PATH."""
-    programs = bench.folder / "bin"
-    programs.mkdir()
-    (programs / "apptainer").write_text(
-        '#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nPATH=BIN exec "$@"\n'.replace("BIN", str(programs))
-    )
-    for name in ("sh", "env"):
-        (programs / name).symlink_to(f"/usr/bin/{name}")
-    (programs / "apptainer").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    """In a container there is no scontrol: rank 0 leaves a note."""
+    _stand_in(bench, monkeypatch, f"PATH={bench.folder}/bin")
     slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
     job = Training(bench, "inside", slurm=slurm)
     job.reaches(2)

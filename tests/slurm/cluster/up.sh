@@ -16,7 +16,7 @@
 #   and for srun --mpi=pmix: libpmix-dev (install it before up.sh)
 #
 # Settings (environment): NODES=2 GPUS=4 CPUS=16 MEM_MB=64000
-#   NET=auto|netns|host  SUBNET=198.18.77  BASE_PORT=17000
+#   NET=auto|netns|host  SUBNET=198.18.77  LINK=minislurm0  BASE_PORT=17000 (20 ports from there)
 #   REQUEUE_WAIT=5 (s before a requeued job may start again; below 5 SLURM takes 120)
 #   GRACE_TIME=20 (s a preempted job gets)
 #   SLURMD_TIMEOUT=10 (s until a silent node counts as down)
@@ -26,7 +26,7 @@ umask 022
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 DIR=${1:-/tmp/minislurm}
 NODES=${NODES:-2} GPUS=${GPUS:-4} CPUS=${CPUS:-16} MEM_MB=${MEM_MB:-64000}
-NET=${NET:-auto} SUBNET=${SUBNET:-198.18.77} BASE_PORT=${BASE_PORT:-17000}
+NET=${NET:-auto} SUBNET=${SUBNET:-198.18.77} LINK=${LINK:-minislurm0} BASE_PORT=${BASE_PORT:-17000}
 REQUEUE_WAIT=${REQUEUE_WAIT:-5} GRACE_TIME=${GRACE_TIME:-20}
 SLURMD_TIMEOUT=${SLURMD_TIMEOUT:-10} ACCOUNTING=${ACCOUNTING:-1}
 
@@ -71,15 +71,15 @@ echo "$NET" >run/net
 # All links vanish with that namespace, so down.sh has none to remove.
 if [ "$NET" = netns ]; then
     CTL_ADDR=$SUBNET.1 NODE_NET=$SUBNET
-    wait_for 10 'another cluster, or the last one, to be gone' sh -c '! ip link show minislurm0'
+    wait_for 10 'another cluster, or the last one, to be gone' sh -c "! ip link show $LINK"
     spawn switch unshare --net sleep infinity
     switch=$(ns_pid switch)
     nsenter -t "$switch" -n ip link add br0 type bridge
     nsenter -t "$switch" -n ip link set br0 up
-    ip link add minislurm0 type veth peer name host netns "$switch"
+    ip link add $LINK type veth peer name host netns "$switch"
     nsenter -t "$switch" -n ip link set host master br0 up
-    ip addr add "$CTL_ADDR/24" dev minislurm0
-    ip link set minislurm0 up
+    ip addr add "$CTL_ADDR/24" dev $LINK
+    ip link set $LINK up
 else
     CTL_ADDR=127.0.0.1 NODE_NET=127.0.77
 fi
