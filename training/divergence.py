@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from training.data.augment import draw_keys
 from training.data.loader import Batch
 from training.exchange import all_gather_trees
 from training.step import Step
@@ -21,7 +22,7 @@ def diagnose(step: Step, batch: Batch, epoch: int) -> str:
     state.sync.zero_grad()
     try:
         with state.sync.accumulate():
-            step.backward(batch, epoch)
+            step.backward(batch, draw_keys(step.config.seed, epoch))
         own = _first_bad(step)
     finally:
         step.network = network

@@ -20,7 +20,7 @@ from training.config import Config
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.evaluate import Evaluator, Score
 from training.hang import Heartbeat, is_collective, last_words
-from training.optim.schedules import piecewise_linear
+from training.optim import learning_rate
 from training.preempt import Consensus, Signals
 from training.saving import Saver
 from training.setup import Prepared, prepare, together
@@ -135,9 +135,9 @@ class _Loop:
             clock.begin()
             batch = next(batches)
             clock.data_ready()
-            lr = self._learning_rate()
+            progress = (p.steps_done + 1) / p.loader.steps_per_epoch
             try:
-                p.step(batch, cursor.epoch, lr)
+                p.step(batch, cursor.epoch, progress)
             except NonFinite:
                 reason = f"step {p.steps_done + 1}: {divergence.diagnose(p.step, batch, cursor.epoch)}"
                 p.event("nonfinite", step=p.steps_done + 1, reason=reason)
@@ -151,13 +151,9 @@ class _Loop:
             self.heartbeat.beat(p.steps_done)
             p.console.step(cursor.epoch, p.steps_done)
             if p.steps_done % self.config.log.every == 0:
+                lr = learning_rate(self.config.optim, progress)
                 p.event("step", step=p.steps_done, lr=lr, **{name: round(value, 6) for name, value in times.items()})
         return self._end_of_epoch()
-
-    def _learning_rate(self) -> float:
-        optim = self.config.optim
-        epoch = (self.p.steps_done + 1) / self.p.loader.steps_per_epoch
-        return optim.lr * piecewise_linear(optim.schedule, epoch / optim.schedule_scale)
 
     def _end_of_epoch(self) -> Ending | None:
         state, p = self.state, self.p

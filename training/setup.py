@@ -22,7 +22,7 @@ from training.clock import StepClock
 from training.config import Config
 from training.console import Console
 from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
-from training.data.augment import augment, normalise
+from training.data.augment import augment, draw_keys, normalise
 from training.data.loader import Loader
 from training.data.shards import Manifest, Samples
 from training.data.shards import prepare as prepare_shards
@@ -232,7 +232,7 @@ def _replicate(
     if config.compile:
         with together(world):
             network = compiled(network, world.device)
-    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
+    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch, model))
     ema = Ema(model, config.ema.decay, config.ema.every) if config.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
     state = TrainState(world, model, optimizer, strategy, ema, Cursor(), StepClock(), losses, {})
@@ -240,8 +240,8 @@ def _replicate(
     return state, Step(config, state, network, loader.multiple)
 
 
-def _optimizer_of(config: Config, global_batch: int) -> Callable[..., torch.optim.Optimizer]:
-    return lambda parameters: optim.build(parameters, config, global_batch)
+def _optimizer_of(config: Config, global_batch: int, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: optim.build(parameters, config, global_batch, model)
 
 
 def _example(config: Config, loader: Loader) -> torch.Tensor:
@@ -250,7 +250,7 @@ def _example(config: Config, loader: Loader) -> torch.Tensor:
     images = _first_images(loader.samples, max(loader.multiple, 2)).to(loader.world.device)
     rows = torch.arange(len(images), device=images.device)
     kind = real_type(config.precision)
-    return augment(images, rows, first + rows, config.data, config.seed, 0, kind, config.channels_last)
+    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), kind, config.channels_last)
 
 
 @contextlib.contextmanager

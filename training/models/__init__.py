@@ -20,6 +20,7 @@ from training.contract import UserError
 
 MODELS = {
     "bag_of_tricks": "training.models.bag_of_tricks:BagOfTricks",
+    "speedrun": "training.models.speedrun:Speedrun",
     "resnet18": "training.models.resnet18:ResNet18",
 }
 
