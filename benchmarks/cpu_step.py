@@ -110,7 +110,7 @@ def our_step(recipe: str, batch: int, world: World, strategy: str, compiled: boo
     count = [0]
 
     def run() -> None:
-        step(part, 0, 1e-5)
+        step(part, 0, 0.001)
         count[0] += 1
         if ema:
             ema.update(count[0])

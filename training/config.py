@@ -248,6 +248,8 @@ class Config:
     """Memory format of images and convolutions."""
     compile: bool = False
     """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
+    capture: Literal["never", "auto"] = "never"
+    """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
     deterministic: bool = False
@@ -344,7 +346,9 @@ def _check_group(name: str, own: Any) -> None:
     if not isinstance(own, dict) or not set(own) <= set(known):
         raise ValueError(f"groups.{name} must hold some of {', '.join(known)}, got {own!r}")
     for key, value in own.items():
-        if key != "schedule" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9):
+        if key != "schedule" and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9
+        ):
             raise ValueError(f"groups.{name}.{key} must be a number of at least 0, got {value!r}")
     _check_schedule(f"groups.{name}.schedule", own.get("schedule", []))
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from training import contract, divergence
+from training.capture import capture_stream
 from training.config import Config
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.evaluate import Evaluator, Score
@@ -54,6 +55,11 @@ def train(
         UserError: the config, the data or the run directory cannot be used.
     """
     began = time.perf_counter() if began is None else began
+    with capture_stream(config, world.device):
+        return _train(config, world, run_dir, fresh, signals, began)
+
+
+def _train(config: Config, world: World, run_dir: Path, fresh: bool, signals: Signals | None, began: float) -> int:
     prepared = prepare(config, world, run_dir, fresh)
     run = prepared.run
     try:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from training import checkpoint, models, optim, sync, weights
+from training.capture import CapturedStep, why_not
 from training.clock import StepClock
 from training.config import Config
 from training.console import Console
@@ -130,6 +131,8 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
         with _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
+    if config.capture == "auto":
+        step = _captured(step, console)
     p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
     with together(world):
         if run is not None:
@@ -238,6 +241,14 @@ def _replicate(
     state = TrainState(world, model, optimizer, strategy, ema, Cursor(), StepClock(), losses, {})
     model.train()
     return state, Step(config, state, network, loader.multiple)
+
+
+def _captured(step: Step, console: Console) -> Step:
+    reason = why_not(step.config, step.state)
+    if reason is None:
+        return CapturedStep(step.config, step.state, step.network, step.multiple, console.warn)
+    console.line(f"Steps run eagerly: {reason}")
+    return step
 
 
 def _optimizer_of(config: Config, global_batch: int, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:

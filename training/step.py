@@ -83,10 +83,14 @@ class Step:
             state.sync.zero_grad()
             self.restore(before)
             raise NonFinite
-        if self.config.optim.clip:
-            state.sync.clip(self.config.optim.clip)
         set_rates(state.optimizer, self.config.optim, progress)
-        state.optimizer.step()
+        self.update()
+
+    def update(self) -> None:
+        """Clips the gradients and moves the weights."""
+        if self.config.optim.clip:
+            self.state.sync.clip(self.config.optim.clip)
+        self.state.optimizer.step()
 
     def statistics(self) -> list[torch.Tensor]:
         """What a forward pass changes: the batch statistics and the sum of the losses."""
@@ -105,9 +109,7 @@ class Step:
     def _micro_batch(self, batch: Batch, low: int, high: int, keys: Keys) -> None:
         config, state = self.config, self.state
         rows, ids, labels = (tensor[low:high] for tensor in (batch.rows, batch.ids, batch.labels))
-        x = augment(
-            batch.images, rows, ids, config.data, keys, real_type(config.precision), config.channels_last
-        )
+        x = augment(batch.images, rows, ids, config.data, keys, real_type(config.precision), config.channels_last)
         if batch.weight == 0:
             state.model.eval()  # the stand-in of an empty part must leave no trace in the batch statistics
         with autocast(config.precision, state.world.device):

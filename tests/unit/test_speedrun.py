@@ -140,7 +140,9 @@ def test_views_and_weights_at_test_time() -> None:
 def test_brightness_and_contrast_are_one_draw_an_image() -> None:
     images = torch.full((6, 4, 4, 3), 128, dtype=torch.uint8)
     plain = config.Data(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
-    data = config.Data(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25), augment=config.Augment(brightness=0.3, contrast=0.2))
+    data = config.Data(
+        mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25), augment=config.Augment(brightness=0.3, contrast=0.2)
+    )
     rows, ids = torch.arange(6), torch.arange(100, 106)
     before = augment(images, rows, ids, plain, draw_keys(1, 2), torch.float64)
     after = augment(images, rows, ids, data, draw_keys(1, 2), torch.float64)

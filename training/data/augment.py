@@ -8,6 +8,7 @@ The keys of an epoch are whole numbers from the host, or a tensor on the device 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -15,7 +16,6 @@ import torch
 
 from training.config import Augment, Data
 from training.data.order import key, mix
-
 
 Keys: TypeAlias = Sequence[int] | torch.Tensor
 
@@ -28,9 +28,7 @@ def draw_keys(seed: int, epoch: int) -> list[int]:
     ]  # fmt: skip
 
 
-def draws(
-    keys: Keys, ids: torch.Tensor, crop: int, flip: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dy, dx, flipped) of each sample: shifts in −crop … crop (int64) and a bool, each of shape [len(ids)]."""
     noise = mix(ids & 0xFFFFFFFF ^ keys[0])
     span = 2 * crop + 1
@@ -46,12 +44,21 @@ def draws(
 
 def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
     """uint8 [b, h, w, c] → [b, c, h, w] of `dtype`, by the config's mean and std."""
-    mean = torch.tensor(data.mean, dtype=dtype, device=pixels.device) * 255
-    scale = 1 / (torch.tensor(data.std, dtype=dtype, device=pixels.device) * 255)
+    mean, scale = _constants(data.mean, data.std, dtype, pixels.device)
     images = pixels.permute(0, 3, 1, 2).to(dtype)
     if not channels_last:
         images = images.contiguous()
-    return images.sub_(mean.view(1, -1, 1, 1)).mul_(scale.view(1, -1, 1, 1))
+    return images.sub_(mean).mul_(scale)
+
+
+@functools.lru_cache(maxsize=8)  # a copy from the host in every step would cost a launch, and cannot be recorded
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, 1 / std) for pixels in 0…255, each [1, c, 1, 1]."""
+    shift = torch.tensor(mean, dtype=dtype, device=device) * 255
+    scale = 1 / (torch.tensor(std, dtype=dtype, device=device) * 255)
+    return shift.view(1, -1, 1, 1), scale.view(1, -1, 1, 1)
 
 
 def augment(
@@ -84,9 +91,7 @@ def _uniform(ids: torch.Tensor, secret: int | torch.Tensor, dtype: torch.dtype) 
     return (mix(ids & 0xFFFFFFFF ^ secret).to(dtype) * 2**-31 - 1).view(-1, 1, 1, 1)
 
 
-def _gather(
-    images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, settings: Augment, keys: Keys
-) -> torch.Tensor:
+def _gather(images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, settings: Augment, keys: Keys) -> torch.Tensor:
     height, width = images.shape[1:3]
     dy, dx, flipped = draws(keys, ids, settings.crop, settings.flip)
     x = torch.arange(width, device=images.device)

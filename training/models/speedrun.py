@@ -8,6 +8,7 @@ filters that begin as the identity, and logits divided by the last width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from training.models.whitening import whitening_filters
 
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
 class _Norm(nn.BatchNorm2d):

@@ -63,3 +63,6 @@ def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, epoch: float) -> N
         else:
             schedule = own.get("schedule", optim.schedule)
             group["lr"] = own.get("lr", optim.lr) * piecewise_linear(schedule, epoch / optim.schedule_scale)
+    rates = getattr(optimizer, "rates", None)
+    if rates is not None:
+        rates.copy_(torch.tensor([group["lr"] for group in optimizer.param_groups]), non_blocking=True)

@@ -60,7 +60,7 @@ class Muon(RatedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None]
+            params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
             filters, others = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]
             if filters:
                 self._filters(filters, group, self.rate(number), group["taken"] % self.normalise_every == 0)
@@ -69,7 +69,7 @@ class Muon(RatedOptimizer):
             group["taken"] += 1
         return loss
 
-    def _momentum(self, params: list[nn.Parameter], grads: list[torch.Tensor], momentum: float) -> list[torch.Tensor]:
+    def _momentum(self, params: list[torch.Tensor], grads: list[torch.Tensor], momentum: float) -> Any:
         """g + m·v with v ← m·v + g."""
         for p in params:
             if not self.state[p]:
@@ -80,7 +80,7 @@ class Muon(RatedOptimizer):
         return torch._foreach_add(grads, velocities, alpha=momentum)
 
     def _filters(
-        self, params: list[nn.Parameter], group: dict[str, Any], rate: float | torch.Tensor, normalise: bool
+        self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor, normalise: bool
     ) -> None:
         ahead = self._momentum(params, [p.grad for p in params], group["momentum"])  # type: ignore[misc]
         if group["weight_decay"]:
@@ -92,11 +92,11 @@ class Muon(RatedOptimizer):
         torch._foreach_mul_(updates, -rate)
         torch._foreach_add_(params, updates)
 
-    def _others(self, params: list[nn.Parameter], group: dict[str, Any], rate: float | torch.Tensor) -> None:
-        grads = [p.grad for p in params]
+    def _others(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
+        grads: Any = [p.grad for p in params]
         if group["weight_decay"]:
             grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
-        ahead = self._momentum(params, grads, group["momentum"])  # type: ignore[arg-type]
+        ahead = self._momentum(params, grads, group["momentum"])
         torch._foreach_mul_(ahead, -rate)
         torch._foreach_add_(params, ahead)
 

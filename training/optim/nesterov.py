@@ -27,14 +27,14 @@ class Nesterov(RatedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None]
+            params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
             for p in params:
                 if not self.state[p]:
                     self.state[p]["velocity"] = torch.zeros_like(p)
             velocities = [self.state[p]["velocity"] for p in params]
-            grads = [p.grad for p in params]
+            grads: Any = [p.grad for p in params]
             if group["weight_decay"]:
                 grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
             grads = torch._foreach_mul(grads, -self.rate(number))

@@ -21,8 +21,5 @@ class RatedOptimizer(Optimizer):
         self.rates = torch.zeros(len(self.param_groups), dtype=torch.float32, device=device)
         return self.rates
 
-    def use_floats(self) -> None:
-        self.rates = None
-
     def rate(self, group: int) -> float | torch.Tensor:
         return self.param_groups[group]["lr"] if self.rates is None else self.rates[group]
