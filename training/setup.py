@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training import checkpoint, models, optim, sync, weights
+from training import checkpoint, memory, models, optim, sync, weights
 from training.capture import CapturedStep, why_not
 from training.clock import StepClock
 from training.config import Config
@@ -91,6 +91,8 @@ def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepare
     """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
     threads = set_threads(world, config.threads, os.environ)
     _deterministic(config)
+    if world.device.type == "cpu":
+        memory.keep_freed()
     run: RunDirectory | None = None
     try:
         with together(world):
