@@ -108,7 +108,7 @@ class CapturedStep(Step):
         self._recorded: dict[tuple[int, int, float], _Recorded] = {}
         self._failed = False
 
-    def __call__(self, batch: Batch, epoch: int, progress: float) -> None:
+    def __call__(self, batch: Batch, epoch: int, when: float) -> None:
         shape = (len(batch.rows), batch.total, batch.weight)
         recorded = self._recorded.get(shape)
         if recorded is None and not self._failed and batch.weight == 1.0:
@@ -116,9 +116,9 @@ class CapturedStep(Step):
             if self._seen[shape] > WARM_UP:
                 recorded = self._try(batch, shape)
         if recorded is None:
-            super().__call__(batch, epoch, progress)
+            super().__call__(batch, epoch, when)
         else:
-            self._replay(recorded, batch, epoch, progress)
+            self._replay(recorded, batch, epoch, when)
 
     def _try(self, batch: Batch, shape: tuple[int, int, float]) -> _Recorded | None:
         """Records on all ranks, or on none. Collective."""
@@ -156,7 +156,8 @@ class CapturedStep(Step):
             self.backward(inputs, self._keys)
             state.sync.finish(StepClock())  # no clock can be read inside a recording
             if looks:
-                self._finite.copy_(torch.isfinite(state.sync.grad_norm()))
+                self.grad_norm = state.sync.grad_norm()
+                self._finite.copy_(torch.isfinite(self.grad_norm))
 
         def both() -> None:
             gradients()
@@ -171,9 +172,9 @@ class CapturedStep(Step):
         """Whether `batch` is rows of images that stay where they are, rather than images of its own."""
         return len(batch.images) > len(batch.rows)
 
-    def _replay(self, recorded: _Recorded, batch: Batch, epoch: int, progress: float) -> None:
+    def _replay(self, recorded: _Recorded, batch: Batch, epoch: int, when: float) -> None:
         state, inputs = self.state, recorded.inputs
-        set_rates(state.optimizer, self.config.optim, progress)
+        set_rates(state.optimizer, self.config.optim, when)
         if epoch != self._epoch:
             self._keys.copy_(torch.tensor(draw_keys(self.config.seed, epoch)))
             self._epoch = epoch
@@ -187,6 +188,6 @@ class CapturedStep(Step):
         if self.config.nonfinite != "ignore":
             if not bool(self._finite):
                 self.restore(self._before)
-                state.sync.zero_grad()
+                state.sync.abandon()
                 raise NonFinite
             recorded.parts[1]()

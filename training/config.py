@@ -44,8 +44,10 @@ class Augment:
 
 @dataclass(kw_only=True, slots=True)
 class Data:
-    source: Literal["digits", "synthetic", "cifar10"] = "digits"
-    """Where the images come from."""
+    source: Literal["digits", "synthetic", "cifar10", "fashion_mnist", "classification"] = "digits"
+    """Where the samples come from."""
+    split: Literal["honest", "exercise"] = "honest"
+    """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
     root: str = field(default="data", metadata=_FREE)
     """Folder of the downloaded data set; the shards are cached below it."""
     shards: str | None = field(default=None, metadata=_FREE)
@@ -64,10 +66,10 @@ class Data:
     """Keep the uint8 images on the device: where they fit in a quarter of its free memory, always, or never."""
     prefetch: int = field(default=2, metadata=_FREE)
     """Batches that the loader prepares ahead when the images are not resident."""
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Mean of each channel, for pixels in 0…1."""
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Standard deviation of each channel, for pixels in 0…1."""
+    mean: list[float] = field(default_factory=lambda: [0.0])
+    """Mean of each channel, or one for all, for pixels in 0…1 or for features as they are."""
+    std: list[float] = field(default_factory=lambda: [1.0])
+    """Standard deviation of each channel, or one for all."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the source itself, e.g. `{n: 4096, size: 32}` for `synthetic`."""
     augment: Augment = field(default_factory=Augment)
@@ -75,8 +77,10 @@ class Data:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_shards", "prefetch")
-        if min(self.std) <= 0:
-            raise ValueError(f"std must be above 0, got {self.std}")
+        if not self.mean or min(self.std, default=0) <= 0:
+            raise ValueError(
+                f"mean and std must hold a number or one a channel, std above 0; got {self.mean}, {self.std}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,13 +97,13 @@ class Loss:
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    name: Literal["nesterov", "sgd", "muon"] = "sgd"
-    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` is torch's; `muon` is Muon
-    for convolution filters and Nesterov SGD for the rest."""
+    name: Literal["nesterov", "sgd", "adam", "muon"] = "sgd"
+    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's;
+    `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
     lr: float = 0.1
     """Learning rate of the weights where the schedule stands at 1."""
     momentum: float = 0.9
-    """Momentum of the velocity."""
+    """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
     weight_decay: float = 0.0
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
     bias_lr_factor: float = 1.0
@@ -107,9 +111,11 @@ class Optim:
     reference_batch_size: int = 0
     """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
     schedule: list[tuple[float, float]] = field(default_factory=list)
-    """Points (epoch, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
+    """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
     schedule_scale: float = 1.0
-    """Stretches the schedule's epochs: 0.2 fits one that is made for 10 epochs into 2."""
+    """Stretches the schedule: 0.2 fits one that is made for 10 epochs into 2."""
+    schedule_unit: Literal["epoch", "step"] = "epoch"
+    """What the points of `schedule` count. In epochs it holds at every batch size; in steps it is what many scripts have."""
     clip: float = 0.0
     """Largest norm of the gradient of the loss; 0: no clipping."""
     groups: dict[str, Any] = field(default_factory=dict)
@@ -143,10 +149,14 @@ class Ema:
 
 @dataclass(kw_only=True, slots=True)
 class Sync:
-    name: Literal["ddp", "flat"] = "ddp"
-    """How gradients are summed over the ranks: torch's DistributedDataParallel, or our one flat buffer."""
+    name: Literal[
+        "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
+    ] = "ddp"
+    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
     bucket_mb: float = 25.0
     """Megabytes (10⁶ bytes) of gradient that travel in one collective, overlapped with the backward pass."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the strategy itself, e.g. `{rank: 2}` for `powersgd`."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:
@@ -157,6 +167,8 @@ class Sync:
 class Evaluate:
     every: int = field(default=1, metadata=_FREE)
     """Epochs between two evaluations; the last epoch is always evaluated."""
+    per_class: bool = field(default=False, metadata=_FREE)
+    """Print the accuracy of each class at the end (summary.json always has it)."""
     batch_size: int = field(default=512, metadata=_FREE)
     """Images a rank evaluates at a time."""
     tta: Literal["none", "flip", "flip_shift"] = "none"
@@ -211,11 +223,38 @@ class Log:
     """`table` for people, `json` (one object a line) for clusters."""
     every: int = field(default=50, metadata=_FREE)
     """Steps between two loss readings (a reading waits for the device)."""
+    score_every: int = field(default=0, metadata=_FREE)
+    """Steps between two lines `step N | train_loss | test_loss | step time`, instead of a line an epoch; 0: the latter."""
     verbose: bool = field(default=False, metadata=_FREE)
     """Let all ranks speak, not only rank 0."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every")
+        _at_least(self, 0, "score_every")
+
+
+@dataclass(kw_only=True, slots=True)
+class Metrics:
+    enabled: bool = field(default=True, metadata=_FREE)
+    """Serve every rank's metrics for Prometheus, and write them to a textfile."""
+    run: str | None = field(default=None, metadata=_FREE)
+    """Label `run` of all metrics; null: the name of the run directory."""
+    port: int | None = field(default=None, metadata=_FREE)
+    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free ports. A taken one is replaced."""
+    address: str | None = field(default=None, metadata=_FREE)
+    """Address to serve on; null: every one, IPv4 and IPv6."""
+    stale_seconds: float = field(default=600.0, metadata=_FREE)
+    """`/healthz` fails when the last step or evaluation batch is older."""
+    textfile_seconds: float = field(default=10.0, metadata=_FREE)
+    """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
+    textfiles: str | None = field(default=None, metadata=_FREE)
+    """Folder of the textfiles, e.g. the node exporter's; null: `metrics` in the run directory."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "textfile_seconds")
+        _at_least(self, 1, "stale_seconds")
+        if self.port is not None and not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0 … 65535, got {self.port}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,6 +291,8 @@ class Config:
     """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
+    check_closeness: int = field(default=0, metadata=_FREE)
+    """Steps between two checks that all ranks hold the same parameters; a difference ends the run and is named. 0: never."""
     deterministic: bool = False
     """Only deterministic kernels; an operation that has none is an error."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=_FREE)
@@ -278,10 +319,12 @@ class Config:
     """How the run ends early."""
     log: Log = field(default_factory=Log)
     """What the person sees."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """What Prometheus sees."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "epochs", "accumulate")
-        _at_least(self, 0, "threads", "seed")
+        _at_least(self, 0, "threads", "seed", "check_closeness")
         _at_least(self, 1, "collective_timeout")
         if self.collective_timeout > 1e6:
             raise ValueError(f"collective_timeout must be at most 1e6 seconds, got {self.collective_timeout}")

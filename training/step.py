@@ -59,6 +59,8 @@ class Step:
 
     def __init__(self, config: Config, state: TrainState, network: nn.Module, multiple: int) -> None:
         self.config, self.state, self.network, self.multiple = config, state, network, multiple
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the last step's gradient before clipping, on the device; None where nobody asked for it."""
 
     @torch.no_grad()
     def restore(self, kept: list[torch.Tensor]) -> None:
@@ -66,30 +68,32 @@ class Step:
         for tensor, before in zip(self.statistics(), kept):
             tensor.copy_(before)
 
-    def __call__(self, batch: Batch, epoch: int, progress: float) -> None:
+    def __call__(self, batch: Batch, epoch: int, when: float) -> None:
         """Trains one batch. Raises `NonFinite`, on all ranks at once, before any weight is changed.
 
         Args:
-            progress: epochs that are done after this step, for the learning rate.
+            when: where the learning rate's schedule stands: the epochs (or steps) that are done after this step.
         """
         state, looks = self.state, self.config.nonfinite != "ignore"
         # A forward pass that diverges leaves NaN in the batch statistics and the loss, before anyone can look.
         before = [tensor.clone() for tensor in self.statistics()] if looks else []
         state.sync.zero_grad()
+        set_rates(state.optimizer, self.config.optim, when)  # before backward, within which a strategy may step
         self.backward(batch, draw_keys(self.config.seed, epoch))
         state.sync.finish(state.clock)
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
-        if looks and not bool(torch.isfinite(state.sync.grad_norm())):
-            state.sync.zero_grad()
-            self.restore(before)
-            raise NonFinite
-        set_rates(state.optimizer, self.config.optim, progress)
+        if looks:
+            norm = self.grad_norm = state.sync.grad_norm()
+            if not bool(torch.isfinite(norm)):
+                state.sync.abandon()
+                self.restore(before)
+                raise NonFinite
         self.update()
 
     def update(self) -> None:
         """Clips the gradients and moves the weights."""
         if self.config.optim.clip:
-            self.state.sync.clip(self.config.optim.clip)
+            self.grad_norm = self.state.sync.clip(self.config.optim.clip)
         self.state.optimizer.step()
 
     def statistics(self) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Augmentation on the device, keyed by (seed, epoch, sample id): no generator, nothing to save, any world size.
 
-Images stay uint8 [n, h, w, 3] until here. Crop, reflection and flip are one gather: the row and column of every output
-pixel are computed and looked up, so no padded copy is made.
+Images stay uint8 [n, h, w, c] until here; feature vectors are only normalised. Crop, reflection and flip are one gather:
+the row and column of every output pixel are computed and looked up, so no padded copy is made.
 
 The keys of an epoch are whole numbers from the host, or a tensor on the device where a recorded step must read them anew.
 """
@@ -14,10 +14,28 @@ from typing import TypeAlias
 
 import torch
 
-from training.config import Augment, Data
+from training.config import Augment, Config, Data
+from training.contract import UserError
 from training.data.order import key, mix
 
 Keys: TypeAlias = Sequence[int] | torch.Tensor
+
+
+def check_settings(config: Config, shape: tuple[int, ...]) -> None:
+    """Raises `UserError` where the settings do not fit samples of this shape, (h, w, c) or (features,)."""
+    data, allowed = config.data, (1, shape[-1])
+    for name, values in (("mean", data.mean), ("std", data.std)):
+        if len(values) not in allowed:
+            what = f"images have {shape[-1]} channels" if len(shape) == 3 else f"samples have {shape[-1]} features"
+            raise UserError(f"data.{name} has {len(values)} numbers, but the {what}: give one for each, or one for all")
+    if len(shape) == 3:
+        return
+    augment = data.augment
+    if augment.crop or augment.flip != "none" or augment.cutout or config.evaluate.tta != "none":
+        raise UserError(
+            f"{data.source} has feature vectors, which cannot be cropped, flipped or cut out: "
+            "set crop=0 flip=none cutout=0 tta=none"
+        )
 
 
 def draw_keys(seed: int, epoch: int) -> list[int]:
@@ -43,32 +61,36 @@ def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Te
 
 
 def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    """uint8 [b, h, w, c] → [b, c, h, w] of `dtype`, by the config's mean and std."""
-    mean, scale = _constants(data.mean, data.std, dtype, pixels.device)
+    """By the config's mean and std: uint8 images [b, h, w, c] → [b, c, h, w] of `dtype`, or vectors [b, f] → [b, f]."""
+    unit = 1 if pixels.ndim == 2 else 255
+    mean, scale = _constants(tuple(data.mean), tuple(data.std), unit, dtype, pixels.device)
+    if pixels.ndim == 2:
+        return (pixels.to(dtype) - mean) * scale
     images = pixels.permute(0, 3, 1, 2).to(dtype)
     if not channels_last:
         images = images.contiguous()
-    return images.sub_(mean).mul_(scale)
+    return images.sub_(mean.view(1, -1, 1, 1)).mul_(scale.view(1, -1, 1, 1))
 
 
 @functools.lru_cache(maxsize=8)  # a copy from the host in every step would cost a launch, and cannot be recorded
 def _constants(
-    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+    mean: tuple[float, ...], std: tuple[float, ...], unit: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, 1 / std) for pixels in 0…255, each [1, c, 1, 1]."""
-    shift = torch.tensor(mean, dtype=dtype, device=device) * 255
-    scale = 1 / (torch.tensor(std, dtype=dtype, device=device) * 255)
-    return shift.view(1, -1, 1, 1), scale.view(1, -1, 1, 1)
+    """(mean, 1 / std) for values in 0…unit, each [c]."""
+    return (
+        torch.tensor(mean, dtype=dtype, device=device) * unit,
+        1 / (torch.tensor(std, dtype=dtype, device=device) * unit),
+    )
 
 
 def augment(
     images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, data: Data, keys: Keys,
     dtype: torch.dtype = torch.float32, channels_last: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The augmented, normalised batch [b, c, h, w].
+    """The augmented, normalised batch [b, c, h, w], or [b, f] of feature vectors.
 
     Args:
-        images: uint8 [m, h, w, c] on the device, of which the batch is `images[rows]`.
+        images: uint8 [m, h, w, c] (or float32 [m, f]) on the device, of which the batch is `images[rows]`.
         rows: int64 [b], where in `images` the samples lie.
         ids: int64 [b], the samples' global ids, which the draws are keyed by.
         keys: `draw_keys` of the epoch, as they are or as int64 on the device.

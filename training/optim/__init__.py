@@ -45,24 +45,26 @@ def build(
         return Nesterov(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "muon":
         return Muon(groups, lr=optim.lr, momentum=optim.momentum, normalise_every=optim.normalise_every)
+    if optim.name == "adam":
+        return torch.optim.Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
 
 
-def learning_rate(optim: Optim, epoch: float) -> float:
-    """The rate of the weights at `epoch`, a fraction within an epoch counted."""
-    return optim.lr * piecewise_linear(optim.schedule, epoch / optim.schedule_scale)
+def learning_rate(optim: Optim, when: float) -> float:
+    """The rate of the weights where the schedule stands at `when`, in its own unit; a part of an epoch counts."""
+    return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
 
 
-def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, epoch: float) -> None:
-    """Sets each group's rate for the step that ends at `epoch`."""
-    lr = learning_rate(optim, epoch)
+def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> None:
+    """Sets each group's rate for the step after which the schedule stands at `when`."""
+    lr = learning_rate(optim, when)
     for group in optimizer.param_groups:
         own = optim.groups.get(group.get("part", ""))
         if own is None:
             group["lr"] = lr * group["lr_factor"]
         else:
             schedule = own.get("schedule", optim.schedule)
-            group["lr"] = own.get("lr", optim.lr) * piecewise_linear(schedule, epoch / optim.schedule_scale)
+            group["lr"] = own.get("lr", optim.lr) * piecewise_linear(schedule, when / optim.schedule_scale)
     rates = getattr(optimizer, "rates", None)
     if rates is not None:
         rates.copy_(torch.tensor([group["lr"] for group in optimizer.param_groups]), non_blocking=True)
