@@ -44,6 +44,9 @@ def test_the_lines_are_the_same_after_a_resume_and_at_two_ranks(data_root: Path,
         "precision=float64",
     ]
     words += ["checkpoint.every_steps=8", "global_batch_size=64", "threads=1"]
+    words += [
+        "data.std=[100]"
+    ]  # as they come the features saturate every tanh, and rounding errors grow a thousandfold a step
     whole = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "whole")).output)
     assert list(whole) == [1, 5, 10, 15, 20, 25, 30]
     first = _table(training(*words, "epochs=1", "--run-dir", str(tmp_path / "parts")).output)
