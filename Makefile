@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-k8s test-faults test-faults-long lint bench clean
+.PHONY: help setup train test test-exercises test-k8s test-faults test-faults-long lint bench clean
 .PHONY: submit-k8s render-k8s install-k8s example-k8s crds
 
 help: ## list the targets
@@ -45,6 +45,9 @@ test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 
 test-faults-long: $(READY) ## the same with 50 random scenarios
 	LOCKSTEP_SCENARIOS=50 $(RUN) -m pytest tests/faults
+
+test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
+	$(RUN) -m pytest tests/exercises
 
 submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]
 	@$(VENV)/bin/lockstep submit k8s $(K8S_FLAGS)

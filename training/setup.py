@@ -171,6 +171,13 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
         if not p.complete:
             run.status(None, "running", p.steps_done)
         run.listeners.append(console.on_event)
+    if slices := loader.describe_slices():
+        p.event("slices", slices=slices)
+        for own in slices:
+            console.line(
+                "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
+                "{left_out} left out".format(**own)
+            )
     console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {threads}")
     if source is not None and not p.complete:
         p.event("resumed", step=p.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)

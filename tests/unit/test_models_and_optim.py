@@ -195,7 +195,7 @@ def test_the_exercises_networks() -> None:
         expected = torch.tanh(expected @ weight.T)
     torch.testing.assert_close(mlp(x), expected @ list(mlp.parameters())[-1].T)
     assert models.build("fashion_cnn", {}, 10)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    for size in (6, 7, 32, 33):
+    for size in (8, 9, 32, 33):
         assert models.build("fashion_cnn", {"size": size, "in_channels": 3}, 4)(
             torch.zeros(2, 3, size, size)
         ).shape == (2, 4)
@@ -204,7 +204,7 @@ def test_the_exercises_networks() -> None:
         fitted(torch.zeros(2, 3, 4, 4)).shape == (2, 3)
         and models.build("resnet9", {"width": 2}, 3, (8, 8, 1)).stem[0].in_channels == 1
     )
-    for name, options in (("mlp", {"hidden": [0]}), ("fashion_cnn", {"size": 5}), ("fashion_cnn", {"dropout": 1})):
+    for name, options in (("mlp", {"hidden": [0]}), ("fashion_cnn", {"size": 7}), ("fashion_cnn", {"dropout": 1})):
         with pytest.raises(UserError, match="refuses its options"):
             models.build(name, options, 10)
 
