@@ -133,6 +133,8 @@ class Run:
         for piece, (a, b) in enumerate(zip(cuts, cuts[1:])):
             with contextlib.nullcontext() if piece == pieces - 1 else self.sync.accumulate():
                 loss = F.cross_entropy(self.network(x[a:b]), y[a:b], reduction="sum")
+                if pieces == 1 and number % 2:
+                    self.sync.zero_grad()  # many loops do it here
                 (loss * (self.sync.loss_scale / BATCH)).backward()
         self.sync.finish(self.state.clock)
         if clip:
