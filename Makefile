@@ -17,7 +17,8 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-exercises test-k8s test-faults test-faults-long lint bench clean
+.PHONY: help setup train test lint bench clean
+.PHONY: test-exercises test-sync test-k8s test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s crds
 
 help: ## list the targets
@@ -36,6 +37,9 @@ train: $(READY) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes,
 
 test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root
 	$(RUN) -m pytest tests/unit tests/dist tests/jobs
+
+test-sync: $(READY) ## gradient sync under mpiexec (Open MPI), torchrun and mp.spawn, the examples, and kills of every strategy
+	$(RUN) -m pytest tests/sync
 
 test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
 	$(RUN) -m pytest tests/kubernetes
