@@ -5,11 +5,14 @@ RECIPE ?= smoke
 RANKS ?= auto
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
+SWEEP ?=
 JOB ?= job.yaml
 CRDS := https://raw.githubusercontent.com/kubeflow
 
 # What the command line says wins over the job file.
 given = $(if $(filter command environment,$(origin $(1))),$(2) $($(1)))
+SLURM_FLAGS = $(JOB) $(call given,RECIPE,--recipe) $(call given,NODES,--nodes) $(call given,GPUS,--gpus) \
+  $(call given,NAME,--name) $(call given,PROFILE,--profile) $(addprefix --set ,$(SET)) $(addprefix --sweep ,$(SWEEP))
 K8S_FLAGS = $(JOB) $(call given,RECIPE,--recipe) $(call given,NODES,--nodes) $(call given,GPUS,--gpus) \
   $(call given,IMAGE,--image) $(call given,NAMESPACE,--namespace) $(call given,NAME,--name) $(addprefix --set ,$(SET))
 
@@ -20,6 +23,7 @@ RUN := $(VENV)/bin/python
 .PHONY: help setup train test lint bench clean
 .PHONY: test-exercises test-sync test-k8s test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s crds
+.PHONY: submit-slurm render-slurm example-slurm test-slurm
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +48,9 @@ test-sync: $(READY) ## gradient sync under mpiexec (Open MPI), torchrun and mp.s
 test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
 	$(RUN) -m pytest tests/kubernetes
 
+test-slurm: $(READY) ## a real SLURM of two nodes on this machine, with and without accounting (root; Debian: slurm-wlm slurmdbd mariadb-server munge)
+	$(RUN) -m pytest tests/slurm
+
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 	$(RUN) -m pytest tests/faults
 
@@ -58,6 +65,18 @@ submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAME
 
 render-k8s: $(READY) ## print what submit-k8s would apply, same variables
 	@$(VENV)/bin/lockstep render k8s $(K8S_FLAGS)
+
+submit-slurm: $(READY) ## submit to SLURM: NODES=2 GPUS=4 [RECIPE= NAME= PROFILE=gpu-cluster SWEEP="lr=0.1,0.2" JOB=job.yaml]
+	@$(VENV)/bin/lockstep submit slurm $(SLURM_FLAGS)
+
+render-slurm: $(READY) ## print the batch script that submit-slurm would send, same variables
+	@$(VENV)/bin/lockstep render slurm $(SLURM_FLAGS)
+
+example-slurm: $(READY) ## write deploy/slurm/example.sbatch and job.schema.json anew
+	LOCKSTEP_HOME=/shared/lockstep $(VENV)/bin/lockstep render slurm job.yaml --profile gpu-cluster --gpus 4 \
+	  --set slurm.python=/shared/venv/bin/python --set run_dir=/shared/runs/smoke \
+	  --set cpus=32 --set memory=256Gi -o deploy/slurm/example.sbatch
+	$(VENV)/bin/lockstep schema > job.schema.json
 
 install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/single-node or overlays/full for more
 	kubectl apply -k deploy/k8s/$(or $(OVERLAY),base)

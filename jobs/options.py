@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jobs.render.manifest import Manifest
     from jobs.spec import JobSpec
 
-Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local or k8s.")]
+Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s or slurm.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
 File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A job file; without one the flags are the job.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value with stable fields.")]
@@ -24,6 +24,13 @@ Recipe = Annotated[str | None, typer.Option(help="A recipe of training.")]
 Image = Annotated[str | None, typer.Option(help="Container image.")]
 Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
 Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
+Profile = Annotated[str | None, typer.Option(help="Cluster profile: a name, or a YAML file (docs/slurm.md).")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep", metavar="NAME=A,B,…", help="One run for each value (slurm: a job array); repeat for a grid."
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,14 +52,19 @@ def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
     return values
 
 
-def build(file: Path | None, values: dict[str, Any]) -> JobSpec:
-    """The spec of a file with `values` in it, or of `values` alone. Raises `UserError`."""
+def build(file: Path | None, values: dict[str, Any], profile: str | None = None) -> JobSpec:
+    """The spec of a file with `values` in it, or of `values` alone; a profile lies below both. Raises `UserError`."""
     from jobs import specfile
     from jobs.spec import JobSpec
 
+    below: dict[str, Any] = {}
+    if profile is not None:
+        from jobs import profiles
+
+        below = profiles.load(profile)
     if file is not None:
-        return JobSpec.load(file, values)
-    plain: dict[str, Any] = {}
+        return specfile.load(file, values, below)
+    plain: dict[str, Any] = below
     for name, value in values.items():
         specfile.place(plain, name, value)
     if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
@@ -60,8 +72,12 @@ def build(file: Path | None, values: dict[str, Any]) -> JobSpec:
     return JobSpec.of(plain, "the flags")
 
 
-def manifests(spec: JobSpec) -> list[Manifest]:
-    """What `submit` would apply to Kubernetes."""
+def manifests(spec: JobSpec, backend: str = "k8s") -> list[Manifest]:
+    """What `submit` would apply to Kubernetes, or send to SLURM."""
+    if backend == "slurm":
+        from jobs import slurm_commands
+
+        return slurm_commands.manifests(spec)
     from jobs.render import kubernetes
 
     return kubernetes(spec)

@@ -52,7 +52,7 @@ class RunDirectory:
             if fresh and path.exists():
                 _move_aside(path)
             path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path / ".lock", timeout=10)
+            lock = filelock.FileLock(path / ".lock", timeout=_patience())
             lock.acquire()
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
@@ -153,6 +153,15 @@ def read_run(path: Path) -> dict[str, Any]:
     if not isinstance(value.get("config"), dict) or not isinstance(batch, int) or not isinstance(data, dict):
         raise UserError(f"{file} is malformed: restore it, or start over in another run directory")
     return {**value, "config": configuration.from_dict(value["config"], str(file))}
+
+
+LOCK_SECONDS = 10.0
+LOCK_SECONDS_AGAIN = 180.0
+"""After a restart: network file systems keep the lock of a node that failed until its lease is over."""
+
+
+def _patience() -> float:
+    return LOCK_SECONDS_AGAIN if os.environ.get(contract.ENV_RESTARTS, "0") != "0" else LOCK_SECONDS
 
 
 def _move_aside(path: Path) -> None:

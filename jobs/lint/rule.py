@@ -53,7 +53,7 @@ class Subject:
 
     @cached_property
     def job(self) -> Manifest:
-        kinds = ("PyTorchJob", "TrainJob")
+        kinds = ("PyTorchJob", "TrainJob", "Slurm")
         return next((item for item in self.objects if item.get("kind") in kinds), {})
 
     @property
@@ -115,6 +115,7 @@ class Rule:
 
 _RULES: dict[str, Rule] = {}
 BOTH = ("PyTorchJob", "TrainJob")
+SLURM = ("Slurm",)
 
 
 def rule(

@@ -1,0 +1,33 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=team
+#SBATCH --begin=now+1hour
+#SBATCH --comment=lockstep:a79a47607cfb043d
+#SBATCH --cpus-per-task=8
+#SBATCH --gres=gpu:a100:4
+#SBATCH --job-name=big
+#SBATCH --mail-user=a@example.org
+#SBATCH --mem=65536M
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/lockstep/slurm/big/submitit/%j_batch.out
+#SBATCH --partition=gpu
+#SBATCH --requeue
+#SBATCH --signal=USR2@90
+#SBATCH --time=120
+#SBATCH --wckey=lockstep
+
+# setup
+# each task: ["run", "bag_of_tricks", "--run-dir", "/shared/runs/big", "--log-format", "json", "--set", "preempt.grace_seconds=60", "data.shards=/shared/shards/cifar10"]
+[ -O /shared/lockstep/slurm/big/submitit ] && [ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" = 700 ] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
+export NCCL_SOCKET_IFNAME=ib0
+export GLOO_SOCKET_IFNAME=ib0
+module load cuda/12.4
+ulimit -l unlimited
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/lockstep/slurm/big/submitit/%j_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 sh -c 'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"' held /shared/venv/bin/python -u -m submitit.core._submit /shared/lockstep/slurm/big/submitit
