@@ -13,11 +13,6 @@ from jobs.terminal import say, show, warn
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 
-def _kubernetes_only(backend: str, what: str) -> None:
-    if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"{what} knows k8s, got {backend!r}")
-
-
 def render(
     backend: Backend,
     file: File = None,
@@ -32,11 +27,10 @@ def render(
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    _kubernetes_only(backend, "render")
     values = options.parse(
         sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **{"k8s.namespace": namespace}
     )
-    objects = options.manifests(options.build(file, values))
+    objects = options.manifests(options.build(file, values), backend, "render")
     if as_json:
         show(objects)
         return
@@ -74,9 +68,8 @@ def lint(
         for row in [] if as_json else rows:
             say(f"{row['id']}  {row['level']:7}  {row['title']}")
         return
-    _kubernetes_only(backend, "lint")
     spec = options.build(file, options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus))
-    found = linter.lint(spec, options.manifests(spec))
+    found = linter.lint(spec, options.manifests(spec, backend, "lint"))
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
@@ -106,10 +99,10 @@ def submit(
     flags = {"k8s.namespace": namespace, "k8s.context": context}
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values)
-    if backend in ("k8s", "kubernetes"):
+    if backend in ("k8s", "kubernetes", "compose"):
         from jobs import lint as linter
 
-        for item in linter.lint(spec, options.manifests(spec)):
+        for item in linter.lint(spec, options.manifests(spec, backend, "submit")):
             if item.level == "warning":
                 warn(str(item))
     from jobs import driver
@@ -167,22 +160,28 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the recipe's shards once onto the data volume, before the job runs."""
-    _kubernetes_only(backend, "prepare")
+    if backend not in ("k8s", "kubernetes", "compose"):
+        raise UserError(f"prepare knows k8s and compose, got {backend!r}")
     flags = {"k8s.namespace": namespace, "k8s.context": context}
     spec = options.build(file, options.parse(sets, image=image, **flags))
-    from jobs.render import preparejob
+    from jobs.render import compose, preparejob
     from jobs.render.manifest import to_yaml
 
-    objects = preparejob.render(spec)
+    objects = [compose.render_prepare(spec)] if backend == "compose" else preparejob.render(spec)
     if dry_run:
         if as_json:
             show(objects)
         else:
             print(to_yaml(objects), end="")
         return
-    from jobs.backends.kubernetes import KubernetesBackend
+    if backend == "compose":
+        from jobs.backends.compose import ComposeBackend
 
-    done = KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
+        done = ComposeBackend().prepare(spec)
+    else:
+        from jobs.backends.kubernetes import KubernetesBackend
+
+        done = KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:

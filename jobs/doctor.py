@@ -43,9 +43,13 @@ class Check:
 
 def run(backend: str, file: Path | None, namespace: str | None, context: str | None) -> list[Check]:
     """All checks for a cluster, and for a job where `file` is given. Raises `UserError`."""
-    if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"doctor knows k8s, got {backend!r}")
     spec = JobSpec.load(file) if file is not None else None
+    if backend == "compose":
+        from jobs import compose_doctor
+
+        return compose_doctor.check(spec)
+    if backend not in ("k8s", "kubernetes"):
+        raise UserError(f"doctor knows k8s and compose, got {backend!r}")
     wanted = namespace or (spec.k8s.namespace if spec else None)
     return check(KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None)), spec)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jobs.render.manifest import Manifest
     from jobs.spec import JobSpec
 
-Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local or k8s.")]
+Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
 File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A job file; without one the flags are the job.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value with stable fields.")]
@@ -60,8 +60,14 @@ def build(file: Path | None, values: dict[str, Any]) -> JobSpec:
     return JobSpec.of(plain, "the flags")
 
 
-def manifests(spec: JobSpec) -> list[Manifest]:
-    """What `submit` would apply to Kubernetes."""
-    from jobs.render import kubernetes
+def manifests(spec: JobSpec, backend: str, command: str) -> list[Manifest]:
+    """What `submit` would hand to the backend. Raises `UserError` where that is no manifest."""
+    if backend in ("k8s", "kubernetes"):
+        from jobs.render import kubernetes
 
-    return kubernetes(spec)
+        return kubernetes(spec)
+    if backend == "compose":
+        from jobs.render import compose
+
+        return [compose.render(spec)]
+    raise UserError(f"{command} knows k8s and compose, got {backend!r}")
