@@ -203,6 +203,30 @@ class Log:
 
 
 @dataclass(kw_only=True, slots=True)
+class Metrics:
+    enabled: bool = field(default=True, metadata=_FREE)
+    """Serve every rank's metrics for Prometheus, and write them to a textfile."""
+    run: str | None = field(default=None, metadata=_FREE)
+    """Label `run` of all metrics; null: the name of the run directory."""
+    port: int | None = field(default=None, metadata=_FREE)
+    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free ports. A taken one is replaced."""
+    address: str | None = field(default=None, metadata=_FREE)
+    """Address to serve on; null: every one, IPv4 and IPv6."""
+    stale_seconds: float = field(default=600.0, metadata=_FREE)
+    """`/healthz` fails when the last step or evaluation batch is older."""
+    textfile_seconds: float = field(default=10.0, metadata=_FREE)
+    """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
+    textfiles: str | None = field(default=None, metadata=_FREE)
+    """Folder of the textfiles, e.g. the node exporter's; null: `metrics` in the run directory."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "textfile_seconds")
+        _at_least(self, 1, "stale_seconds")
+        if self.port is not None and not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0 … 65535, got {self.port}")
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     recipe: str = "custom"
     """Name of the recipe that this config started from."""
@@ -260,6 +284,8 @@ class Config:
     """How the run ends early."""
     log: Log = field(default_factory=Log)
     """What the person sees."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """What Prometheus sees."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "epochs", "accumulate")

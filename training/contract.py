@@ -63,4 +63,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def endpoint_file(run_dir: Path, rank: int) -> Path:
+    """`{host, port, pid}` of a rank's metrics server, for as long as it runs."""
     return run_dir / ENDPOINTS / f"rank-{rank:05d}.json"
+
+
+def textfile(run_dir: Path, rank: int) -> Path:
+    """A rank's metrics in Prometheus' text format: what it served last."""
+    return run_dir / METRICS / f"rank-{rank:05d}.prom"

@@ -18,15 +18,17 @@ import torch
 from torch import nn
 
 from training import checkpoint, models, optim, sync, weights
-from training.clock import StepClock
+from training.clock import step_clock
 from training.config import Config
 from training.console import Console
-from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
+from training.contract import EXIT_FAILED, EXIT_USAGE, VERSION, UserError
 from training.data.augment import augment, normalise
 from training.data.loader import Loader
-from training.data.shards import Manifest, Samples
+from training.data.shards import CorruptShard, Manifest, Samples
 from training.data.shards import prepare as prepare_shards
 from training.exchange import agree, all_gather_trees, broadcast_tree
+from training.exporter import Exporter
+from training.metrics import Metrics
 from training.optim.ema import Ema
 from training.rundir import RunDirectory
 from training.state import Cursor, TrainState, scatter
@@ -47,7 +49,16 @@ class Prepared:
     state: TrainState
     step: Step
     console: Console
+    exporter: Exporter
     global_batch: int
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.exporter.metrics
+
+    @property
+    def steps_planned(self) -> int:
+        return self.config.epochs * self.loader.steps_per_epoch
 
     @property
     def steps_done(self) -> int:
@@ -91,22 +102,34 @@ def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepare
     threads = set_threads(world, config.threads, os.environ)
     _deterministic(config)
     run: RunDirectory | None = None
+    exporter: Exporter | None = None
     try:
         with together(world):
             if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
                 run = RunDirectory.open(run_dir, config, fresh)
-        return _prepare(config, world, run, threads)
+        with together(world):  # only now: a directory that is refused stays untouched
+            exporter = Exporter(config.metrics, world, run_dir, os.environ)
+        return _prepare(config, world, run, exporter, threads)
     except BaseException as error:
+        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        if exporter is not None:
+            note_corrupt_shard(exporter.metrics, error)
+            exporter.close(code)
         if run is not None:
-            code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
             run.status(code, str(error) or type(error).__name__, run.step_before)
             run.close()
         raise
 
 
-def _prepare(config: Config, world: World, run: RunDirectory | None, threads: str) -> Prepared:
+def note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
+    """Counts a damaged shard among the causes of an error that ends the run."""
+    if isinstance(error, CorruptShard) or isinstance(error.__cause__, CorruptShard):
+        metrics.corrupt_file("shard")
+
+
+def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: Exporter, threads: str) -> Prepared:
     with together(world):
-        chosen = _offer(run, world)
+        chosen = _offer(run, world, exporter.metrics)
     with together(world):
         manifest = Manifest.read(prepare_shards(config.data))
     identity = (
@@ -130,7 +153,11 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
         with _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
-    p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
+    p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, exporter, global_batch)
+    p.metrics.describe(
+        recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
+        step=p.steps_done, planned=p.steps_planned, preemptions=state.history.get("preemptions", 0),
+    )  # fmt: skip
     with together(world):
         if run is not None:
             run.describe(config, world, global_batch, p.data, threads)
@@ -152,13 +179,14 @@ def _deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(config.deterministic)
 
 
-def _offer(run: RunDirectory | None, world: World) -> Path | None:
+def _offer(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:
     """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
     if run is None:
         return None
     checkpoint.clean(run.checkpoints)
 
     def warn(message: str) -> None:
+        metrics.corrupt_file("checkpoint")
         run.event("corrupt_checkpoint", message=message)
         print(f"warning: rank {world.rank}: {message}", file=sys.stderr, flush=True)
 
@@ -235,7 +263,7 @@ def _replicate(
     optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
     ema = Ema(model, config.ema.decay, config.ema.every) if config.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-    state = TrainState(world, model, optimizer, strategy, ema, Cursor(), StepClock(), losses, {})
+    state = TrainState(world, model, optimizer, strategy, ema, Cursor(), step_clock(world.device), losses, {})
     model.train()
     return state, Step(config, state, network, loader.multiple)
 

@@ -59,6 +59,8 @@ class Step:
 
     def __init__(self, config: Config, state: TrainState, network: nn.Module, multiple: int) -> None:
         self.config, self.state, self.network, self.multiple = config, state, network, multiple
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the last step's gradient before clipping, on the device; None where nobody asked for it."""
 
     @torch.no_grad()
     def restore(self, kept: list[torch.Tensor]) -> None:
@@ -75,12 +77,14 @@ class Step:
         self.backward(batch, epoch)
         state.sync.finish(state.clock)
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
-        if looks and not bool(torch.isfinite(state.sync.grad_norm())):
-            state.sync.zero_grad()
-            self.restore(before)
-            raise NonFinite
+        if looks:
+            norm = self.grad_norm = state.sync.grad_norm()
+            if not bool(torch.isfinite(norm)):
+                state.sync.zero_grad()
+                self.restore(before)
+                raise NonFinite
         if self.config.optim.clip:
-            state.sync.clip(self.config.optim.clip)
+            self.grad_norm = state.sync.clip(self.config.optim.clip)
         set_lr(state.optimizer, lr)
         state.optimizer.step()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.clock import StepClock
+from training.clock import Mark, StepClock, mark
 from training.sync.base import GradientSync
 from training.world import World
 
@@ -26,7 +25,8 @@ class Ddp(GradientSync):
         trained = [p for p in model.parameters() if p.requires_grad]
         self._step_bytes = sum(p.numel() * p.element_size() for p in trained) if world.size > 1 else 0
         self._missing = self._count = len(trained)
-        self._ready = 0.0
+        self._ready: Mark | None = None
+        self._device = world.device
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._on_grad)
         self.network = DistributedDataParallel(
@@ -56,7 +56,7 @@ class Ddp(GradientSync):
     def _on_grad(self, _: torch.Tensor) -> None:
         self._missing -= 1
         if self._missing == 0:  # DDP waits for the other ranks within backward: note when the own part was done
-            self._ready = time.perf_counter()
+            self._ready = mark(self._device)
 
     def zero_grad(self) -> None:
         self._missing = self._count
