@@ -96,8 +96,9 @@ def _node(spec: JobSpec, index: int) -> Manifest:
         "labels": {JOB: spec.name, HASH: spec.hash(), NODE: str(index), SPEC: _literal(text), **MANAGED},
         "networks": {"default": {"aliases": [ALIAS]}},
         "volumes": _mounts(spec),
+        "working_dir": "/tmp",  # noqa: S108 - the container's own, and the only place that is always writable
+        "tmpfs": ["/tmp:mode=1777"],  # noqa: S108
         "read_only": True,
-        "tmpfs": ["/tmp:mode=1777"],  # noqa: S108 - the container's own, and the only place that is always writable
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "restart": "no",
