@@ -70,7 +70,7 @@ class Smoke:
         while any(node["State"]["Status"] in ("created", "running", "restarting") for node in self.nodes()):
             if time.monotonic() > deadline:
                 raise Failed(f"the nodes have not ended within {self.args.timeout:g} s")
-            time.sleep(0.5)
+            time.sleep(1.5)
         return self.nodes()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
@@ -89,7 +89,11 @@ class Smoke:
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
         own = f"label=com.docker.compose.project={self.project}"
-        for kind, words in {"container": ("ps", "--all"), "volume": ("volume", "ls"), "network": ("network", "ls")}.items():
+        for kind, words in {
+            "container": ("ps", "--all"),
+            "volume": ("volume", "ls"),
+            "network": ("network", "ls"),
+        }.items():
             if left := self.docker(*words, "--quiet", "--filter", own).split():
                 raise Failed(f"{len(left)} {kind}s of {self.project} are still there")
 
@@ -122,7 +126,7 @@ def check(smoke: Smoke) -> list[tuple[str, str, bool]]:
     with tarfile.open(fileobj=io.BytesIO(run)) as archive:
         summary = json.load(archive.extractfile(f"{RECIPE}/summary.json") or io.BytesIO(b"{}"))
         if args.out is not None:
-            archive.extractall(args.out, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(args.out)
+            archive.extractall(args.out, filter="data")
     accuracy = float(summary["accuracy"])
     rows += [
         ("ranks that trained", f"{summary['world_size']} in {args.nodes} containers", summary["world_size"] == world),
@@ -138,7 +142,9 @@ def check(smoke: Smoke) -> list[tuple[str, str, bool]]:
         found = {series["metric"]["rank"]: float(series["value"][1])
                  for series in smoke.query(f"max by (rank) (max_over_time({name}{span}))")}  # fmt: skip
         shown = " ".join(f"{rank}:{value:g}" for rank, value in sorted(found.items(), key=lambda item: int(item[0])))
-        rows.append((f"{name} by rank", shown or "nothing", len(found) == world and all(value > 0 for value in found.values())))
+        rows.append(
+            (f"{name} by rank", shown or "nothing", len(found) == world and all(value > 0 for value in found.values()))
+        )
     rows.append(("seconds from up to the end", f"{took:.1f}", True))
     return rows
 
