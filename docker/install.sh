@@ -7,8 +7,10 @@
 # /run/secrets/ca  certificates of a proxy that opens TLS, where one is given; it is not kept
 # /var/cache/pip   a cache, where one is mounted; else nothing is cached, and so nothing stays in the layer
 set -eu
-[ -n "${PIP_INDEX_URL:-}" ] || unset PIP_INDEX_URL
-[ -n "${PIP_NO_INDEX:-}" ] || unset PIP_NO_INDEX
+# An empty argument is one that was not given; pip would read it as an empty setting.
+for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX PIP_FIND_LINKS PIP_TRUSTED_HOST; do
+    eval "[ -n \"\${$name:-}\" ] || unset $name"
+done
 [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca
 if [ -n "$(ls -A /wheels 2>/dev/null)" ]; then export PIP_FIND_LINKS=/wheels; fi
 if [ -d /var/cache/pip ]; then export PIP_CACHE_DIR=/var/cache/pip; else export PIP_NO_CACHE_DIR=1; fi

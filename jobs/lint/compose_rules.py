@@ -84,7 +84,8 @@ def host_access(subject: Subject) -> Iterator[str]:
         for key in ("network_mode", "pid", "ipc", "userns_mode"):
             if service.get(key) == "host":
                 yield f"{name}: {key}: host opens the host to the job: remove it"
-        for mount in service.get("volumes") or []:
+        mounts = service.get("volumes")
+        for mount in mounts if isinstance(mounts, list) else []:
             source = str(get(mount, "source") or mount)
             if "docker.sock" in source or "containerd.sock" in source:
                 yield f"{name}: {source} gives the job the engine, and with it the host: remove it"
