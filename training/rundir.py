@@ -188,12 +188,12 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The revision of the source tree, or an empty text where there is none."""
+    """The revision of the source tree, or of the image; an empty text where neither is known."""
     try:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
             capture_output=True, text=True, timeout=5, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return os.environ.get(contract.ENV_REVISION, "")
     return found.stdout.strip()
