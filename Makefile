@@ -17,8 +17,8 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-k8s test-faults test-faults-long lint bench clean
-.PHONY: submit-k8s render-k8s install-k8s example-k8s crds
+.PHONY: help setup train test test-k8s test-prometheus test-faults test-faults-long lint bench clean
+.PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster a
 test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
 	$(RUN) -m pytest tests/kubernetes
 
+test-prometheus: $(READY) ## metrics under a real Prometheus, and report.html in a real Chromium
+	$(RUN) -m pytest tests/prometheus tests/report
+
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 	$(RUN) -m pytest tests/faults
 
@@ -58,6 +61,10 @@ install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/sing
 example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema.json anew
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	$(VENV)/bin/lockstep schema > job.schema.json
+
+rules-k8s: $(READY) ## write deploy/observability/kubernetes/rules.yaml anew from prometheus/rules.yaml
+	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \
+	  && mv build.tmp kubernetes/rules.yaml
 
 crds: ## fetch the CRDs that the manifest tests validate against
 	mkdir -p build/crds

@@ -218,6 +218,8 @@ class Metrics:
     """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
     textfiles: str | None = field(default=None, metadata=_FREE)
     """Folder of the textfiles, e.g. the node exporter's; null: `metrics` in the run directory."""
+    file_sd: str | None = field(default=None, metadata=_FREE)
+    """Folder in which each rank names itself to Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "textfile_seconds")

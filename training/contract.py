@@ -18,6 +18,8 @@ EXIT_PREEMPTED = 75
 
 ENV_THREADS = "LOCKSTEP_THREADS"
 ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
+ENV_FILE_SD = "LOCKSTEP_FILE_SD"
+"""Folder that Prometheus watches for targets (`file_sd_configs`), shared by the nodes of a cluster without discovery."""
 ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"

@@ -221,6 +221,17 @@ def test_a_folder_shared_by_runs_holds_their_names(tmp_path: Path) -> None:
     assert 'run="my run"' in (tmp_path / "all" / "my_run-rank-00000.prom").read_text()
 
 
+def test_prometheus_finds_a_rank_through_file_sd_while_it_lives(tmp_path: Path) -> None:
+    folder = tmp_path / "targets"
+    made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {contract.ENV_FILE_SD: str(folder)})
+    where = _endpoint(tmp_path / "run")
+    assert json.loads((folder / "run-rank-00000.json").read_text()) == [
+        {"targets": [f"{where['host']}:{where['port']}"], "labels": {}}
+    ]
+    made.close(0)
+    assert list(folder.iterdir()) == []
+
+
 def test_wrong_words_leave_nothing_behind(tmp_path: Path) -> None:
     made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {})
     assert _endpoint(tmp_path / "run")
