@@ -197,6 +197,12 @@ class Log:
     """Steps between two loss readings (a reading waits for the device)."""
     verbose: bool = field(default=False, metadata=_FREE)
     """Let all ranks speak, not only rank 0."""
+    report: bool = field(default=True, metadata=_FREE)
+    """Write report.html into the run directory at the end of every attempt."""
+    tensorboard: bool = field(default=False, metadata=_FREE)
+    """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
+    wandb: str | None = field(default=None, metadata=_FREE)
+    """Project at Weights & Biases to log to; needs wandb, and its key in the environment (or WANDB_MODE=offline)."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every")
