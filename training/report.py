@@ -38,6 +38,9 @@ _MOMENTS = {
 
 _KEY = "▲ start or restart · ■ checkpoint · ◆ preempted · ✕ failed or corrupt · ✱ NaN or infinite · ● done"
 
+_ANEW = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+         "SLURM_RESTART_COUNT", contract.ENV_RESTARTS, contract.ENV_METRICS_PORT)  # fmt: skip
+"""Variables that are other ones at every start."""
 Rows = list[list[Any]]
 
 
@@ -160,13 +163,14 @@ def _settings(runs: Sequence[RunFiles], names: list[str]) -> str:
 
 def _environment(runs: Sequence[RunFiles], names: list[str]) -> str:
     parts = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
-    return _compared([runfiles.flat({part: run.about.get(part) for part in parts}) for run in runs], names)
+    found = [runfiles.flat({part: run.about.get(part) for part in parts}) for run in runs]
+    return _compared(found, names, frozenset(f"environment.{name}" for name in _ANEW))
 
 
-def _compared(columns: list[dict[str, Any]], names: list[str]) -> str:
-    """Values side by side; rows that differ come first and are marked, in words, too."""
+def _compared(columns: list[dict[str, Any]], names: list[str], expected: frozenset[str] = frozenset()) -> str:
+    """Values side by side; rows that differ come first and are marked, in words, too. Of `expected` ones nobody wonders."""
     keys = list(dict.fromkeys(key for column in columns for key in column))
-    differ = [key for key in keys if len({repr(column.get(key)) for column in columns}) > 1]
+    differ = [key for key in keys if key not in expected and len({repr(column.get(key)) for column in columns}) > 1]
     order = [*differ, *(key for key in keys if key not in differ)]
     rows = [
         [f"{key} (differs)" if key in differ else key, *(_value(column.get(key)) for column in columns)]
@@ -221,7 +225,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> list[dict[str, Any]]:
         speed.append(_line(name, number, _speeds(epochs)))
     return [
         _chart("Loss", "epochs", "mean cross entropy", loss),
-        _chart("Test accuracy", "epochs", "share of the test images, 0 to 1", accuracy),
+        _chart("Test accuracy", "epochs", "accuracy, 0 to 1", accuracy),
         _chart("Throughput", "epochs", "images a second, all ranks", speed, zero=True),
     ]
 

@@ -63,7 +63,7 @@
         font: { family: getComputedStyle(document.body).fontFamily }, interaction: { mode: stack ? "index" : "nearest", axis: stack ? "y" : "xy", intersect: false },
         scales: { x, y },
         plugins: {
-          legend: { position: "bottom", labels: { color: ink, usePointStyle: false, boxWidth: 34, boxHeight: stack ? 12 : 0 } },
+          legend: { position: "bottom", labels: { color: ink, boxWidth: 34, boxHeight: 12, ...(stack ? {} : { usePointStyle: true, pointStyle: "line", pointStyleWidth: 40 }) } },
           tooltip: { callbacks: { afterLabel: (at) => (at.dataset.moments ? at.dataset.moments[at.dataIndex].filter(Boolean) : []) } },
         },
       },
