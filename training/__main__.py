@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--fresh", action="store_true", help="start over; an earlier run is moved aside, not deleted")
     run.add_argument("--verbose", action="store_true", help="let all ranks speak")
     run.add_argument("--deterministic", action="store_true", help="only deterministic kernels")
+    run.add_argument("--check-closeness", metavar="every=N", help="compare the ranks' parameters every N steps")
     run.add_argument("--log-format", choices=("table", "json"))
     run.add_argument("--checkpoint-on-signal", action=argparse.BooleanOptionalAction, help="default: yes")
     run.set_defaults(action=_run)
@@ -86,6 +87,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     assignments = list(args.assignments)
     assignments += ["log.verbose=true"] if args.verbose else []
     assignments += ["deterministic=true"] if args.deterministic else []
+    assignments += [f"check_closeness={args.check_closeness.removeprefix('every=')}"] if args.check_closeness else []
     assignments += [f"log.format={args.log_format}"] if args.log_format else []
     if args.checkpoint_on_signal is not None:
         assignments.append(f"checkpoint.on_signal={str(args.checkpoint_on_signal).lower()}")
@@ -122,7 +124,7 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
     else:
         if args.out.exists():
             raise UserError(f"{args.out} exists already: choose another folder, or remove it")
-        raw = sources.load(data.source, Path(data.root), data.download, data.options)
+        raw = sources.load(data.source, Path(data.root), data.download, data.options, data.split)
         manifest = shards.write(raw, args.out, data.source, data.num_shards)
     files = sum(len(part) for part in manifest.splits.values())
     print(

@@ -40,8 +40,10 @@ class Augment:
 
 @dataclass(kw_only=True, slots=True)
 class Data:
-    source: Literal["digits", "synthetic", "cifar10"] = "digits"
-    """Where the images come from."""
+    source: Literal["digits", "synthetic", "cifar10", "fashion_mnist", "classification"] = "digits"
+    """Where the samples come from."""
+    split: Literal["honest", "exercise"] = "honest"
+    """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
     root: str = field(default="data", metadata=_FREE)
     """Folder of the downloaded data set; the shards are cached below it."""
     shards: str | None = field(default=None, metadata=_FREE)
@@ -60,10 +62,10 @@ class Data:
     """Keep the uint8 images on the device: where they fit in a quarter of its free memory, always, or never."""
     prefetch: int = field(default=2, metadata=_FREE)
     """Batches that the loader prepares ahead when the images are not resident."""
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Mean of each channel, for pixels in 0…1."""
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Standard deviation of each channel, for pixels in 0…1."""
+    mean: list[float] = field(default_factory=lambda: [0.0])
+    """Mean of each channel, or one for all, for pixels in 0…1 or for features as they are."""
+    std: list[float] = field(default_factory=lambda: [1.0])
+    """Standard deviation of each channel, or one for all."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the source itself, e.g. `{n: 4096, size: 32}` for `synthetic`."""
     augment: Augment = field(default_factory=Augment)
@@ -71,8 +73,10 @@ class Data:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_shards", "prefetch")
-        if min(self.std) <= 0:
-            raise ValueError(f"std must be above 0, got {self.std}")
+        if not self.mean or min(self.std, default=0) <= 0:
+            raise ValueError(
+                f"mean and std must hold a number or one a channel, std above 0; got {self.mean}, {self.std}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,12 +93,12 @@ class Loss:
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    name: Literal["nesterov", "sgd"] = "sgd"
-    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` is torch's."""
+    name: Literal["nesterov", "sgd", "adam"] = "sgd"
+    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's."""
     lr: float = 0.1
     """Learning rate of the weights where the schedule stands at 1."""
     momentum: float = 0.9
-    """Momentum of the velocity."""
+    """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
     weight_decay: float = 0.0
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
     bias_lr_factor: float = 1.0
@@ -102,9 +106,11 @@ class Optim:
     reference_batch_size: int = 0
     """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
     schedule: list[tuple[float, float]] = field(default_factory=list)
-    """Points (epoch, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
+    """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
     schedule_scale: float = 1.0
-    """Stretches the schedule's epochs: 0.2 fits one that is made for 10 epochs into 2."""
+    """Stretches the schedule: 0.2 fits one that is made for 10 epochs into 2."""
+    schedule_unit: Literal["epoch", "step"] = "epoch"
+    """What the points of `schedule` count. In epochs it holds at every batch size; in steps it is what many scripts have."""
     clip: float = 0.0
     """Largest norm of the gradient of the loss; 0: no clipping."""
 
@@ -114,7 +120,7 @@ class Optim:
             raise ValueError("bias_lr_factor and schedule_scale must be above 0")
         epochs = [epoch for epoch, _ in self.schedule]
         if any(b <= a for a, b in itertools.pairwise(epochs)):
-            raise ValueError(f"schedule must have rising epochs, got {epochs}")
+            raise ValueError(f"schedule must have rising {self.schedule_unit}s, got {epochs}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,10 +138,14 @@ class Ema:
 
 @dataclass(kw_only=True, slots=True)
 class Sync:
-    name: Literal["ddp", "flat"] = "ddp"
-    """How gradients are summed over the ranks: torch's DistributedDataParallel, or our one flat buffer."""
+    name: Literal[
+        "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
+    ] = "ddp"
+    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
     bucket_mb: float = 25.0
     """Megabytes (10⁶ bytes) of gradient that travel in one collective, overlapped with the backward pass."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the strategy itself, e.g. `{rank: 2}` for `powersgd`."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:
@@ -146,6 +156,8 @@ class Sync:
 class Evaluate:
     every: int = field(default=1, metadata=_FREE)
     """Epochs between two evaluations; the last epoch is always evaluated."""
+    per_class: bool = field(default=False, metadata=_FREE)
+    """Print the accuracy of each class at the end (summary.json always has it)."""
     batch_size: int = field(default=512, metadata=_FREE)
     """Images a rank evaluates at a time."""
     tta: Literal["none", "flip"] = "none"
@@ -195,6 +207,8 @@ class Log:
     """`table` for people, `json` (one object a line) for clusters."""
     every: int = field(default=50, metadata=_FREE)
     """Steps between two loss readings (a reading waits for the device)."""
+    score_every: int = field(default=0, metadata=_FREE)
+    """Steps between two lines `step N | train_loss | test_loss | step time`, instead of a line an epoch; 0: the latter."""
     verbose: bool = field(default=False, metadata=_FREE)
     """Let all ranks speak, not only rank 0."""
     report: bool = field(default=True, metadata=_FREE)
@@ -206,6 +220,7 @@ class Log:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every")
+        _at_least(self, 0, "score_every")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -266,6 +281,8 @@ class Config:
     """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
+    check_closeness: int = field(default=0, metadata=_FREE)
+    """Steps between two checks that all ranks hold the same parameters; a difference ends the run and is named. 0: never."""
     deterministic: bool = False
     """Only deterministic kernels; an operation that has none is an error."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=_FREE)
@@ -297,7 +314,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "epochs", "accumulate")
-        _at_least(self, 0, "threads", "seed")
+        _at_least(self, 0, "threads", "seed", "check_closeness")
         _at_least(self, 1, "collective_timeout")
         if self.collective_timeout > 1e6:
             raise ValueError(f"collective_timeout must be at most 1e6 seconds, got {self.collective_timeout}")

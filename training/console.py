@@ -1,4 +1,4 @@
-"""What the person sees: the table of the bag-of-tricks exercise and a progress bar, or JSON lines for a cluster."""
+"""What the person sees: the exercises' tables (a line an epoch, or every N steps) and a progress bar, or JSON lines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from training.world import World
 
 
 class Console:
-    """Rank 0 speaks; the others only with `log.verbose`. Listens to the events of the run."""
+    """Rank 0 speaks; the others only with `log.verbose`. Listens to the events of the run.
 
-    def __init__(self, log: Log, world: World, epochs: int, steps_per_epoch: int) -> None:
+    `by_step` prints the lines of `log.score_every` in place of the epochs' table.
+    """
+
+    def __init__(self, log: Log, world: World, epochs: int, steps_per_epoch: int, by_step: bool = False) -> None:
         self.log, self.world = log, world
+        self._by_step = by_step
         self.speaks = world.leader or log.verbose
         self._header = False
         self._bar: Progress | None = None
@@ -36,6 +40,12 @@ class Console:
         if self.speaks and self.log.format == "table":
             print(text if self.world.leader else f"[rank {self.world.rank}] {text}", flush=True)
 
+    def per_class(self, accuracies: dict[str, float | None]) -> None:
+        for name, accuracy in accuracies.items():
+            self.line(
+                f"Accuracy of {name:12}: " + ("no test sample" if accuracy is None else f"{100 * accuracy:6.2f} %")
+            )
+
     def warn(self, text: str) -> None:
         """Always on stderr, whatever the format."""
         print(f"warning: rank {self.world.rank}: {text}", file=sys.stderr, flush=True)
@@ -48,7 +58,13 @@ class Console:
         if self.log.format == "json":
             if self.world.leader:
                 print(json.dumps(event, ensure_ascii=False), flush=True)
-        elif event["event"] == "epoch":
+        elif event["event"] == "score":
+            print(
+                f"step {event['step']:5d} | train_loss {event['train_loss']:7.4f} | test_loss {event['test_loss']:7.4f}"
+                f" | step time {1000 * event['step_seconds']:7.2f} ms",
+                flush=True,
+            )
+        elif event["event"] == "epoch" and not self._by_step:
             if not self._header:
                 self._header = True
                 print("epoch    batch    train time [sec]    validation accuracy    train loss    images/s", flush=True)

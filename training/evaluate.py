@@ -26,17 +26,23 @@ class Score:
     count: int
     loss: float
     """Mean cross entropy, without smoothing."""
+    classes: list[tuple[int, int]]
+    """(correct, count) of each class."""
 
     @property
     def accuracy(self) -> float:
         return self.correct / self.count
+
+    def by_class(self, names: list[str]) -> dict[str, float | None]:
+        """The accuracy of each class; None of one that the test split does not have."""
+        return {name: correct / count if count else None for name, (correct, count) in zip(names, self.classes)}
 
 
 class Evaluator:
     """Scores weights on the test split. A rank opens only the files of its contiguous part, and keeps them."""
 
     def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
-        self.config, self.world = config, world
+        self.config, self.world, self.num_classes = config, world, len(manifest.classes)
         count = manifest.count("test")
         low, high = bounds(count, world.rank, world.size)
         self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
@@ -59,7 +65,8 @@ class Evaluator:
             leave: asked before each batch, on every rank the same number of times.
         """
         size, device = self.config.evaluate.batch_size, self.world.device
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        loss = torch.zeros(1, dtype=torch.float64, device=device)
+        correct, count = (torch.zeros(self.num_classes, dtype=torch.float64, device=device) for _ in range(2))
         training = model.training
         model.eval()
         try:
@@ -71,14 +78,17 @@ class Evaluator:
                 if not len(labels):
                     continue
                 logits = self._logits(model, buffers, images)
-                totals[0] += (logits.argmax(1) == labels).sum()
-                totals[1] += len(labels)
-                totals[2] += F.cross_entropy(logits, labels, reduction="sum")
+                hits = (logits.argmax(1) == labels).double()
+                correct.index_add_(0, labels, hits)
+                count.index_add_(0, labels, torch.ones_like(hits))
+                loss += F.cross_entropy(logits, labels, reduction="sum")
         finally:
             model.train(training)
-        totals = totals.cpu()
+        totals = torch.cat([loss, correct, count]).cpu()
         dist.all_reduce(totals)
-        return Score(int(totals[0]), int(totals[1]), float(totals[2] / totals[1]))
+        rights, counts = totals[1:].view(2, -1).long()
+        classes = list(zip(rights.tolist(), counts.tolist()))
+        return Score(int(rights.sum()), int(counts.sum()), float(totals[0] / counts.sum()), classes)
 
     def _logits(self, model: nn.Module, buffers: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
         config = self.config

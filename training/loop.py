@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from training import contract, divergence
 from training.clock import Times
+from training.closeness import ReplicasDiffer
 from training.config import Config
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.data.loader import Batch
@@ -30,6 +31,7 @@ from training.saving import Saver
 from training.setup import Prepared, note_corrupt_shard, prepare, together
 from training.state import averaged_buffers
 from training.step import NonFinite
+from training.watch import watchers
 from training.world import World
 
 
@@ -112,6 +114,7 @@ class _Loop:
         self.reading = Reading(self.state.losses)
         with together(self.world):
             self.evaluator = Evaluator(self.config, self.world, prepared.manifest)
+        self.watchers = watchers(prepared, self._score)
 
     def run(self) -> Ending:
         p, cursor = self.p, self.state.cursor
@@ -126,6 +129,8 @@ class _Loop:
                 if ending is not None:
                     return ending
             return self._finish()
+        except ReplicasDiffer as error:
+            return Ending(EXIT_FAILED, f"the replicas are not the same after step {p.steps_done}: {error}")
         finally:
             try:
                 self.consensus.settle()
@@ -162,6 +167,8 @@ class _Loop:
             self.heartbeat.beat(p.steps_done)
             p.console.step(cursor.epoch, p.steps_done)
             self._measure(batch, lr)
+            for watch in self.watchers:
+                watch()
         return self._end_of_epoch()
 
     def _boundary(self, save_due: bool = False) -> Decision:
@@ -185,16 +192,21 @@ class _Loop:
 
     def _learning_rate(self) -> float:
         optim = self.config.optim
-        epoch = (self.p.steps_done + 1) / self.p.loader.steps_per_epoch
-        return optim.lr * piecewise_linear(optim.schedule, epoch / optim.schedule_scale)
+        step = self.p.steps_done + 1
+        when = step / self.p.loader.steps_per_epoch if optim.schedule_unit == "epoch" else step
+        return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
+
+    def _score(self, leave: Callable[[], bool] = lambda: False) -> Score | None:
+        """The score of the weights that evaluation uses; None where `leave` said so. Collective."""
+        model = self.state.sync.whole(self.state.ema.average if self.state.ema else self.state.model)
+        return self.evaluator.score(model, averaged_buffers(model, self.world), leave)
 
     def _end_of_epoch(self) -> Ending | None:
         state, p = self.state, self.p
         epoch, last = state.cursor.epoch + 1, state.cursor.epoch + 1 >= self.config.epochs
         score: Score | None = None
         if last or epoch % self.config.evaluate.every == 0:
-            model = state.ema.average if state.ema else state.model
-            score = self.evaluator.score(model, averaged_buffers(model, self.world), lambda: self._boundary().stop)
+            score = self._score(lambda: self._boundary().stop)
             if score is None:
                 return self._preempted()
         losses = state.losses.cpu().clone()
@@ -213,7 +225,9 @@ class _Loop:
         best = score is not None and score.accuracy > state.history.get("best_accuracy", -1.0)
         if score:
             p.metrics.accuracy(score.accuracy)
-            state.history.update(accuracy=score.accuracy, test_loss=score.loss)
+            state.history.update(
+                accuracy=score.accuracy, test_loss=score.loss, class_accuracy=score.by_class(p.manifest.classes)
+            )
         if score and best:
             state.history["best_accuracy"] = score.accuracy
         p.event("epoch", **values)
@@ -249,6 +263,8 @@ class _Loop:
         _summarise(p, time.perf_counter() - self.began, self.saver.failures)
         if accuracy is not None:
             p.console.line(f"Final validation accuracy: {accuracy:.4f}")
+        if self.config.evaluate.per_class:
+            p.console.per_class(history.get("class_accuracy", {}))
         if not saved:
             return Ending(
                 EXIT_FAILED, "trained to the end, but the last checkpoint could not be saved (see the warnings)"
@@ -263,7 +279,7 @@ def _summarise(p: Prepared, wall_seconds: float, failures: int) -> None:
     summary = {
         "recipe": config.recipe, "sync": config.sync.name, "world_size": p.world.size, "steps": p.steps_done,
         "epochs": state.cursor.epoch, "train_loss": history.get("train_loss"), "test_loss": history.get("test_loss"),
-        "accuracy": history.get("accuracy"), "best_accuracy": history.get("best_accuracy"),
+        "accuracy": history.get("accuracy"), "class_accuracy": history.get("class_accuracy"), "best_accuracy": history.get("best_accuracy"),
         "images_per_second": p.samples_done / trained, "examples_seen": p.samples_done, "trained_seconds": trained,
         "wall_seconds": wall_seconds, "global_batch_size": p.global_batch, "restarts": p.attempt - 1,
         "preemptions": history.get("preemptions", 0), "checkpoint_failures": failures, "config_hash": config.hash(),

@@ -9,6 +9,7 @@ from training import config as configuration
 from training import models, weights
 from training.config import Config
 from training.contract import UserError
+from training.data.augment import check_settings
 from training.data.shards import Manifest, prepare
 from training.evaluate import Evaluator, Score
 from training.rundir import read_run
@@ -40,9 +41,10 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
     with together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
         manifest = Manifest.read(prepare(config.data))
+        check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:
             raise UserError(f"{manifest.directory} holds other data than {target} was trained on: restore it")
-        model = models.build(config.model, config.model_options, len(manifest.classes))
+        model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
         weights.assign(model, tensors, target)
         model.to(device=world.device, dtype=real_type(config.precision))
         evaluator = Evaluator(config, world, manifest)

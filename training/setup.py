@@ -22,7 +22,7 @@ from training.clock import step_clock
 from training.config import Config
 from training.console import Console
 from training.contract import EXIT_FAILED, EXIT_USAGE, VERSION, UserError
-from training.data.augment import augment, normalise
+from training.data.augment import augment, check_settings, normalise
 from training.data.loader import Loader
 from training.data.shards import CorruptShard, Manifest, Samples
 from training.data.shards import prepare as prepare_shards
@@ -132,6 +132,7 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
         chosen = _offer(run, world, exporter.metrics)
     with together(world):
         manifest = Manifest.read(prepare_shards(config.data))
+        check_settings(config, manifest.shape)
     identity = (
         (run.attempt, run.saved and run.saved["global_batch_size"], run.saved and run.saved["data"]) if run else None
     )
@@ -152,7 +153,7 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
     if source is not None:
         with _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
-    console = Console(config.log, world, config.epochs, loader.steps_per_epoch)
+    console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
     p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, exporter, global_batch)
     p.metrics.describe(
         recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
@@ -222,7 +223,7 @@ def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
     seed = config.seed if config.init == "seed" or world.leader else config.seed + world.rank
     torch.manual_seed(seed)
     random.seed(seed)
-    model = models.build(config.model, config.model_options, len(manifest.classes))
+    model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
     torch.manual_seed(config.seed + world.rank)  # what dropout draws differs by rank
@@ -257,13 +258,15 @@ def _check_same(model: nn.Module, world: World) -> None:
 def _replicate(
     model: nn.Module, config: Config, world: World, loader: Loader, global_batch: int
 ) -> tuple[TrainState, Step]:
-    strategy = sync.build(config.sync)
+    with together(world):
+        strategy = sync.build(config.sync)
+        strategy.check(config, world)
     network = strategy.wrap(model, world, _example(config, loader))
     if config.compile:
         with together(world):
             network = compiled(network, world.device)
     optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
-    ema = Ema(model, config.ema.decay, config.ema.every) if config.ema.decay else None
+    ema = Ema(model, config.ema.decay, config.ema.every, strategy.duplicate()) if config.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
     state = TrainState(world, model, optimizer, strategy, ema, Cursor(), step_clock(world.device), losses, {})
     model.train()

@@ -74,18 +74,18 @@ class Step:
         # A forward pass that diverges leaves NaN in the batch statistics and the loss, before anyone can look.
         before = [tensor.clone() for tensor in self.statistics()] if looks else []
         state.sync.zero_grad()
+        set_lr(state.optimizer, lr)  # before backward, within which a strategy may step
         self.backward(batch, epoch)
         state.sync.finish(state.clock)
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
         if looks:
             norm = self.grad_norm = state.sync.grad_norm()
             if not bool(torch.isfinite(norm)):
-                state.sync.zero_grad()
+                state.sync.abandon()
                 self.restore(before)
                 raise NonFinite
         if self.config.optim.clip:
             self.grad_norm = state.sync.clip(self.config.optim.clip)
-        set_lr(state.optimizer, lr)
         state.optimizer.step()
 
     def statistics(self) -> list[torch.Tensor]:

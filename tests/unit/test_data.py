@@ -13,6 +13,7 @@ from training.contract import UserError
 from training.data import shards, sources
 from training.data.loader import Loader
 from training.data.shards import Manifest, Samples
+from training.data.sources.cifar10 import _read_batch
 from training.world import World
 
 
@@ -138,7 +139,7 @@ def test_a_pickle_that_is_not_official_is_never_opened(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"expected the official .* it is a pickle"):
         sources.load("cifar10", tmp_path, False, {})
     with pytest.raises(UserError, match="which the official files do not"):  # the second lock behind the md5
-        sources._read_batch(bomb)
+        _read_batch(bomb)
     assert not (tmp_path / "bomb-went-off").exists()
 
 

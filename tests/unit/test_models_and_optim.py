@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training import models, optim
+from training import config, models, optim
 from training.config import Config, Optim
 from training.contract import UserError
 from training.models.bag_of_tricks import BagOfTricks, GhostBatchNorm, whitening_filters
@@ -81,6 +81,13 @@ def test_resnet18_stems() -> None:
     assert sum(p.numel() for p in small.parameters()) == 11_173_962
 
 
+def test_resnet9_has_the_known_parameters() -> None:
+    model = models.build("resnet9", {}, 10)
+    assert sum(p.numel() for p in model.parameters()) == 6_575_370
+    assert model(_images(2, torch.float32)).shape == (2, 10)
+    assert models.build("resnet9", {"width": 4, "in_channels": 1}, 3)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -120,6 +127,21 @@ def test_nesterov_follows_its_formula_through_a_change_of_rate() -> None:
         assert torch.equal(w.grad, grad)
 
 
+def test_adam_is_torchs_with_the_decay_in_the_gradient() -> None:
+    config = Config(global_batch_size=8, optim=Optim(name="adam", lr=1e-3, weight_decay=0.1))
+    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = optim.build(ours.parameters(), config, 8)
+    plain = torch.optim.Adam(theirs.parameters(), lr=1e-3, weight_decay=0.1)
+    for step in range(3):
+        for model, stepped in ((ours, optimizer), (theirs, plain)):
+            stepped.zero_grad()
+            model(torch.full((1, 3), step + 1.0)).sum().backward()
+            stepped.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.bias, theirs.bias)
+
+
 def test_groups_biases_and_decay_that_follows_the_batch() -> None:
     config = Config(
         global_batch_size=256,
@@ -157,3 +179,35 @@ def test_ema_is_the_weighted_mean_of_the_past() -> None:
         step = weight if tensor.is_floating_point() else 1
         torch.testing.assert_close(tensor, start[name] + step)
     assert math.isclose(ema.weight, weight)
+
+
+def test_the_exercises_networks() -> None:
+    mlp = models.build("mlp", {}, 32)
+    shapes = [tuple(p.shape) for p in mlp.parameters()]
+    assert shapes == [(256, 1024), (128, 256), (64, 128), (32, 64)]  # four layers, no bias
+    for weight in mlp.parameters():  # kaiming-uniform: bounded by √2 · √(3 / fan in), and reaching for it
+        bound = math.sqrt(6 / weight.shape[1])
+        assert 0.95 * bound < float(weight.detach().abs().max()) <= bound
+    x = torch.randn(3, 1024)
+    expected = x
+    for weight in list(mlp.parameters())[:-1]:
+        expected = torch.tanh(expected @ weight.T)
+    torch.testing.assert_close(mlp(x), expected @ list(mlp.parameters())[-1].T)
+    assert models.build("fashion_cnn", {}, 10)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    for size in (6, 7, 32, 33):
+        assert models.build("fashion_cnn", {"size": size, "in_channels": 3}, 4)(
+            torch.zeros(2, 3, size, size)
+        ).shape == (2, 4)
+    fitted = models.build("mlp", {"hidden": [8]}, 3, (4, 4, 3))
+    assert (
+        fitted(torch.zeros(2, 3, 4, 4)).shape == (2, 3)
+        and models.build("resnet9", {"width": 2}, 3, (8, 8, 1)).stem[0].in_channels == 1
+    )
+    for name, options in (("mlp", {"hidden": [0]}), ("fashion_cnn", {"size": 5}), ("fashion_cnn", {"dropout": 1})):
+        with pytest.raises(UserError, match="refuses its options"):
+            models.build(name, options, 10)
+
+
+def test_a_schedule_in_steps() -> None:
+    points = config.load("mlp").optim.schedule
+    assert [round(piecewise_linear(points, step), 6) for step in (0, 500, 1000, 2000)] == [1.0, 0.65, 0.3, 0.3]

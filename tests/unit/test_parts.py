@@ -162,7 +162,11 @@ FORBIDDEN = {
     "training/data/order.py": ("training.config", "training.world", "torch.distributed"),
     "training/models": ("training.optim", "training.sync", "training.data", "training.loop"),
     "training/optim": ("training.models", "training.sync", "training.data", "training.loop"),
-    "training/sync": ("training.loop", "training.models", "training.data", "training.optim"),
+    "training/sync": (
+        "training.loop", "training.models", "training.optim", "training.step", "training.state",
+        "training.data.loader", "training.data.shards", "training.data.sources", "training.data.augment",
+    ),
+    "training/data/partition.py": ("training.world", "training.config", "torch.distributed"),
 }  # fmt: skip
 
 

@@ -1,15 +1,33 @@
 """Augmentation on the device, keyed by (seed, epoch, sample id): no generator, nothing to save, any world size.
 
-Images stay uint8 [n, h, w, 3] until here. Crop, reflection and flip are one gather: the row and column of every output
-pixel are computed and looked up, so no padded copy is made.
+Images stay uint8 [n, h, w, c] until here; feature vectors are only normalised. Crop, reflection and flip are one gather:
+the row and column of every output pixel are computed and looked up, so no padded copy is made.
 """
 
 from __future__ import annotations
 
 import torch
 
-from training.config import Augment, Data
+from training.config import Augment, Config, Data
+from training.contract import UserError
 from training.data.order import key, mix
+
+
+def check_settings(config: Config, shape: tuple[int, ...]) -> None:
+    """Raises `UserError` where the settings do not fit samples of this shape, (h, w, c) or (features,)."""
+    data, allowed = config.data, (1, shape[-1])
+    for name, values in (("mean", data.mean), ("std", data.std)):
+        if len(values) not in allowed:
+            what = f"images have {shape[-1]} channels" if len(shape) == 3 else f"samples have {shape[-1]} features"
+            raise UserError(f"data.{name} has {len(values)} numbers, but the {what}: give one for each, or one for all")
+    if len(shape) == 3:
+        return
+    augment = data.augment
+    if augment.crop or augment.flip != "none" or augment.cutout or config.evaluate.tta != "none":
+        raise UserError(
+            f"{data.source} has feature vectors, which cannot be cropped, flipped or cut out: "
+            "set crop=0 flip=none cutout=0 tta=none"
+        )
 
 
 def draws(
@@ -29,9 +47,12 @@ def draws(
 
 
 def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    """uint8 [b, h, w, c] → [b, c, h, w] of `dtype`, by the config's mean and std."""
-    mean = torch.tensor(data.mean, dtype=dtype, device=pixels.device) * 255
-    scale = 1 / (torch.tensor(data.std, dtype=dtype, device=pixels.device) * 255)
+    """By the config's mean and std: uint8 images [b, h, w, c] → [b, c, h, w] of `dtype`, or vectors [b, f] → [b, f]."""
+    mean = torch.tensor(data.mean, dtype=dtype, device=pixels.device)
+    std = torch.tensor(data.std, dtype=dtype, device=pixels.device)
+    if pixels.ndim == 2:
+        return (pixels.to(dtype) - mean) / std
+    mean, scale = mean * 255, 1 / (std * 255)
     images = pixels.permute(0, 3, 1, 2).to(dtype)
     if not channels_last:
         images = images.contiguous()
@@ -42,10 +63,10 @@ def augment(
     images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, data: Data, seed: int, epoch: int,
     dtype: torch.dtype = torch.float32, channels_last: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The augmented, normalised batch [b, c, h, w].
+    """The augmented, normalised batch [b, c, h, w], or [b, f] of feature vectors.
 
     Args:
-        images: uint8 [m, h, w, c] on the device, of which the batch is `images[rows]`.
+        images: uint8 [m, h, w, c] (or float32 [m, f]) on the device, of which the batch is `images[rows]`.
         rows: int64 [b], where in `images` the samples lie.
         ids: int64 [b], the samples' global ids, which the draws are keyed by.
     """

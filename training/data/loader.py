@@ -23,7 +23,7 @@ from training.world import World
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A rank's part of one global batch. Its images are `images[rows]`, uint8 [b, h, w, c].
+    """A rank's part of one global batch. Its samples are `images[rows]`: uint8 images or float32 vectors.
 
     `total` is the size of the global batch, the divisor of a mean loss. A rank whose part is empty gets one sample
     with `weight` 0, so that it takes part in every collective and adds nothing.
@@ -158,7 +158,7 @@ class Loader:
 
 
 def fits(samples: Samples, world: World) -> bool:
-    """Whether the uint8 images take at most a quarter of the device's free memory, or of the rank's share of the host's."""
+    """Whether the samples take at most a quarter of the device's free memory, or of the rank's share of the host's."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
     else:

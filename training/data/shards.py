@@ -1,4 +1,6 @@
-"""Shards: safetensors files of images and labels with a manifest of counts and sha256, read by mmap.
+"""Shards: safetensors files of samples and labels with a manifest of counts and sha256, read by mmap.
+
+Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
 directory = prepare(config.data)            # finds them, or makes them once a node under a file lock
 manifest = Manifest.read(directory)
@@ -46,16 +48,21 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder of shards holds. `shape` is (height, width, channels)."""
+    """What a folder of shards holds. `shape` is a sample's: (height, width, channels) of an image, (features,) of a vector."""
 
     directory: Path
     source: str
     classes: list[str]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     splits: dict[str, list[Shard]]
 
     def count(self, split: str) -> int:
         return sum(shard.count for shard in self.splits[split])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type of a sample."""
+        return torch.uint8 if len(self.shape) == 3 else torch.float32
 
     @property
     def checksum(self) -> str:
@@ -85,9 +92,9 @@ class Manifest:
     def _checked(cls, directory: Path, value: Any) -> Manifest:
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r}, expected {_FORMAT}")
-        height, width, channels = value["shape"]
+        shape = tuple(value["shape"])
         classes, source = value["classes"], value["source"]
-        if not all(isinstance(size, int) and 0 < size < 1 << 16 for size in (height, width, channels)):
+        if len(shape) not in (1, 3) or not all(isinstance(size, int) and 0 < size < 1 << 16 for size in shape):
             raise ValueError(f"shape {value['shape']!r}")
         if not isinstance(source, str) or not isinstance(classes, list) or not classes:
             raise ValueError("no source or no classes")
@@ -101,7 +108,7 @@ class Manifest:
                     raise ValueError(f"entry of {shard.file}")
             if not splits[split]:
                 raise ValueError(f"no {split} files")
-        return cls(directory, source, [str(name) for name in classes], (height, width, channels), splits)
+        return cls(directory, source, [str(name) for name in classes], shape, splits)
 
 
 def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Manifest:
@@ -149,8 +156,8 @@ def sha256(path: Path) -> str:
 
 
 def cache_directory(data: Data) -> Path:
-    """Where the shards of a source are cached: one folder for each (source, options, number of shards)."""
-    identity = json.dumps([_FORMAT, data.source, data.options, data.num_shards], sort_keys=True)
+    """Where the shards of a source are cached: one folder for each (source, options, split, number of shards)."""
+    identity = json.dumps([_FORMAT, data.source, data.options, data.split, data.num_shards], sort_keys=True)
     return Path(data.root) / "shards" / f"{data.source}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
@@ -176,7 +183,7 @@ def prepare(data: Data) -> Path:
             for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
                 shutil.rmtree(left, ignore_errors=True)
             if not (directory / MANIFEST).exists():
-                raw = sources.load(data.source, Path(data.root), data.download, data.options)
+                raw = sources.load(data.source, Path(data.root), data.download, data.options, data.split)
                 write(raw, directory, data.source, data.num_shards)
     except filelock.Timeout:
         raise UserError(
@@ -206,7 +213,7 @@ class Samples:
 
     @property
     def num_bytes(self) -> int:
-        return sum(images.numel() for images in self.images)
+        return sum(images.numel() * images.element_size() for images in self.images)
 
     @classmethod
     def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
@@ -223,11 +230,11 @@ class Samples:
         return cls(low, high, starts, images, labels)
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(uint8 images [b, h, w, c], labels [b]) of global ids, gathered on the CPU."""
+        """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
         if len(self.images) == 1:
             rows = ids - self.starts[0]
             return self.images[0][rows], self.labels[0][rows]
-        images = torch.empty((len(ids), *self.images[0].shape[1:]), dtype=torch.uint8)
+        images = torch.empty((len(ids), *self.images[0].shape[1:]), dtype=self.images[0].dtype)
         labels = torch.empty(len(ids), dtype=torch.int64)
         for start, some_images, some_labels in self._files():
             inside = (ids >= start) & (ids < start + len(some_labels))
@@ -259,7 +266,7 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
             images, labels = file.get_tensor("images"), file.get_tensor("labels")
     except (OSError, safetensors.SafetensorError) as error:
         raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None
-    if images.dtype != torch.uint8 or images.shape != (shard.count, *manifest.shape):
+    if images.dtype != manifest.dtype or images.shape != (shard.count, *manifest.shape):
         raise CorruptShard(f"{path} holds {images.dtype} {list(images.shape)}, not what its manifest says: {mend}")
     if labels.dtype != torch.int64 or labels.shape != (shard.count,):
         raise CorruptShard(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 from typing import Any
@@ -20,14 +21,21 @@ from training.contract import UserError
 
 MODELS = {
     "bag_of_tricks": "training.models.bag_of_tricks:BagOfTricks",
+    "fashion_cnn": "training.models.fashion_cnn:FashionCNN",
+    "mlp": "training.models.mlp:MLP",
+    "resnet9": "training.models.resnet9:ResNet9",
     "resnet18": "training.models.resnet18:ResNet18",
 }
 
 
-def build(name: str, options: dict[str, Any], num_classes: int) -> nn.Module:
+def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int, ...] = ()) -> nn.Module:
     """A model of ours by name, or a user's own by `package.module:Class`.
 
-    A class whose constructor has a parameter `num_classes` is given the number of classes of the data.
+    A class whose constructor has a parameter `num_classes`, `in_channels` or `in_features` is given the data's own, unless
+    `options` has it.
+
+    Args:
+        shape: of a sample, (h, w, c) or (features,); where it is empty the class's defaults hold.
 
     Raises:
         UserError: there is no such model, or its constructor has no such option.
@@ -49,8 +57,9 @@ def build(name: str, options: dict[str, Any], num_classes: int) -> nn.Module:
     for option in options:
         if option not in parameters and not free:
             raise UserError(f"model {name} has no option {option!r}{settings.nearest(option, parameters)}")
-    if "num_classes" in parameters:
-        options = {"num_classes": num_classes, **options}
+    known = {"num_classes": num_classes}
+    known |= {"in_channels": shape[-1], "in_features": math.prod(shape)} if shape else {}
+    options = {**{key: value for key, value in known.items() if key in parameters}, **options}
     try:
         model = factory(**options)
     except (TypeError, ValueError) as error:

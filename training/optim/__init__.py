@@ -28,6 +28,8 @@ def build(parameters: Iterable[torch.nn.Parameter], config: Config, global_batch
     groups = [group for group in groups if group["params"]]
     if optim.name == "nesterov":
         return Nesterov(groups, lr=optim.lr, momentum=optim.momentum)
+    if optim.name == "adam":
+        return torch.optim.Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
 
 

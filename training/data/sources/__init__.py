@@ -1,0 +1,48 @@
+"""Where samples come from. A source is one function (root, download, options) → Raw, and one row in `SOURCES`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from training import settings
+from training.contract import UserError
+from training.data.sources.cifar10 import cifar10
+from training.data.sources.fashion_mnist import fashion_mnist
+from training.data.sources.generated import classification, digits, synthetic
+from training.data.sources.raw import Raw
+
+__all__ = ["GENERATED", "SOURCES", "Raw", "load"]
+
+SOURCES: dict[str, Callable[..., Raw]] = {
+    "digits": digits, "synthetic": synthetic, "classification": classification,
+    "cifar10": cifar10, "fashion_mnist": fashion_mnist,
+}  # fmt: skip
+
+GENERATED = frozenset({"digits", "synthetic", "classification"})
+"""Sources that need no folder of their own."""
+
+
+def load(name: str, root: Path, download: bool, options: dict[str, Any], split: str = "honest") -> Raw:
+    """The named source. With `split` "exercise", the first tenth of all its samples is both what trains and what tests.
+
+    Raises `UserError` for an unknown option, and for data that is missing or corrupt.
+    """
+    source = SOURCES[name]
+    known = {
+        parameter.name: parameter
+        for parameter in list(inspect.signature(source).parameters.values())[2:]
+    }  # fmt: skip
+    for option, value in options.items():
+        if option not in known:
+            raise UserError(f"data.options: {name} has no option {option!r}{settings.nearest(option, known)}")
+        expected = type(known[option].default)
+        if not isinstance(value, expected) and not (expected is float and type(value) is int):
+            raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
+    raw = source(root, download, **options)
+    if split == "honest":
+        return raw
+    (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)
+    return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)

@@ -1,0 +1,92 @@
+"""Fashion-MNIST from its official idx files, packed or not (H. Xiao et al., "Fashion-MNIST", 2017)."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from training.contract import UserError
+from training.data.sources.raw import Raw
+from training.data.sources.raw import download as fetch
+
+CLASSES = [
+    "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+]  # fmt: skip
+_FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+_UINT8 = 8
+_LIMIT = 1 << 30
+
+
+def fashion_mnist(root: Path, download: bool) -> Raw:
+    """Images [n, h, w, 1] from the four idx files in `root`, `root/FashionMNIST/raw` or `root/fashion-mnist`.
+
+    Where they are in none of these and `download` allows it, torchvision fetches them. The files hold no code and are
+    read as they are; their sizes, counts and labels are checked.
+    """
+    folders = [root, root / "FashionMNIST" / "raw", root / "fashion-mnist"]
+    folder = next((place for place in folders if _find(place, _FILES["train"][0])), None)
+    if folder is None:
+        if not download:
+            raise UserError(
+                f"no Fashion-MNIST below {root}: expected {_FILES['train'][0]}[.gz] and the other three idx files; "
+                "put them there, or allow the download with data.download=true"
+            )
+        from torchvision.datasets import FashionMNIST
+
+        fetch(FashionMNIST, "Fashion-MNIST", root, "the four idx files")
+        folder = folders[1]
+    return Raw(_split(folder, *_FILES["train"]), _split(folder, *_FILES["test"]), CLASSES)
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _split(folder: Path, image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = read_idx(folder, image_file, 3), read_idx(folder, label_file, 1).astype(np.int64)
+    if len(images) != len(labels) or len(labels) == 0:
+        raise UserError(f"{folder}: {image_file} has {len(images)} images, {label_file} has {len(labels)} labels")
+    if labels.max() >= len(CLASSES):
+        raise UserError(f"{folder / label_file} has a label {labels.max()}, expected 0 … {len(CLASSES) - 1}")
+    return images[..., None], labels
+
+
+def read_idx(folder: Path, name: str, dimensions: int) -> np.ndarray:
+    """The uint8 array of an idx file, or of NAME.gz.
+
+    The format: two zero bytes, the element type (8: uint8), the number of dimensions, each size as a big-endian int32,
+    then the elements in row-major order.
+
+    Raises:
+        UserError: the file is missing, cut off, longer than it says, or of another type or number of dimensions.
+    """
+    path = _find(folder, name)
+    if path is None:
+        raise UserError(
+            f"{folder / name}[.gz] is missing: Fashion-MNIST has four idx files, images and labels of both splits"
+        )
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(4 + 4 * dimensions)
+            if head[:4] != bytes([0, 0, _UINT8, dimensions]) or len(head) < 4 + 4 * dimensions:
+                raise UserError(
+                    f"{path} is no idx file of uint8 in {dimensions} dimensions: it is corrupt or another file"
+                )
+            shape = [int(size) for size in np.frombuffer(head, ">i4", offset=4)]
+            size = math.prod(shape)
+            if min(shape) < 0 or size > _LIMIT:
+                raise UserError(f"{path} says it holds {shape} bytes; at most {_LIMIT} are read: it is corrupt")
+            data = file.read(size + 1)  # one more, to see whether it ends there; a packed file cannot fill the memory
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) != size:
+        found = "more" if len(data) > size else len(data)
+        raise UserError(f"{path} has {found} bytes of data, its head says {shape} = {size}: it is cut off or corrupt")
+    return np.frombuffer(data, np.uint8).reshape(shape)
