@@ -21,8 +21,8 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint bench clean
-.PHONY: test-exercises test-sync test-k8s test-faults test-faults-long
-.PHONY: submit-k8s render-k8s install-k8s example-k8s crds
+.PHONY: test-exercises test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
 
@@ -51,6 +51,9 @@ test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emul
 
 test-slurm: $(READY) ## a real SLURM of two nodes on this machine, with and without accounting (root; Debian: slurm-wlm slurmdbd mariadb-server munge)
 	$(RUN) -m pytest tests/slurm
+
+test-prometheus: $(READY) ## metrics under a real Prometheus, and report.html in a real Chromium
+	$(RUN) -m pytest tests/prometheus tests/report
 
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 	$(RUN) -m pytest tests/faults
@@ -85,6 +88,10 @@ install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/sing
 example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema.json anew
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	$(VENV)/bin/lockstep schema > job.schema.json
+
+rules-k8s: $(READY) ## write deploy/observability/kubernetes/rules.yaml anew from prometheus/rules.yaml
+	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \
+	  && mv build.tmp kubernetes/rules.yaml
 
 # Images: docs/containers.md. IMAGE is a name without a tag; the tag is the revision.
 NAME_ := $(or $(IMAGE),lockstep)

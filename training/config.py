@@ -227,6 +227,12 @@ class Log:
     """Steps between two lines `step N | train_loss | test_loss | step time`, instead of a line an epoch; 0: the latter."""
     verbose: bool = field(default=False, metadata=_FREE)
     """Let all ranks speak, not only rank 0."""
+    report: bool = field(default=True, metadata=_FREE)
+    """Write report.html into the run directory at the end of every attempt."""
+    tensorboard: bool = field(default=False, metadata=_FREE)
+    """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
+    wandb: str | None = field(default=None, metadata=_FREE)
+    """Project at Weights & Biases to log to; needs wandb, and its key in the environment (or WANDB_MODE=offline)."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every")
@@ -249,6 +255,8 @@ class Metrics:
     """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
     textfiles: str | None = field(default=None, metadata=_FREE)
     """Folder of the textfiles, e.g. the node exporter's; null: `metrics` in the run directory."""
+    file_sd: str | None = field(default=None, metadata=_FREE)
+    """Folder in which each rank names itself to Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "textfile_seconds")

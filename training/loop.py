@@ -84,7 +84,7 @@ def _train(config: Config, world: World, run_dir: Path, fresh: bool, signals: Si
         prepared.console.close()
         if ending.code != EXIT_DONE and world.leader:
             prepared.console.warn(ending.reason)
-        _leave_together(world)
+        _leave_together(world, lambda: _report(prepared))
         return ending.code
     except BaseException as error:
         prepared.console.close()
@@ -304,8 +304,27 @@ def _say_complete(prepared: Prepared) -> None:
     )
 
 
-def _leave_together(world: World) -> None:
-    """No rank is gone while another still works: the first one out makes launchers end the others."""
+def _report(p: Prepared) -> None:
+    """Rank 0 writes report.html, when the others have written what goes into it. It never costs the run its ending."""
+    if p.run is None or not p.world.leader or not p.config.log.report:
+        return
+    try:
+        from training import report
+
+        report.write([p.run.path], p.run.path / contract.REPORT_FILE)
+    except Exception as error:  # noqa: BLE001
+        p.console.warn(f"no {contract.REPORT_FILE}: {error}")
+
+
+def _leave_together(world: World, last: Callable[[], None]) -> None:
+    """No rank is gone while another still works: the first one out makes launchers end the others.
+
+    Args:
+        last: what is done when every rank has written its files.
+    """
+    if world.size > 1:
+        dist.barrier()
+    last()
     if world.size > 1:
         dist.barrier()
     if world.device.type == "cuda":

@@ -43,6 +43,7 @@ class RunDirectory:
         self.attempt: int = before.get("attempt", 0) + 1
         self.step_before: int = before.get("step", 0)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.at_close: list[Callable[[], None]] = []
 
     @classmethod
     def open(cls, path: Path, config: Config, fresh: bool) -> RunDirectory:
@@ -142,6 +143,8 @@ class RunDirectory:
             print(f"warning: {self.path}: {message}; the run goes on", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        while self.at_close:
+            self.at_close.pop()()
         self._lock.release()
 
 

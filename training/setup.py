@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training import checkpoint, memory, models, optim, sync, weights
+from training import checkpoint, memory, models, optim, sync, trackers, weights
 from training.capture import CapturedStep, why_not
 from training.clock import step_clock
 from training.config import Config
@@ -167,6 +167,8 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
     with together(world):
         if run is not None:
             run.describe(config, world, global_batch, p.data, threads)
+            if world.leader and not p.complete:
+                trackers.attach(config, run, p.steps_done)
     if run is not None:
         if not p.complete:
             run.status(None, "running", p.steps_done)
