@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from jobs.backends.base import Mode
 
 
-def _kubernetes_only(backend: str, what: str) -> None:
-    if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"{what} knows k8s and slurm, got {backend!r}")
-
-
 def _no_sweep(backend: str, sweep: list[str] | None) -> None:
     if sweep and backend != "slurm":
         raise UserError(f"--sweep belongs to slurm, not to {backend}")
@@ -60,16 +55,16 @@ def render(
     values = options.parse(
         sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **{"k8s.namespace": namespace}
     )
+    spec = options.build(file, values, profile)
     objects: object
     if backend == "slurm":
         from jobs import slurm_commands
 
-        text, objects = slurm_commands.script(options.build(file, values, profile), sweep or [])
+        text, objects = slurm_commands.script(spec, sweep or [])
     else:
-        _kubernetes_only(backend, "render")
         from jobs.render.manifest import to_yaml
 
-        objects = options.manifests(options.build(file, values, profile))
+        objects = options.manifests(spec, backend, "render")
         text = to_yaml(objects)
     if as_json:
         show(objects)
@@ -108,9 +103,7 @@ def lint(
         return
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus)
     spec = options.build(file, values, profile)
-    if backend != "slurm":
-        _kubernetes_only(backend, "lint")
-    found = linter.lint(spec, options.manifests(spec, backend))
+    found = linter.lint(spec, options.manifests(spec, backend, "lint"))
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
@@ -143,10 +136,10 @@ def submit(
     flags = {"k8s.namespace": namespace, "k8s.context": context}
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
-    if backend in ("k8s", "kubernetes", "slurm"):
+    if backend != "local":
         from jobs import lint as linter
 
-        for item in linter.lint(spec, options.manifests(spec, backend)):
+        for item in linter.lint(spec, options.manifests(spec, backend, "submit")):
             if item.level == "warning":
                 warn(str(item))
     mode: Mode = "replace" if replace else "new" if new else "attach"
@@ -215,33 +208,14 @@ def prepare(
     """Write the recipe's shards once onto the data volume, before the job runs."""
     flags = {"k8s.namespace": namespace, "k8s.context": context}
     spec = options.build(file, options.parse(sets, image=image, recipe=recipe, name=name, **flags), profile)
-    if backend == "slurm":
-        from jobs.backends.slurm import SlurmBackend
-        from jobs.slurm_commands import prepare_script
-
-        if dry_run:
-            print(prepare_script(spec), end="")
-            return
-        done = SlurmBackend().prepare(spec)
-        if as_json:
-            show({"name": done.name, "created": done.created, "where": done.where})
-        else:
-            say(f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})")
-        return
-    _kubernetes_only(backend, "prepare")
-    from jobs.render import preparejob
-    from jobs.render.manifest import to_yaml
-
-    objects = preparejob.render(spec)
+    text, objects, start = options.preparation(spec, backend)
     if dry_run:
         if as_json:
             show(objects)
         else:
-            print(to_yaml(objects), end="")
+            print(text, end="")
         return
-    from jobs.backends.kubernetes import KubernetesBackend
-
-    done = KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
+    done = start()
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:

@@ -54,8 +54,12 @@ def run(
         from jobs import slurm_doctor
 
         return slurm_doctor.check(spec)
+    if backend == "compose":
+        from jobs import compose_doctor
+
+        return compose_doctor.check(spec)
     if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"doctor knows k8s and slurm, got {backend!r}")
+        raise UserError(f"doctor knows k8s, slurm and compose, got {backend!r}")
     wanted = namespace or (spec.k8s.namespace if spec else None)
     return check(KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None)), spec)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,11 @@ import typer
 from training.contract import UserError
 
 if TYPE_CHECKING:
+    from jobs.backends.base import Submitted
     from jobs.render.manifest import Manifest
     from jobs.spec import JobSpec
 
-Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s or slurm.")]
+Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
 File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A job file; without one the flags are the job.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value with stable fields.")]
@@ -72,12 +74,46 @@ def build(file: Path | None, values: dict[str, Any], profile: str | None = None)
     return JobSpec.of(plain, "the flags")
 
 
-def manifests(spec: JobSpec, backend: str = "k8s") -> list[Manifest]:
-    """What `submit` would apply to Kubernetes, or send to SLURM."""
+def manifests(spec: JobSpec, backend: str, command: str) -> list[Manifest]:
+    """What `submit` would hand to the backend. Raises `UserError` where that is no manifest."""
+    if backend in ("k8s", "kubernetes"):
+        from jobs.render import kubernetes
+
+        return kubernetes(spec)
     if backend == "slurm":
         from jobs import slurm_commands
 
         return slurm_commands.manifests(spec)
-    from jobs.render import kubernetes
+    if backend == "compose":
+        from jobs.render import compose
 
-    return kubernetes(spec)
+        return [compose.render(spec)]
+    raise UserError(f"{command} knows k8s, slurm and compose, got {backend!r}")
+
+
+def preparation(spec: JobSpec, backend: str) -> tuple[str, object, Callable[[], Submitted]]:
+    """What writes the shards before the job: its manifest as text and as plain values, and what submits it."""
+    from jobs.render.manifest import to_yaml
+
+    if backend in ("k8s", "kubernetes"):
+        from jobs.backends.kubernetes import KubernetesBackend
+        from jobs.render import preparejob
+
+        def submit() -> Submitted:
+            return KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
+
+        objects = preparejob.render(spec)
+        return to_yaml(objects), objects, submit
+    if backend == "slurm":
+        from jobs.backends.slurm import SlurmBackend
+        from jobs.slurm_commands import prepare_script
+
+        script = prepare_script(spec)
+        return script, {"script": script}, lambda: SlurmBackend().prepare(spec)
+    if backend == "compose":
+        from jobs.backends.compose import ComposeBackend
+        from jobs.render import compose
+
+        project = [compose.render_prepare(spec)]
+        return to_yaml(project), project, lambda: ComposeBackend().prepare(spec)
+    raise UserError(f"prepare knows k8s, slurm and compose, got {backend!r}")

@@ -119,6 +119,11 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
         sys.exit(2)
     if what == "DELAY":
         time.sleep(3)
+    elif (
+        what == "DRIFT"
+    ):  # this rank's copy goes its own way, as bad memory or a gradient that was not summed would have it
+        with torch.no_grad():
+            model.head.bias[0] += 1e-3
     elif what == "NAN":  # poisons this rank's gradient of one parameter, from here on
         model.head.bias.register_hook(lambda grad: grad * float("nan"))
     elif what == "NANINPUT":  # and here what the batch statistics and the loss are made of

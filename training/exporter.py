@@ -2,6 +2,7 @@
 
     RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711}, for as long as the rank lives
     RUN/metrics/rank-00003.prom     what it would serve, every few seconds and at the end
+    FILE_SD/RUN-rank-00003.json     the same place for Prometheus' file_sd, where a cluster has no discovery of its own
 
 Nothing here may end the training, or hold it up: what fails is said once, on stderr.
 """
@@ -46,9 +47,12 @@ class Exporter:
         self._server: _Server | None = None
         self._endpoint = contract.endpoint_file(run_dir, world.rank)
         self._textfile = contract.textfile(run_dir, world.rank)
-        if settings.textfiles is not None:  # a folder that other runs use, too
-            name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
+        # In a folder that other runs use, too, the name of this one comes first.
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
+        if settings.textfiles is not None:
             self._textfile = Path(settings.textfiles) / f"{name}-{self._textfile.name}"
+        file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
+        self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
         port = base_port(settings, env)
         if self.enabled:
             if world.leader:
@@ -77,8 +81,11 @@ class Exporter:
         if port not in (0, self._server.port):
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
         threading.Thread(target=self._server.run, name="metrics", daemon=True).start()
-        where = {"host": address or socket.gethostname(), "port": self._server.port, "pid": os.getpid()}
-        self._publish(self._endpoint, json.dumps(where).encode() + b"\n")
+        host, port = address or socket.gethostname(), self._server.port
+        self._publish(self._endpoint, json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode() + b"\n")
+        if self._target is not None:
+            target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._publish(self._target, json.dumps([{"targets": [target], "labels": {}}]).encode() + b"\n")
 
     def _write_often(self) -> None:
         while not self._closed.wait(self._settings.textfile_seconds):
@@ -110,6 +117,8 @@ class Exporter:
             if self._begun or self.metrics.found_corrupt:  # wrong words leave nothing behind
                 self._write_textfile()
             with contextlib.suppress(OSError):
+                if self._target is not None:
+                    self._target.unlink(missing_ok=True)
                 self._endpoint.unlink(missing_ok=True)
                 self._endpoint.parent.rmdir()  # the last rank
         if self._server is not None:

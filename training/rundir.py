@@ -43,6 +43,7 @@ class RunDirectory:
         self.attempt: int = before.get("attempt", 0) + 1
         self.step_before: int = before.get("step", 0)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.at_close: list[Callable[[], None]] = []
 
     @classmethod
     def open(cls, path: Path, config: Config, fresh: bool) -> RunDirectory:
@@ -142,6 +143,8 @@ class RunDirectory:
             print(f"warning: {self.path}: {message}; the run goes on", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        while self.at_close:
+            self.at_close.pop()()
         self._lock.release()
 
 
@@ -188,12 +191,12 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The revision of the source tree, or an empty text where there is none."""
+    """The revision of the source tree, or of the image; an empty text where neither is known."""
     try:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
             capture_output=True, text=True, timeout=5, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return os.environ.get(contract.ENV_REVISION, "")
     return found.stdout.strip()

@@ -159,7 +159,7 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
             ["render", "k8s", "--recipe", "smoke", "--set", "overrides.lrr=2"],
             "unknown setting 'lrr'; did you mean 'lr'?",
         ),
-        (["render", "local", "--recipe", "smoke"], "render knows k8s and slurm"),
+        (["render", "local", "--recipe", "smoke"], "render knows k8s, slurm and compose"),
         (["submit", "local", "--recipe", "smoke", "--sweep", "lr=1,2"], "--sweep belongs to slurm, not to local"),
         (["render", "slurm", "--recipe", "smoke", "--profile", "none"], "there is no profile 'none'"),
         (["status", "slurm", "nothing"], "there is no SLURM job nothing"),

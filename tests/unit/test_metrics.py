@@ -15,7 +15,7 @@ import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from tests.processes import free_port
+from tests.processes import ROOT, free_port
 from training import config, contract
 from training.clock import StepClock
 from training.contract import UserError
@@ -71,6 +71,14 @@ def test_every_row_of_the_table_is_a_series_and_nothing_else_is() -> None:
     assert (
         values["training_corrupt_files_total[shard]"] == 1 and values["training_corrupt_files_total[checkpoint]"] == 0
     )
+
+
+def test_the_documentation_has_every_metric_with_its_help() -> None:
+    text = (ROOT / "docs/metrics.md").read_text()
+    for name, row in TABLE.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"| {row.kind} | {row.help} |" in line
+        assert all(label in line for label in row.labels)
 
 
 def test_at_most_100_series_a_rank_and_no_created_ones() -> None:
@@ -219,6 +227,17 @@ def test_a_folder_shared_by_runs_holds_their_names(tmp_path: Path) -> None:
     made.close(2)
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["my_run-rank-00000.prom"]
     assert 'run="my run"' in (tmp_path / "all" / "my_run-rank-00000.prom").read_text()
+
+
+def test_prometheus_finds_a_rank_through_file_sd_while_it_lives(tmp_path: Path) -> None:
+    folder = tmp_path / "targets"
+    made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {contract.ENV_FILE_SD: str(folder)})
+    where = _endpoint(tmp_path / "run")
+    assert json.loads((folder / "run-rank-00000.json").read_text()) == [
+        {"targets": [f"{where['host']}:{where['port']}"], "labels": {}}
+    ]
+    made.close(0)
+    assert list(folder.iterdir()) == []
 
 
 def test_wrong_words_leave_nothing_behind(tmp_path: Path) -> None:
