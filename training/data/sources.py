@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import os
 import pickle  # only behind an official md5 and a closed list of classes, see `_read_batch`
 import socket
 from collections.abc import Callable
@@ -205,4 +206,9 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
         expected = type(known[option].default)
         if not isinstance(value, expected) and not (expected is float and type(value) is int):
             raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
-    return source(root, download, **options)
+    try:
+        return source(root, download, **options)
+    except PermissionError as error:
+        raise UserError(
+            f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) the right to"
+        ) from None
