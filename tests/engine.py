@@ -20,7 +20,8 @@ import pytest
 
 from tests.processes import ROOT
 
-NAME = "lockstep-test"
+NAME = f"lockstep-test-{os.getpid()}"
+"""Of this session alone: another one on the same engine must not remove its image."""
 SENTINEL = "lockstep-sentinel-that-no-layer-may-hold"
 
 

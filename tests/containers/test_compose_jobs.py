@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from jobs.backends.compose import ComposeBackend
 from jobs.spec import JobSpec
-from tests.engine import Built, docker, inspect, remove_jobs, require
+from tests.engine import NAME, Built, docker, inspect, remove_jobs, require
 from tests.processes import ROOT, poll
 
 pytestmark = pytest.mark.containers
@@ -244,12 +244,14 @@ def cifar10(target: Path, each: int = 400) -> None:
 
 def test_shards_that_prepare_has_staged_are_trained_on(jobs: Jobs, tmp_path: Path) -> None:
     """CIFAR-10 lies on a volume; `lockstep prepare` shards it once, two nodes map the shards read-only."""
-    cifar10(tmp_path)
+    raw = tmp_path / "raw"
+    raw.mkdir(mode=0o755)
+    cifar10(raw)
     volume = f"lockstep-test-data-{jobs.suffix}"
     docker("volume", "create", volume)
     try:
         holder = docker("create", "--volume", f"{volume}:/data", jobs.image).strip()
-        docker("cp", f"{tmp_path}/.", f"{holder}:/data/raw")
+        docker("cp", f"{raw}", f"{holder}:/data/")
         docker("rm", holder)
         job = {
             "name": f"cifar-{jobs.suffix}", "recipe": "bag_of_tricks", "image": jobs.image, "nodes": 2, "ranks_per_node": 2,
@@ -313,9 +315,7 @@ LEFT = {"container": ("ps", "--all"), "volume": ("volume", "ls"), "network": ("n
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", *words, "IMAGE=lockstep-test"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    return subprocess.run(["make", *words, f"IMAGE={NAME}"], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_three_nodes_of_one_rank_and_a_check_that_fails(cpu_image: Built) -> None:

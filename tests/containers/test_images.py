@@ -258,8 +258,11 @@ def test_pushed_by_revision_and_built_upon_by_digest(engine: str, registry: str,
         )  # fmt: skip
         assert digest.rpartition("@")[2] in out
     finally:
-        docker("image", "rm", "--force", *{item for item in docker("images", "--format", "{{.Repository}}@{{.Digest}}").split()
-                                           if item.startswith(name) and "<none>" not in item}, check=False)  # fmt: skip
+        left = docker("images", "--digests", "--format", "{{.ID}}", name).split()
+        references = [
+            item for found in (inspect(*left) if left else []) for item in found["RepoTags"] + found["RepoDigests"]
+        ]
+        docker("image", "rm", *[item for item in references if item.startswith(name)], check=False)
 
 
 def test_an_image_of_ones_own_carries_a_model(cpu_image: Built) -> None:
