@@ -184,7 +184,7 @@ def _imports(path: Path) -> set[str]:
 LEAVES = ("training/world.py", "training/data/order.py", "training/data/shards.py", "training/checkpoint.py")
 FORBIDDEN = {
     "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."),
-    "training/settings.py": ("torch",), "training/config.py": ("torch",),
+    "training/settings.py": ("torch",), "training/config.py": ("torch",), "training/sections.py": ("torch", "training."),
     "training/checkpoint.py": ("torch.distributed", "training.loop", "training.sync", "training.state"),
     "training/data/order.py": ("training.config", "training.world", "torch.distributed"),
     "training/models": ("training.optim", "training.sync", "training.data", "training.loop"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,4 +46,9 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any], split: 
     if split == "honest":
         return raw
     (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)
-    return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)
+    try:
+        return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)
+    except PermissionError as error:
+        raise UserError(
+            f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) the right to"
+        ) from None
