@@ -42,13 +42,13 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any], split: 
         expected = type(known[option].default)
         if not isinstance(value, expected) and not (expected is float and type(value) is int):
             raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
-    raw = source(root, download, **options)
-    if split == "honest":
-        return raw
-    (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)
     try:
-        return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)
+        raw = source(root, download, **options)
     except PermissionError as error:
         raise UserError(
             f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) the right to"
         ) from None
+    if split == "honest":
+        return raw
+    (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)
+    return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)
