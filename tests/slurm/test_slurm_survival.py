@@ -207,12 +207,12 @@ def test_restarts_are_used_up(bench: Bench) -> None:
 
 
 @once
-def test_without_scontrol_the_script_asks(bench: Bench, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container there is no scontrol: rank 0 leaves a note."""
+def test_without_scontrol_the_script_asks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container there is no scontrol: rank 0 leaves a note, and the script has the job started again."""
     _stand_in(bench, monkeypatch, f"PATH={bench.folder}/bin")
     slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
-    job = Training(bench, "inside", slurm=slurm)
-    job.reaches(2)
-    bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
-    job.ends_like(undisturbed)
-    assert job.attempts() == 2 and job.resumed_at() == job.saved_at()
+    program = "import os, shutil, sys; print(shutil.which('scontrol')); sys.exit(75 * (os.environ['LOCKSTEP_RESTARTS'] == '0'))"
+    bench.backend.submit(bench.command("inside", program, max_restarts=1, nodes=2, ranks_per_node=1, slurm=slurm))
+    found = bench.backend.wait("inside", 60)
+    assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found
+    assert list(bench.backend.logs("inside", rank=0)) == ["None", "None"]
