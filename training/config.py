@@ -33,9 +33,13 @@ class Augment:
     """Horizontal flip: `random` draws anew each epoch, `alternating` draws once an image and flips it every other epoch."""
     cutout: int = 0
     """Side in pixels of a square that is set to the mean, at a random place; 0: none."""
+    brightness: float = 0.0
+    """Largest shift of an image's normalised values, up or down, drawn once an image; 0: none."""
+    contrast: float = 0.0
+    """An image's normalised values are scaled by 1 ± up to this, drawn once an image, after the brightness; 0: none."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "crop", "cutout")
+        _at_least(self, 0, "crop", "cutout", "brightness", "contrast")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,8 +97,9 @@ class Loss:
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    name: Literal["nesterov", "sgd", "adam"] = "sgd"
-    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's."""
+    name: Literal["nesterov", "sgd", "adam", "muon"] = "sgd"
+    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's;
+    `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
     lr: float = 0.1
     """Learning rate of the weights where the schedule stands at 1."""
     momentum: float = 0.9
@@ -113,14 +118,20 @@ class Optim:
     """What the points of `schedule` count. In epochs it holds at every batch size; in steps it is what many scripts have."""
     clip: float = 0.0
     """Largest norm of the gradient of the loss; 0: no clipping."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """Parameters with settings of their own, by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
+    may have `lr, momentum, weight_decay, schedule`."""
+    normalise_every: int = 1
+    """Steps between two scalings of the filters to norm √out (`muon` only)."""
 
     def __post_init__(self) -> None:
+        _at_least(self, 1, "normalise_every")
+        for name, own in self.groups.items():
+            _check_group(name, own)
         _at_least(self, 0, "lr", "momentum", "weight_decay", "reference_batch_size", "clip")
         if self.bias_lr_factor <= 0 or self.schedule_scale <= 0:
             raise ValueError("bias_lr_factor and schedule_scale must be above 0")
-        epochs = [epoch for epoch, _ in self.schedule]
-        if any(b <= a for a, b in itertools.pairwise(epochs)):
-            raise ValueError(f"schedule must have rising {self.schedule_unit}s, got {epochs}")
+        _check_schedule("schedule", self.schedule)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,11 +171,16 @@ class Evaluate:
     """Print the accuracy of each class at the end (summary.json always has it)."""
     batch_size: int = field(default=512, metadata=_FREE)
     """Images a rank evaluates at a time."""
-    tta: Literal["none", "flip"] = "none"
-    """Test-time augmentation: `flip` averages the logits of an image and its mirror image."""
+    tta: Literal["none", "flip", "flip_shift"] = "none"
+    """Test-time augmentation: `flip` averages the logits of an image and its mirror image; `flip_shift` does so for the
+    image (weight 1/2) and for it moved by one pixel up and left, and down and right (1/4 each)."""
+    tta_share: float = 1.0
+    """Share of each batch's images, the least confident ones, that test-time augmentation looks at again."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every", "batch_size")
+        if not 0 < self.tta_share <= 1:
+            raise ValueError(f"tta_share must be in (0, 1], got {self.tta_share}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -279,6 +295,8 @@ class Config:
     """Memory format of images and convolutions."""
     compile: bool = False
     """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
+    capture: Literal["never", "auto"] = "never"
+    """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
     check_closeness: int = field(default=0, metadata=_FREE)
@@ -372,6 +390,28 @@ def differences(old: Config, new: Config) -> list[str]:
     """`name: old → new` for each setting that makes `new` another run than `old`."""
     before, after = (settings.flatten(config, "free") for config in (old, new))
     return [f"{name}: {before[name]} → {after[name]}" for name in after if before[name] != after[name]]
+
+
+def _check_group(name: str, own: Any) -> None:
+    known = ("lr", "momentum", "weight_decay", "schedule")
+    if not isinstance(own, dict) or not set(own) <= set(known):
+        raise ValueError(f"groups.{name} must hold some of {', '.join(known)}, got {own!r}")
+    for key, value in own.items():
+        if key != "schedule" and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9
+        ):
+            raise ValueError(f"groups.{name}.{key} must be a number of at least 0, got {value!r}")
+    _check_schedule(f"groups.{name}.schedule", own.get("schedule", []))
+
+
+def _check_schedule(name: str, points: Any) -> None:
+    try:
+        pairs = [(float(epoch), float(factor)) for epoch, factor in points]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must hold points [epoch, factor], got {points!r}") from None
+    epochs = [epoch for epoch, _ in pairs]
+    if any(b <= a for a, b in itertools.pairwise(epochs)):
+        raise ValueError(f"{name} must have rising epochs, got {epochs}")
 
 
 def _at_least(instance: Any, bound: float, *names: str) -> None:

@@ -15,6 +15,8 @@ EXIT_USAGE = 2
 """Wrong usage, config or data. Running it again gives the same error, so nobody may retry it."""
 EXIT_PREEMPTED = 75
 """The state is saved; run the same command again to go on (sysexits.h: EX_TEMPFAIL)."""
+EXIT_TIMED_OUT = 124
+"""The job's time limit is over (as timeout(1) says it)."""
 
 ENV_THREADS = "LOCKSTEP_THREADS"
 ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
@@ -24,6 +26,8 @@ ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m training launch`."""
+ENV_REVISION = "LOCKSTEP_REVISION"
+"""The source's revision, where it was installed without its history (container images)."""
 
 METRICS_PORT = 9470
 """Base port of the metrics servers, plus the local rank. 9400 belongs to dcgm-exporter."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from training import contract, divergence
+from training.capture import capture_stream
 from training.clock import Times
 from training.closeness import ReplicasDiffer
 from training.config import Config
@@ -24,7 +25,7 @@ from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from training.data.loader import Batch
 from training.evaluate import Evaluator, Score
 from training.hang import Heartbeat, is_collective, last_words
-from training.optim.schedules import piecewise_linear
+from training.optim import learning_rate
 from training.preempt import Consensus, Decision, Signals
 from training.reading import Reading
 from training.saving import Saver
@@ -60,6 +61,11 @@ def train(
         UserError: the config, the data or the run directory cannot be used.
     """
     began = time.perf_counter() if began is None else began
+    with capture_stream(config, world.device):
+        return _train(config, world, run_dir, fresh, signals, began)
+
+
+def _train(config: Config, world: World, run_dir: Path, fresh: bool, signals: Signals | None, began: float) -> int:
     prepared = prepare(config, world, run_dir, fresh)
     run = prepared.run
     try:
@@ -150,9 +156,9 @@ class _Loop:
             clock.begin()
             batch = next(batches)
             clock.data_ready()
-            lr = self._learning_rate()
+            when = self._when()
             try:
-                p.step(batch, cursor.epoch, lr)
+                p.step(batch, cursor.epoch, when)
             except NonFinite:
                 reason = f"step {p.steps_done + 1}: {divergence.diagnose(p.step, batch, cursor.epoch)}"
                 p.metrics.nonfinite()
@@ -166,7 +172,7 @@ class _Loop:
             clock.end()
             self.heartbeat.beat(p.steps_done)
             p.console.step(cursor.epoch, p.steps_done)
-            self._measure(batch, lr)
+            self._measure(batch, learning_rate(self.config.optim, when))
             for watch in self.watchers:
                 watch()
         return self._end_of_epoch()
@@ -190,11 +196,10 @@ class _Loop:
                 p.metrics.reading(values["train_loss"], values["grad_norm"])
             p.event("step", **values, **{name: round(value, 6) for name, value in self.times.items()})
 
-    def _learning_rate(self) -> float:
-        optim = self.config.optim
+    def _when(self) -> float:
+        """Where the schedule stands after the next step."""
         step = self.p.steps_done + 1
-        when = step / self.p.loader.steps_per_epoch if optim.schedule_unit == "epoch" else step
-        return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
+        return step / self.p.loader.steps_per_epoch if self.config.optim.schedule_unit == "epoch" else step
 
     def _score(self, leave: Callable[[], bool] = lambda: False) -> Score | None:
         """The score of the weights that evaluation uses; None where `leave` said so. Collective."""

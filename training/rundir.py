@@ -53,7 +53,7 @@ class RunDirectory:
             if fresh and path.exists():
                 _move_aside(path)
             path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path / ".lock", timeout=10)
+            lock = filelock.FileLock(path / ".lock", timeout=_patience())
             lock.acquire()
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
@@ -158,6 +158,15 @@ def read_run(path: Path) -> dict[str, Any]:
     return {**value, "config": configuration.from_dict(value["config"], str(file))}
 
 
+LOCK_SECONDS = 10.0
+LOCK_SECONDS_AGAIN = 180.0
+"""After a restart: network file systems keep the lock of a node that failed until its lease is over."""
+
+
+def _patience() -> float:
+    return LOCK_SECONDS_AGAIN if os.environ.get(contract.ENV_RESTARTS, "0") != "0" else LOCK_SECONDS
+
+
 def _move_aside(path: Path) -> None:
     """Renames a run that nobody is using. Raises `UserError` for a folder that holds something else."""
     if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
@@ -182,12 +191,12 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The revision of the source tree, or an empty text where there is none."""
+    """The revision of the source tree, or of the image; an empty text where neither is known."""
     try:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
             capture_output=True, text=True, timeout=5, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return os.environ.get(contract.ENV_REVISION, "")
     return found.stdout.strip()

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from training import checkpoint, models, optim, sync, trackers, weights
+from training import checkpoint, memory, models, optim, sync, trackers, weights
+from training.capture import CapturedStep, why_not
 from training.clock import step_clock
 from training.config import Config
 from training.console import Console
 from training.contract import EXIT_FAILED, EXIT_USAGE, VERSION, UserError
-from training.data.augment import augment, check_settings, normalise
+from training.data.augment import augment, check_settings, draw_keys, normalise
 from training.data.loader import Loader
 from training.data.shards import CorruptShard, Manifest, Samples
 from training.data.shards import prepare as prepare_shards
@@ -101,6 +102,8 @@ def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepare
     """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
     threads = set_threads(world, config.threads, os.environ)
     _deterministic(config)
+    if world.device.type == "cpu":
+        memory.keep_freed()
     run: RunDirectory | None = None
     exporter: Exporter | None = None
     try:
@@ -154,6 +157,8 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
         with _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
+    if config.capture == "auto":
+        step = _captured(step, console)
     p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, exporter, global_batch)
     p.metrics.describe(
         recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
@@ -168,6 +173,13 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
         if not p.complete:
             run.status(None, "running", p.steps_done)
         run.listeners.append(console.on_event)
+    if slices := loader.describe_slices():
+        p.event("slices", slices=slices)
+        for own in slices:
+            console.line(
+                "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
+                "{left_out} left out".format(**own)
+            )
     console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {threads}")
     if source is not None and not p.complete:
         p.event("resumed", step=p.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
@@ -265,7 +277,7 @@ def _replicate(
     if config.compile:
         with together(world):
             network = compiled(network, world.device)
-    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
+    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch, model))
     ema = Ema(model, config.ema.decay, config.ema.every, strategy.duplicate()) if config.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
     state = TrainState(world, model, optimizer, strategy, ema, Cursor(), step_clock(world.device), losses, {})
@@ -273,8 +285,16 @@ def _replicate(
     return state, Step(config, state, network, loader.multiple)
 
 
-def _optimizer_of(config: Config, global_batch: int) -> Callable[..., torch.optim.Optimizer]:
-    return lambda parameters: optim.build(parameters, config, global_batch)
+def _captured(step: Step, console: Console) -> Step:
+    reason = why_not(step.config, step.state)
+    if reason is None:
+        return CapturedStep(step.config, step.state, step.network, step.multiple, console.warn)
+    console.line(f"Steps run eagerly: {reason}")
+    return step
+
+
+def _optimizer_of(config: Config, global_batch: int, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: optim.build(parameters, config, global_batch, model)
 
 
 def _example(config: Config, loader: Loader) -> torch.Tensor:
@@ -283,7 +303,7 @@ def _example(config: Config, loader: Loader) -> torch.Tensor:
     images = _first_images(loader.samples, max(loader.multiple, 2)).to(loader.world.device)
     rows = torch.arange(len(images), device=images.device)
     kind = real_type(config.precision)
-    return augment(images, rows, first + rows, config.data, config.seed, 0, kind, config.channels_last)
+    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), kind, config.channels_last)
 
 
 @contextlib.contextmanager

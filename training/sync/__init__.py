@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
+from training import settings as typed
 from training.config import Sync
 from training.sync.base import GradientSync
 
@@ -23,7 +24,9 @@ STRATEGIES = {
 """Imported when they are used: torch's sharding takes a second to load."""
 
 
-def build(settings: Sync) -> GradientSync:
-    """The strategy that `settings` name. Raises `UserError` for an option that it does not have."""
+def build(settings: Sync | str) -> GradientSync:
+    """The strategy of that name, or that `settings` describe. Raises `UserError` for a name or an option that is unknown."""
+    if isinstance(settings, str):
+        settings = typed.build(Sync, {"name": settings}, "sync", "sync.")
     module, _, name = STRATEGIES[settings.name].partition(":")
     return cast(type[GradientSync], getattr(importlib.import_module(module), name))(settings)

@@ -82,6 +82,10 @@ class GradientSync(ABC):
         Marks `grad_ready` and `synced`. A parameter that no sample used has a gradient of zero, or none.
         """
 
+    def synchronize(self) -> None:
+        """`finish` for a loop of one's own, which takes no times. Call it between `backward` and `step`."""
+        self.finish(StepClock())
+
     def abandon(self) -> None:
         """The gradients that `finish` brought are not used: forgets them, and what they left in the strategy."""
         self.zero_grad()

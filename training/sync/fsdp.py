@@ -82,6 +82,8 @@ class Fsdp(GradientSync):
         self._plain = copy.deepcopy(model).to("meta")
         self.network = _Gathered(model)
         fully_shard(self.network, mesh=init_device_mesh(world.device.type, (world.size,)))
+        # Between a forward and its backward pass the model has whole parameters in their place.
+        self._sharded = list(model.parameters())
         self._gather_bytes = sum(self._padded_bytes(p) for p in model.parameters())
         self._sum_bytes = sum(self._padded_bytes(p) for p in model.parameters() if p.requires_grad)
         return self.network
@@ -92,6 +94,10 @@ class Fsdp(GradientSync):
             return 0
         rows = -(-parameter.shape[0] // self._world.size) * self._world.size
         return rows * (parameter.numel() // max(parameter.shape[0], 1)) * parameter.element_size()
+
+    def zero_grad(self) -> None:
+        for parameter in self._sharded:
+            parameter.grad = None
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -109,7 +115,7 @@ class Fsdp(GradientSync):
         self.network.passes = 0
 
     def _own_grads(self) -> list[torch.Tensor]:
-        return [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        return [_local(p.grad) for p in self._sharded if p.grad is not None]
 
     def grad_norm(self) -> torch.Tensor:
         return global_norm(self._own_grads(), self._world)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import enum
 import os
 from collections.abc import Iterable
@@ -69,10 +70,11 @@ def init(comm: Any = None, process_sets: Any = None) -> tuple[int, torch.device]
     global _world
     if comm is not None or process_sets is not None:
         raise ValueError("only the ranks of the whole launch are there: leave out comm and process_sets")
-    if _world is None:
+    if _world is None and dist.is_initialized():  # by the script itself
         me = worlds.detect(os.environ)
-        _world = _joined.enter_context(worlds.joined(me))
-        worlds.set_threads(_world, 0, os.environ)
+        _world = dataclasses.replace(me, device=worlds.choose_device(me, "auto"))
+    elif _world is None:
+        _world = _joined.enter_context(worlds.joined())
         atexit.register(shutdown)
     return _world.rank, _world.device
 
