@@ -151,9 +151,10 @@ lint: $(READY) ## ruff, mypy and hadolint
 	$(RUN) -m mypy
 	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
-bench: $(READY) ## time a training step on this machine's CPU against torch's DDP and sgemm, and a checkpoint
+bench: $(READY) ## time a training step on this machine's CPU against torch's DDP and sgemm, a checkpoint, and the metrics
 	$(RUN) benchmarks/cpu_step.py
 	$(RUN) benchmarks/checkpoint.py
+	$(RUN) benchmarks/metrics.py
 
 clean: ## remove caches; runs/, data/ and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

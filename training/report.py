@@ -216,12 +216,18 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> list[dict[str, Any]]:
     loss, accuracy, speed = [], [], []
     for number, (run, name) in enumerate(zip(runs, names)):
         epochs, per_epoch = run.of("epoch"), _steps_per_epoch(run)
-        fine = [[e["step"] / per_epoch, e["train_loss"]] for e in run.of("step")
-                if per_epoch and number_of(e.get("step")) and number_of(e.get("train_loss"))]  # fmt: skip
+        scored = run.of("epoch", "score") if per_epoch else epochs
+
+        def at(event: dict[str, Any], scale: float = per_epoch) -> float | None:
+            """In epochs; log.score_every evaluates within them, too."""
+            step = number_of(event.get("step"))
+            return step / scale if step is not None and scale else number_of(event.get("epoch"))
+
+        fine = [[at(e), e.get("train_loss")] for e in run.of("step")]
         coarse = [[e.get("epoch"), e.get("train_loss")] for e in epochs]
         loss.append(_line(f"{name}, training", number, fine if len(fine) > len(coarse) else coarse))
-        loss.append(_line(f"{name}, test", number, [[e.get("epoch"), e.get("test_loss")] for e in epochs], dashed=True))
-        accuracy.append(_line(name, number, [[e.get("epoch"), e.get("accuracy")] for e in epochs]))
+        loss.append(_line(f"{name}, test", number, [[at(e), e.get("test_loss")] for e in scored], dashed=True))
+        accuracy.append(_line(name, number, [[at(e), e.get("accuracy")] for e in scored]))
         speed.append(_line(name, number, _speeds(epochs)))
     return [
         _chart("Loss", "epochs", "mean cross entropy", loss),

@@ -42,8 +42,8 @@ def attach(config: Config, run: RunDirectory, step: int) -> None:
 
 
 def scalars(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a `step` or `epoch` event by the names they are logged under."""
-    if event["event"] not in ("step", "epoch"):
+    """The numbers of a `step`, `score` or `epoch` event by the names they are logged under."""
+    if event["event"] not in ("step", "score", "epoch"):
         return {}
     return {_NAMES.get(name, name): float(event[name]) for name in _WANTED if isinstance(event.get(name), (int, float))}
 

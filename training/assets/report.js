@@ -37,8 +37,27 @@
       label: item.label, data: item.points.map(([x, y]) => ({ x, y })), borderColor: colour, backgroundColor: item.dashed ? "transparent" : colour,
       borderDash: item.dashed ? [4, 4] : DASHES[item.run % 6], borderWidth: timeline ? 1.5 : 2, tension: 0,
       pointStyle: item.points.map((p) => shape(p)[0]), pointRadius: item.points.map((p) => shape(p)[1]), pointBorderColor: colour, pointBorderWidth: 1.5,
-      moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
+      sample: timeline ? false : SHAPES[item.run % 6], moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
     };
+  }
+
+  // Chart.js draws legend lines solid: these samples have the dash and the point of their lines.
+  function sampled(chart) {
+    return Chart.defaults.plugins.legend.labels.generateLabels(chart).map((label) => {
+      const set = chart.data.datasets[label.datasetIndex];
+      const tile = document.createElement("canvas");
+      [tile.width, tile.height] = [44, 14];
+      const pen = tile.getContext("2d");
+      [pen.strokeStyle, pen.fillStyle, pen.lineWidth] = [set.borderColor, set.backgroundColor, 2];
+      pen.setLineDash(set.borderDash);
+      pen.beginPath();
+      pen.moveTo(1, 7);
+      pen.lineTo(43, 7);
+      pen.stroke();
+      pen.setLineDash([]);
+      if (set.sample) { Chart.helpers.drawPoint(pen, { pointStyle: set.sample, radius: 4, borderWidth: 1.5 }, 22, 7); }
+      return { ...label, pointStyle: tile };
+    });
   }
 
   function settings(chart) {
@@ -63,7 +82,7 @@
         font: { family: getComputedStyle(document.body).fontFamily }, interaction: { mode: stack ? "index" : "nearest", axis: stack ? "y" : "xy", intersect: false },
         scales: { x, y },
         plugins: {
-          legend: { position: "bottom", labels: { color: ink, boxWidth: 34, boxHeight: 12, ...(stack ? {} : { usePointStyle: true, pointStyle: "line", pointStyleWidth: 40 }) } },
+          legend: { position: "bottom", labels: { color: ink, boxWidth: 34, boxHeight: 12, ...(stack ? {} : { usePointStyle: true, pointStyleWidth: 44, generateLabels: sampled }) } },
           tooltip: { callbacks: { afterLabel: (at) => (at.dataset.moments ? at.dataset.moments[at.dataIndex].filter(Boolean) : []) } },
         },
       },

@@ -1,0 +1,119 @@
+"""`lockstep top`: who is called a straggler, what is read, and what is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jobs import top
+from jobs.ranks import Reader, Snapshot, judge
+from tests.processes import PYTHON, Result, run
+from training.contract import UserError
+
+TEXT = """# HELP training_step Steps.
+# TYPE training_step gauge
+training_step{{rank="{rank}",run="x"}} 40
+training_steps_planned{{rank="{rank}",run="x"}} 100
+training_samples_total{{rank="{rank}",run="x"}} 640
+training_step_duration_seconds_bucket{{le="0.1",rank="{rank}",run="x"}} 3
+training_step_duration_seconds_sum{{rank="{rank}",run="x"}} 4
+training_step_duration_seconds_count{{rank="{rank}",run="x"}} 40
+training_data_wait_seconds_sum{{rank="{rank}",run="x"}} {data}
+training_grad_ready_seconds_sum{{rank="{rank}",run="x"}} {compute}
+training_sync_wait_seconds_sum{{rank="{rank}",run="x"}} {sync}
+training_loss{{rank="{rank}",run="x"}} NaN
+training_finished{{rank="{rank}",run="x"}} 0
+"""
+
+
+def _snapshot(rank: int, at: float, steps: int, data: float, compute: float, sync: float) -> Snapshot:
+    """After `steps` steps of 0.1 s, with shares of it."""
+    spent = steps * 0.1
+    return Snapshot(rank, {
+        "step": steps, "samples_total": 16.0 * steps, "step_duration_seconds_count": steps, "attempt": 1,
+        "step_duration_seconds_sum": spent, "data_wait_seconds_sum": data * spent, "grad_ready_seconds_sum": compute * spent,
+        "sync_wait_seconds_sum": sync * spent, "last_step_timestamp_seconds": time.time(),
+    }, at, "live")  # fmt: skip
+
+
+def _judged(*shares: tuple[float, float, float]) -> list[str | None]:
+    """Stragglers by rank; before these 40 steps all ranks had 1000 even ones, which must not blur the picture."""
+    before = {rank: _snapshot(rank, 10.0, 1000, 0.0, 0.6, 0.3) for rank in range(len(shares))}
+    after = {}
+    for rank, (data, compute, sync) in enumerate(shares):
+        first, then = before[rank].values, _snapshot(rank, 14.0, 40, data, compute, sync).values
+        sums = {n: first[n] + then[n] for n in first if n not in ("attempt", "last_step_timestamp_seconds")}
+        after[rank] = Snapshot(rank, {**first, **sums}, 14.0, "live")
+    ranks = judge(before, after)
+    assert [rank.images_per_second for rank in ranks] == pytest.approx([160.0] * len(shares))
+    assert all(abs(rank.step_seconds - 0.1) < 1e-6 for rank in ranks if rank.step_seconds)
+    return [rank.straggler for rank in ranks]
+
+
+def test_the_straggler_waits_least_while_the_others_wait() -> None:
+    assert _judged((0.0, 0.05, 0.94), (0.0, 0.9, 0.08)) == [None, "compute"]
+    assert _judged((0.0, 0.05, 0.94), (0.8, 0.1, 0.08)) == [None, "data"]
+    assert _judged((0, 0.6, 0.35), (0, 0.7, 0.3), (0, 0.96, 0.03), (0, 0.6, 0.4)) == [None, None, "compute", None]
+
+
+def test_nobody_is_one_where_all_wait_alike_or_hardly_at_all_or_alone() -> None:
+    assert _judged((0, 0.5, 0.45), (0, 0.7, 0.25)) == [None, None]
+    assert _judged((0, 0.8, 0.15), (0, 0.95, 0.01)) == [None, None]
+    assert _judged((0, 0.99, 0.0)) == [None]
+
+
+def _run(folder: Path, *ranks: tuple[float, float, float]) -> Path:
+    (folder / "metrics").mkdir(parents=True)
+    (folder / "run.yaml").write_text("config: {}\n")
+    for rank, (data, compute, sync) in enumerate(ranks):
+        text = TEXT.format(rank=rank, data=data, compute=compute, sync=sync)
+        (folder / f"metrics/rank-{rank:05d}.prom").write_text(text)
+    return folder
+
+
+def _top(*words: str) -> Result:
+    return run([PYTHON, "-c", "from jobs.cli import main; main()", "top", *words])
+
+
+def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "run", (0.0, 0.4, 3.5), (0.1, 3.7, 0.1))
+    (folder / "endpoints").mkdir()
+    (folder / "endpoints/rank-00000.json").write_text('{"host": "127.0.0.1", "port": 1, "pid": 1}')
+    (folder / "endpoints/rank-00001.json").write_text("half of it")
+    (folder / "metrics/rank-00002.prom").write_bytes(b"\xff\xfe not text")
+    (folder / "metrics/rank-x.prom").write_text("")
+    done = _top(str(folder), "--json", "--every", "0.2")
+    assert done.code == 0, done.output
+    ranks = json.loads(done.output)
+    assert [(rank["rank"], rank["source"], rank["straggler"]) for rank in ranks] == [
+        (0, "textfile", None), (1, "textfile", "compute"),
+    ]  # fmt: skip
+    assert ranks[0]["step"] == 40 and ranks[0]["sync_wait"] == 0.875 and ranks[0]["images_per_second"] == 160
+    table = _top(str(folder), "--once", "--every", "0.2").output
+    assert "STRAGGLER (compute)" in table and "dd" not in table and "ssss" in table
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    done = _top(str(tmp_path))
+    assert done.code == 2 and done.output.startswith("error: ") and "holds no run" in done.output
+    (tmp_path / "run.yaml").write_text("")
+    assert _top(str(tmp_path)).code == 2
+    with pytest.raises(UserError):
+        Reader(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_live_table_fits_and_moves_no_cursor(tmp_path: Path, width: int) -> None:
+    folder = _run(tmp_path / "run", (0.0, 0.4, 3.5), (0.1, 3.7, 0.1))
+    ranks = judge({}, Reader(folder).read())
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(top.picture(Path("runs/\x1b[2Jx"), ranks, width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= width
+    assert "STRAGGLER (compute)" in text and "40 of 100" in text and "…" not in text
+    assert ("COMPUTE" in text) == (width == 140)
