@@ -122,11 +122,12 @@ def check(smoke: Smoke) -> list[tuple[str, str, bool]]:
     rows = [("exit codes of the nodes", " ".join(map(str, codes)), codes == [0] * args.nodes)]
     if any(codes):
         return rows
-    run = smoke.docker("cp", f"{nodes[0]['Id']}:/runs/{RECIPE}", "-")
-    with tarfile.open(fileobj=io.BytesIO(run)) as archive:
-        summary = json.load(archive.extractfile(f"{RECIPE}/summary.json") or io.BytesIO(b"{}"))
-        if args.out is not None:
-            archive.extractall(args.out, filter="data")
+    run = f"{nodes[0]['Id']}:/runs/{RECIPE}"
+    with tarfile.open(fileobj=io.BytesIO(smoke.docker("cp", f"{run}/summary.json", "-"))) as archive:
+        summary = json.load(archive.extractfile("summary.json") or io.BytesIO(b"{}"))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        smoke.docker("cp", run, str(args.out))
     accuracy = float(summary["accuracy"])
     rows += [
         ("ranks that trained", f"{summary['world_size']} in {args.nodes} containers", summary["world_size"] == world),

@@ -168,6 +168,8 @@ def dangling_mounts(subject: Subject) -> Iterator[str]:
     known = next((item.get("volumes") for item in subject.objects if "services" in item), None)
     names = set(known) if isinstance(known, dict) else set()
     for name, service in _nodes(subject).items():
+        if not isinstance(service.get("volumes"), list):
+            yield f"{name}: volumes must be a list: undo the patch"
         for mount in mappings(service.get("volumes")):
             if mount.get("type") == "volume" and mount.get("source") not in names:
                 yield f"{name}: the mount at {mount.get('target')!r} names no volume: a patch replaces whole lists"
