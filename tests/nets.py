@@ -119,6 +119,11 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
         sys.exit(2)
     if what == "DELAY":
         time.sleep(3)
+    elif (
+        what == "DRIFT"
+    ):  # this rank's copy goes its own way, as bad memory or a gradient that was not summed would have it
+        with torch.no_grad():
+            model.head.bias[0] += 1e-3
     elif what == "NAN":  # poisons this rank's gradient of one parameter, from here on
         model.head.bias.register_hook(lambda grad: grad * float("nan"))
     elif what == "NANINPUT":  # and here what the batch statistics and the loss are made of
@@ -131,10 +136,15 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Paced(SmallConv):
-    """Takes at least `LOCKSTEP_TEST_PACE` seconds a forward pass, so that a test has time to act on a running job."""
+    """Takes at least `LOCKSTEP_TEST_PACE` seconds a forward pass, so that a test has time to act on a running job.
+
+    With `LOCKSTEP_TEST_PACE_FILE`, only while that file exists.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(float(os.environ.get("LOCKSTEP_TEST_PACE", "0")))
+        file = os.environ.get("LOCKSTEP_TEST_PACE_FILE")
+        if file is None or os.path.exists(file):
+            time.sleep(float(os.environ.get("LOCKSTEP_TEST_PACE", "0")))
         return super().forward(x)
 
 

@@ -1,4 +1,4 @@
-"""python -m training run | launch | shard | evaluate | export | settings
+"""python -m training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import os
 import sys
 import time
@@ -15,23 +16,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, UserError
+from training.arguments import Parser
+from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError
 from training.lifeline import end_with_launcher
 
 _BEGAN = time.perf_counter()
 
 
-class _Parser(argparse.ArgumentParser):
-    """Usage errors are one line, like every other error that a person can mend."""
-
-    def error(self, message: str):  # type: ignore[no-untyped-def]
-        raise UserError(f"{message} (see {self.prog} --help)")
+_PARTS = {
+    "launch": "start the ranks of a node and see them end",
+    "collectives": "a matrix product shared out by rows and by reduction",
+    "toy": "model parallel with data parallel, on the tutorial's toy model and on a 2-D mesh",
+    "bench": "where the time of a step goes at 1, 2, 4 … ranks; inference under DataParallel",
+}
+"""Commands with a module and words of their own: training.NAME, `main(argv)`."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m training", description="What runs inside the job, one process a rank.")
+    parser = Parser(prog="python -m training", description="What runs inside the job, one process a rank.")
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     run = commands.add_parser("run", help="train a recipe, or resume it", description="Trains a recipe, or resumes it.")
     _add_recipe(run)
@@ -60,11 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path, metavar="OUT.pth")
     export.set_defaults(action=_export)
 
+    report = commands.add_parser("report", help="show one or several runs as one HTML file")
+    report.add_argument("runs", type=Path, metavar="RUN", nargs="+")
+    report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
+    report.set_defaults(action=_report)
+
     settings = commands.add_parser("settings", help="list every setting with its meaning and default")
     settings.set_defaults(action=_settings)
 
-    launch = commands.add_parser("launch", help="start the ranks of a node and see them end", add_help=False)
-    launch.add_argument("rest", nargs=argparse.REMAINDER)
+    for name, text in _PARTS.items():
+        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 
@@ -150,6 +159,15 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     return EXIT_DONE
 
 
+def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from training import report
+
+    out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
+    report.write(args.runs, out)
+    print(out)
+    return EXIT_DONE
+
+
 def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from training import config as configuration
     from training import settings
@@ -165,10 +183,9 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     env = os.environ if env is None else env
     end_with_launcher(env)
     try:
-        if argv[:1] == ["launch"]:
-            from training import launch
-
-            return launch.main(argv[1:])
+        words = argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
+        if words and words[0] in _PARTS:
+            return int(importlib.import_module(f"training.{words[0]}").main(words[1:]))
         args = _parser().parse_args(argv)
         action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
         return action(args, env)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from training.data.augment import draw_keys
 from training.data.loader import Batch
 from training.exchange import all_gather_trees
 from training.step import Step
@@ -23,7 +24,7 @@ def diagnose(step: Step, batch: Batch, epoch: int) -> str:
     state.sync.zero_grad()
     try:
         with state.sync.accumulate():
-            step.backward(batch, epoch)
+            step.backward(batch, draw_keys(step.config.seed, epoch))
         own = _first_bad(model, state.losses)
     finally:
         step.network = network

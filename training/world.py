@@ -202,9 +202,18 @@ def host_list(text: str) -> list[str]:
     return hosts
 
 
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPU cores this process may use: its affinity, and the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
+            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        limit = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return allowed
+    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str]) -> str:

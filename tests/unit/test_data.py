@@ -221,6 +221,9 @@ def test_own_slices_are_disjoint_and_of_one_length_in_steps(made: Manifest, unev
         low, high = loader.slices[loader.world.rank]
         assert low <= int(mine.min()) and int(mine.max()) < high
         assert len(loader.samples.images) == 1  # its own file only
+    for mine, own in zip(seen, loaders[0].describe_slices()):
+        assert own["samples"] - own["left_out"] == len(mine.unique()) and own["batch_size"] == 8
+        assert loaders[1].describe_slices() == loaders[0].describe_slices()
     if uneven == "weight":
         assert sorted(torch.cat(seen).tolist()) == list(range(100))
     for step in range(loaders[0].steps_per_epoch):

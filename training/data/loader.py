@@ -73,6 +73,21 @@ class Loader:
         ]
         return min(counts) if self.config.uneven == "drop" else max(counts)
 
+    def describe_slices(self) -> list[dict[str, int]]:
+        """With `shuffle: shard`, each rank's own part: {rank, samples, batch_size, batches, left_out} an epoch; else empty."""
+        if self.config.data.shuffle != "shard":
+            return []
+        found = []
+        for rank, (low, high) in enumerate(self.slices):
+            size, steps = self._part_size(rank), self.steps_per_epoch
+            own = -(-(high - low) // max(size, 1))
+            batches = steps if self.config.uneven == "pad" else min(steps, own)
+            left_out = max(0, high - low - steps * size)
+            found.append(
+                {"rank": rank, "samples": high - low, "batch_size": size, "batches": batches, "left_out": left_out}
+            )
+        return found
+
     def _part_size(self, rank: int) -> int:
         low, high = order.bounds(self.batch, rank, self.world.size, self.multiple)
         return high - low

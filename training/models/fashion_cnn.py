@@ -10,15 +10,15 @@ class FashionCNN(nn.Module):
     """Images [b, in_channels, size, size] → logits [b, num_classes].
 
     Args:
-        in_channels: 1 for grey images. size: their height and width in pixels, at least 6.
+        in_channels: 1 for grey images. size: their height and width in pixels, at least 8.
         dropout: share of the first linear layer's outputs that training leaves out.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 1, size: int = 28, dropout: float = 0.25) -> None:
         super().__init__()
-        if size < 6 or in_channels < 1 or not 0 <= dropout < 1:
+        if size < 8 or in_channels < 1 or not 0 <= dropout < 1:
             raise ValueError(
-                f"size must be at least 6, in_channels at least 1 and dropout in [0, 1), got {size}, {in_channels}, {dropout}"
+                f"size must be at least 8, in_channels at least 1 and dropout in [0, 1), got {size}, {in_channels}, {dropout}"
             )
         left = (size // 2 - 2) // 2  # pooled, a row lost at each edge, pooled
         self.block1 = nn.Sequential(

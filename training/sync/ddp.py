@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.clock import StepClock
+from training.clock import Mark, StepClock, mark
 from training.sync.base import GradientSync, nbytes
 from training.world import World
 
@@ -35,7 +34,8 @@ class Ddp(GradientSync):
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._step_bytes = sum(map(nbytes, self._names)) if world.size > 1 else 0
         self._missing = set(self._names)
-        self._ready = 0.0
+        self._ready: Mark | None = None
+        self._device = world.device
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._on_grad)
         self.network = DistributedDataParallel(
@@ -67,7 +67,7 @@ class Ddp(GradientSync):
     def _on_grad(self, parameter: torch.Tensor) -> None:
         self._missing.discard(parameter)
         if not self._missing:  # DDP waits for the other ranks within backward: note when the own part was done
-            self._ready = time.perf_counter()
+            self._ready = mark(self._device)
 
     def zero_grad(self) -> None:
         self._missing = set(self._names)

@@ -1,0 +1,82 @@
+"""The benchmarks as programs: what they print adds up, and they run to their files. No test here looks at a speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import training
+from training.bench.gang import PHASES, Measured
+from training.bench.inference import _verdict
+from training.bench.scaling import table, why
+
+
+def _made(step: float, **phases: float) -> Measured:
+    return Measured(100 / step, step, {phase: phases.get(phase.split()[-1], 0.0) for phase in PHASES}, 1, 1)
+
+
+def test_the_table_and_the_sentence_are_arithmetic_on_what_was_measured() -> None:
+    rows = table(
+        {1: _made(0.1, forward=0.04, backward=0.06), 2: _made(0.08, forward=0.03, backward=0.03, communication=0.02)}, 1
+    )
+    assert [row["speed_up"] for row in rows] == pytest.approx([1.0, 1.25])
+    assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 0.625])
+    sentence = why(rows, 1)
+    assert "Why is it not 2×?" in sentence and "takes 80.0 ms where 1/2 of the step on 1 would be 50.0 ms" in sentence
+    assert (
+        "The difference: exposed communication +20.0 ms, forward +10.0 ms" in sentence
+        and "backward +0.0 ms" in sentence
+    )
+    assert "share" in why(rows, 10_000) and "cannot all run at once" in why(rows, 10_000)
+    assert "cannot all run at once" not in why(table({1: _made(1), 2: _made(1)}, 1), 0)
+    assert "give --ranks at least two" in why(rows[:1], 1)
+
+
+def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path: Path) -> None:
+    words = ["bench", "scaling", "--ranks", "2,1", "--steps", "3", "--warm-up", "1", "--rounds", "1", "--batch", "12"]
+    words += ["--strategies", "flat", "--out", str(tmp_path / "out"), "--set", *[w for w in tiny if "epochs" not in w]]
+    done = training(*words, timeout=240)
+    assert done.code == 0, done.output
+    assert "Why is it not 2×?" in done.output and "global batch 12" in done.output and "flat" in done.output
+    found = json.loads((tmp_path / "out/scaling.json").read_text())
+    for name, batches in (("fixed", [12, 12]), ("scaled", [12, 24])):
+        for row, batch in zip(found[name], batches):
+            assert row["images_per_second"] * row["step"] == pytest.approx(batch, rel=1e-6)
+            assert set(row["phases"]) == set(PHASES) and all(seconds >= 0 for seconds in row["phases"].values())
+            assert 0.2 < sum(row["phases"].values()) / row["step"] <= 1.05
+    assert found["strategies"]["flat"]["sent_bytes"] == 8 * sum((8 * 27 + 8, 16 * 72 + 16, 160 + 10))
+    assert (tmp_path / "out/scaling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scaling", "--ranks", "1,zero"], "must be a whole number from 1, got 'zero'"),
+        (["scaling", "--ranks", "1", "--strategies", "nothing"], "there is no 'nothing'; known: "),
+        (["scaling", "--recipe", "smoky"], "did you mean 'smoke'"),
+        (["speed"], "invalid choice: 'speed'"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], message: str) -> None:
+    done = training("bench", *words)
+    assert (
+        done.code == 2 and message in done.output and done.output.startswith("error: ") and done.output.count("\n") == 1
+    )
+
+
+def test_inference_says_where_data_parallel_is_a_pass_through(tmp_path: Path) -> None:
+    words = ["bench", "inference", "--recipe", "mlp", "--batches", "1,4", "--rounds", "2", "--out", str(tmp_path)]
+    done = training(
+        *words,
+        "--set",
+        f"data.root={tmp_path}",
+        "device=cpu",
+        "data.options={n: 40, features: 64, informative: 32, redundant: 0, classes: 4}",
+    )
+    assert done.code == 0 and "DataParallel is a pass-through here: with no GPU(s)" in done.output, done.output
+    assert [row["batch"] for row in json.loads((tmp_path / "inference.json").read_text())["rows"]] == [1, 4]
+    rows = [{"batch": 8, "speed_up": 0.5}, {"batch": 512, "speed_up": 1.5}]
+    assert _verdict(4, rows) == "DataParallel over 4 GPUs pays from a batch of 512 on, at best 1.50× (batch 512)."
+    assert "is not faster than one" in _verdict(2, rows[:1]) and "pass-through" in _verdict(1, rows)

@@ -1,0 +1,107 @@
+"""The recipes of the modules: the MLP's two tables, Fashion-MNIST from idx files, ResNet-9, and slices of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.idx import write_fashion
+from tests.processes import gang, training
+
+LINE = re.compile(r"step +(\d+) \| train_loss +([\d.]+) \| test_loss +([\d.]+) \| step time +([\d.]+) ms")
+
+
+def _table(output: str) -> dict[int, tuple[float, float]]:
+    return {int(step): (float(train), float(test)) for step, train, test, _ in LINE.findall(output)}
+
+
+def test_the_mlp_in_the_exercises_form_and_in_the_honest_one(data_root: Path, tmp_path: Path) -> None:
+    words = ("run", "mlp", "--set", f"data.root={data_root}", "checkpoint.every_steps=1000", "threads=1")
+    done = training(*words, "data.split=exercise", "epochs=57", "--run-dir", str(tmp_path / "exercise"))
+    assert done.code == 0, done.output
+    exercise = _table(done.output)
+    assert list(exercise) == [1, *range(100, 901, 100)]
+    assert 3.6 < exercise[1][0] < 4.2 and exercise[900][0] < 0.3 and exercise[900][1] < 0.3  # 3.78 → 0.21, 0.22
+    done = training(*words, "epochs=4", "--run-dir", str(tmp_path / "honest"))
+    assert done.code == 0, done.output
+    honest = _table(done.output)
+    assert list(honest) == [1, 100, 200, 300, 400, 500]
+    assert honest[500][1] > 3.4 and honest[500][0] < honest[1][0]  # ln 32 = 3.47: what is held out stays at chance
+    assert "epoch    batch" not in done.output
+
+
+def test_the_lines_are_the_same_after_a_resume_and_at_two_ranks(data_root: Path, tmp_path: Path) -> None:
+    words = [
+        "run",
+        "mlp",
+        "--set",
+        f"data.root={data_root}",
+        "data.split=exercise",
+        "log.score_every=5",
+        "precision=float64",
+    ]
+    words += ["checkpoint.every_steps=8", "global_batch_size=64", "threads=1"]
+    words += [
+        "data.std=[100]"
+    ]  # as they come the features saturate every tanh, and rounding errors grow a thousandfold a step
+    whole = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "whole")).output)
+    assert list(whole) == [1, 5, 10, 15, 20, 25, 30]
+    first = _table(training(*words, "epochs=1", "--run-dir", str(tmp_path / "parts")).output)
+    second = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "parts")).output)
+    assert {**first, **second} == whole
+    two = _table(gang(2, *words, "epochs=2", "--run-dir", str(tmp_path / "two")).output)
+    assert list(two) == list(whole) and all(two[step] == pytest.approx(whole[step], abs=2e-4) for step in whole)
+
+
+def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Path) -> None:
+    write_fashion(tmp_path / "data", 600, 55, packed=True, patterned=True)
+    words = ["run", "fashion_cnn", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={tmp_path / 'data'}"]
+    done = gang(2, *words, "download=false", "epochs=2", "checkpoint.keep=1")
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    classes = summary["class_accuracy"]
+    assert len(classes) == 10 and done.output.count("Accuracy of ") == 10 and "Accuracy of ankle boot" in done.output
+    sizes = {name: 6 if number < 5 else 5 for number, name in enumerate(classes)}  # 55 test images in turn
+    mean = sum(classes[name] * sizes[name] for name in classes) / 55
+    assert summary["accuracy"] == pytest.approx(mean) and summary["accuracy"] > 0.5
+    again = training("evaluate", str(tmp_path / "run"))
+    assert f"accuracy {summary['accuracy']:.4f} (" in again.output, again.output
+
+
+def test_resnet9_trains_on_unequal_parts_of_three_ranks(data_root: Path, tmp_path: Path) -> None:
+    words = ["run", "resnet9", "--run-dir", str(tmp_path / "run"), "--check-closeness", "every=3", "--set"]
+    words += [f"data.root={data_root}", "data.source=synthetic", "data.options={n: 300, n_test: 50, size: 16}"]
+    words += ["model_options={width: 4}", "global_batch_size=50", "epochs=4", "lr=0.01"]
+    done = gang(3, *words)
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["accuracy"] > 0.3 and summary["steps"] == 24  # chance is 0.1
+
+
+@pytest.mark.parametrize("uneven", ["drop", "weight"])
+def test_own_slices_of_unequal_size_are_logged_and_never_hang(data_root: Path, tmp_path: Path, uneven: str) -> None:
+    words = [
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        f"data.root={data_root}",
+        "data.source=synthetic",
+    ]
+    words += ["data.options={n: 101, n_test: 20, size: 8}", "model=tests.nets:SmallConv", "model_options={}", "crop=1"]
+    words += ["data.num_shards=5", "data.shuffle=shard", "global_batch_size=12", "epochs=2", f"uneven={uneven}"]
+    done = gang(3, *words)
+    assert done.code == 0, done.output
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    slices = next(event for event in events if event["event"] == "slices")["slices"]
+    # 101 samples in 5 files of 20 or 21, of which the ranks have 1, 2 and 2
+    assert [own["samples"] for own in slices] == [20, 40, 41]
+    steps = 5 if uneven == "drop" else 11
+    assert next(event for event in events if event["event"] == "epoch")["step"] == steps
+    expected = [(5, 0), (5, 20), (5, 21)] if uneven == "drop" else [(5, 0), (10, 0), (11, 0)]
+    assert [(own["batches"], own["left_out"]) for own in slices] == expected
+    assert f"rank 1 keeps 40 samples of its own: {expected[1][0]} batches of 4 an epoch" in done.output

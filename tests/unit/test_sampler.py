@@ -1,0 +1,68 @@
+"""The order as a torch sampler: the tutorial's own cases, the exercise's rule, and the loader's batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from training.contract import UserError
+from training.data import order
+from training.data.sampler import OrderSampler
+
+K3_N10 = {
+    "drop": [[0, 3, 6], [1, 4, 7], [2, 5, 8]],
+    "pad": [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]],
+    "weight": [[0, 3, 6], [1, 4, 7], [2, 5, 8, 9]],
+}
+
+
+@pytest.mark.parametrize("uneven", K3_N10)
+def test_three_ranks_and_ten_samples_as_the_tutorial_lists_them(uneven: str) -> None:
+    found = [
+        list(OrderSampler(10, 1, rank=rank, world_size=3, shuffle=False, uneven=uneven)) for rank in range(3)
+    ]  # fmt: skip
+    assert found == K3_N10[uneven]
+    if uneven == "weight":
+        return  # torch has no such policy
+    theirs = [
+        list(DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=uneven == "drop")) for rank in range(3)
+    ]  # fmt: skip
+    assert found == theirs
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sequential_order_is_the_exercises_rule(world: int) -> None:
+    """`(i % world_size) == rank` over the batches of 64 of the data set in its order."""
+    n, per_rank = 64 * 12, 64
+    batches = torch.arange(n).split(per_rank)
+    for rank in range(world):
+        mine = [batch.tolist() for i, batch in enumerate(batches) if (i % world) == rank]
+        sampler = OrderSampler(n, per_rank, rank=rank, world_size=world, shuffle=False)
+        loader = DataLoader(TensorDataset(torch.arange(n)), batch_size=per_rank, sampler=sampler)
+        assert [batch.tolist() for (batch,) in loader] == mine
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad", "weight"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_batches_of_all_ranks_are_those_of_the_run(uneven: str, world: int) -> None:
+    samplers = [OrderSampler(50, 4, rank=rank, world_size=world, seed=3, uneven=uneven) for rank in range(world)]
+    for sampler in samplers:
+        sampler.set_epoch(2)
+        assert len(list(sampler)) == len(sampler)
+    for step in range(samplers[0].steps):
+        whole = order.global_ids(50, 3, 2, step, 4 * world, uneven)
+        assert torch.equal(torch.cat([sampler.step_ids(step) for sampler in samplers]), whole)
+    first = list(samplers[0])
+    samplers[0].set_epoch(2, step=2)
+    assert list(samplers[0]) == first[8:] and len(samplers[0]) == len(first) - 8
+    samplers[0].set_epoch(3)
+    assert list(samplers[0]) != first
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for words in ({"rank": 2, "world_size": 2}, {"uneven": "join"}):
+        with pytest.raises(ValueError, match="must be"):
+            OrderSampler(10, 1, **words)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="does not fit into 3 samples"):
+        OrderSampler(3, 4)

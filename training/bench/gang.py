@@ -1,0 +1,203 @@
+"""Steps of a recipe on freshly spawned ranks, with the time of each phase and the peak memory of every rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import resource
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.contract import UserError
+
+PHASES = ("data", "forward", "backward", "exposed communication", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    recipe: str
+    assignments: list[str]
+    ranks: int
+    steps: int
+    warm_up: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run. Times are means a step over the steps and ranks, in seconds; memory is the largest of any rank."""
+
+    images_per_second: float
+    step: float
+    phases: dict[str, float]
+    peak_bytes: int
+    sent_bytes: int
+    """Gradient a rank hands to collectives a step."""
+
+
+def run(job: Job, timeout: float = 600.0) -> Measured:
+    """Spawns the ranks, trains, and ends them whatever happens.
+
+    Raises:
+        UserError: a rank refuses the recipe, the strategy or the number of ranks.
+        RuntimeError: a rank failed, or gave no result within `timeout` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        args = [(job, rank, port, directory, results) for rank in range(job.ranks)]
+        processes = [context.Process(target=_rank, args=words, daemon=True) for words in args]
+        for process in processes:
+            process.start()
+        try:
+            found = [_result(results, timeout) for _ in processes]
+        finally:
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    whole = max(each["seconds"] for each in found)
+    return Measured(
+        images_per_second=found[0]["samples"] / whole,
+        step=whole / job.steps,
+        phases={phase: sum(each["phases"][phase] for each in found) / len(found) / job.steps for phase in PHASES},
+        peak_bytes=max(each["peak"] for each in found),
+        sent_bytes=found[0]["sent"] // job.steps,
+    )
+
+
+def _result(results: Any, timeout: float) -> dict[str, Any]:
+    try:
+        kind, value = results.get(timeout=timeout)
+    except queue.Empty:
+        raise RuntimeError(f"a rank gave no result within {timeout:.0f} s") from None
+    if kind != "done":
+        raise (UserError if kind == "refused" else RuntimeError)(value)
+    return dict(value)
+
+
+def _rank(job: Job, rank: int, port: int, directory: str, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    try:
+        results.put(("done", _train(job, Path(directory))))
+    except UserError as error:
+        results.put(("refused", str(error)))
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        results.put(("failed", f"rank {rank}: {type(error).__name__}: {error}"))
+
+
+def _train(job: Job, directory: Path) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from training import config, setup, world
+
+    assignments = [*job.assignments, "log.format=json", f"threads={job.threads}", "epochs=1000000"]
+    settings = config.load(job.recipe, assignments)
+    with world.joined(world.detect(os.environ), settings.device, settings.collective_timeout) as joined:
+        before = _memory_in_use(joined.device)
+        p = setup.prepare(settings, joined, directory / "run", fresh=False)
+        timer = _Timer(p)
+        samples = 0
+        for number in range(job.warm_up + job.steps):
+            if number == job.warm_up:
+                dist.barrier()
+                timer.reset()
+                sent, began = p.state.sync.bytes_sent, time.perf_counter()
+            samples += timer.step()
+            samples = samples if number >= job.warm_up else 0
+        dist.barrier()
+        seconds = time.perf_counter() - began
+        if p.run is not None:
+            p.run.close()
+        return {
+            "seconds": seconds, "samples": samples, "phases": timer.phases, "sent": p.state.sync.bytes_sent - sent,
+            "peak": (torch.cuda.max_memory_allocated() if joined.device.type == "cuda" else _peak()) - before,
+        }  # fmt: skip
+
+
+class _Timer:
+    """Takes steps as the loop does, and adds up the seconds of each phase.
+
+    `data` is the wait for the batch and its augmentation; `exposed communication` is what the rank waits for the others
+    after its own gradients are complete. On a GPU the device is waited for at each point, which keeps kernels from
+    running ahead: shares hold there, sums are above an undisturbed step's.
+    """
+
+    def __init__(self, p: Any) -> None:
+        self.p = p
+        self.epoch, self._batches = 0, p.loader.epoch(0)
+        self._forward = self._entered = 0.0
+        self._first: float | None = None
+        p.state.model.register_forward_pre_hook(self._enter)
+        p.state.model.register_forward_hook(self._leave)
+        self.reset()
+
+    def reset(self) -> None:
+        self.phases = dict.fromkeys(PHASES, 0.0)
+
+    def _now(self) -> float:
+        if self.p.world.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _enter(self, *_: Any) -> None:
+        self._entered = self._now()
+        if self._first is None:
+            self._first = self._entered
+
+    def _leave(self, *_: Any) -> None:
+        self._forward += self._now() - self._entered
+
+    def step(self) -> int:
+        """One step; returns the size of its global batch."""
+        clock, self._forward, self._first = self.p.state.clock, 0.0, None
+        began = self._now()
+        clock.begin()
+        batch = next(self._batches, None)
+        if batch is None:
+            self.epoch += 1
+            self._batches = self.p.loader.epoch(self.epoch)
+            batch = next(self._batches)
+        clock.data_ready()
+        self.p.step(batch, self.epoch, self.p.config.optim.lr)
+        end = self._now()
+        times = clock.end()
+        data = (self._first or end) - began
+        until_ready = times["data_wait"] + times["grad_ready"]
+        self.phases["data"] += data
+        self.phases["forward"] += self._forward
+        self.phases["backward"] += until_ready - data - self._forward
+        self.phases["exposed communication"] += times["sync_wait"]
+        self.phases["optimizer"] += end - began - until_ready - times["sync_wait"]
+        return int(batch.total)
+
+
+def _peak() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _memory_in_use(device: Any) -> int:
+    """Bytes in use before the model is built: the libraries' own on the CPU, none on a GPU."""
+    if device.type == "cuda":
+        return 0
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no Linux
+        return 0
