@@ -110,8 +110,10 @@ class PowerSgd(Ddp):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own, device = self._state, self._world.device
         own.iter = state["step"]
+        # Copies: a tensor from a file lies at any address, and matrix products differ in their last bits by alignment.
         own.error_dict, own.p_memory_dict, own.q_memory_dict = (
-            {index: tensor.to(device) for index, tensor in state[name].items()} for name in ("errors", "p", "q")
+            {index: tensor.to(device, copy=True) for index, tensor in state[name].items()}
+            for name in ("errors", "p", "q")
         )
         kind, keys, position, has_gauss, cached = state["rng"]
         own.rng.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
