@@ -5,20 +5,26 @@ RECIPE ?= smoke
 RANKS ?= auto
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
+SWEEP ?=
 JOB ?= job.yaml
 CRDS := https://raw.githubusercontent.com/kubeflow
 
 # What the command line says wins over the job file.
 given = $(if $(filter command environment,$(origin $(1))),$(2) $($(1)))
-K8S_FLAGS = $(JOB) $(call given,RECIPE,--recipe) $(call given,NODES,--nodes) $(call given,GPUS,--gpus) \
-  $(call given,IMAGE,--image) $(call given,NAMESPACE,--namespace) $(call given,NAME,--name) $(addprefix --set ,$(SET))
+JOB_FLAGS = $(JOB) $(call given,RECIPE,--recipe) $(call given,NODES,--nodes) $(call given,GPUS,--gpus) \
+  $(call given,IMAGE,--image) $(call given,NAME,--name) $(addprefix --set ,$(SET))
+K8S_FLAGS = $(JOB_FLAGS) $(call given,NAMESPACE,--namespace)
+SLURM_FLAGS = $(JOB_FLAGS) $(call given,PROFILE,--profile) $(addprefix --sweep ,$(SWEEP))
 
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-exercises test-k8s test-faults test-faults-long lint bench clean
-.PHONY: submit-k8s render-k8s install-k8s example-k8s crds
+.PHONY: help setup train test lint bench clean
+.PHONY: test-exercises test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
+.PHONY: submit-slurm render-slurm example-slurm test-slurm
+.PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,10 +41,19 @@ train: $(READY) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes,
 	@$(VENV)/bin/lockstep run $(RECIPE) --ranks $(RANKS) --run-dir $(RUN_DIR) $(if $(FRESH),--fresh) $(addprefix --set ,$(SET))
 
 test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root
-	$(RUN) -m pytest tests/unit tests/dist tests/jobs
+	$(RUN) -m pytest tests/unit tests/dist tests/jobs -m "not containers"
+
+test-sync: $(READY) ## gradient sync under mpiexec (Open MPI), torchrun and mp.spawn, the examples, and kills of every strategy
+	$(RUN) -m pytest tests/sync
 
 test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
 	$(RUN) -m pytest tests/kubernetes
+
+test-slurm: $(READY) ## a real SLURM of two nodes on this machine, with and without accounting (root; Debian: slurm-wlm slurmdbd mariadb-server munge)
+	$(RUN) -m pytest tests/slurm
+
+test-prometheus: $(READY) ## metrics under a real Prometheus, and report.html in a real Chromium
+	$(RUN) -m pytest tests/prometheus tests/report
 
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 	$(RUN) -m pytest tests/faults
@@ -55,6 +70,18 @@ submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAME
 render-k8s: $(READY) ## print what submit-k8s would apply, same variables
 	@$(VENV)/bin/lockstep render k8s $(K8S_FLAGS)
 
+submit-slurm: $(READY) ## submit to SLURM: NODES=2 GPUS=4 [RECIPE= NAME= PROFILE=gpu-cluster SWEEP="lr=0.1,0.2" JOB=job.yaml]
+	@$(VENV)/bin/lockstep submit slurm $(SLURM_FLAGS)
+
+render-slurm: $(READY) ## print the batch script that submit-slurm would send, same variables
+	@$(VENV)/bin/lockstep render slurm $(SLURM_FLAGS)
+
+example-slurm: $(READY) ## write deploy/slurm/example.sbatch and job.schema.json anew
+	LOCKSTEP_HOME=/shared/lockstep $(VENV)/bin/lockstep render slurm job.yaml --profile gpu-cluster --gpus 4 \
+	  --set slurm.python=/shared/venv/bin/python --set run_dir=/shared/runs/smoke \
+	  --set cpus=32 --set memory=256Gi -o deploy/slurm/example.sbatch
+	$(VENV)/bin/lockstep schema > job.schema.json
+
 install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/single-node or overlays/full for more
 	kubectl apply -k deploy/k8s/$(or $(OVERLAY),base)
 
@@ -62,15 +89,67 @@ example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	$(VENV)/bin/lockstep schema > job.schema.json
 
+rules-k8s: $(READY) ## write deploy/observability/kubernetes/rules.yaml anew from prometheus/rules.yaml
+	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \
+	  && mv build.tmp kubernetes/rules.yaml
+
+# Images: docs/containers.md. IMAGE is a name without a tag; the tag is the revision.
+NAME_ := $(or $(IMAGE),lockstep)
+TAG = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null || echo unknown)
+BUILD = DOCKER_BUILDKIT=1 docker build $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
+  $(if $(WHEELS),--build-context wheels=$(WHEELS) --build-arg PIP_NO_INDEX=1) $(if $(CA),--secret id=ca$(,)src=$(CA)) \
+  --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) --build-arg VERSION=$(TAG) \
+  --build-arg SOURCE=$(or $(SOURCE),unknown) $(BUILD_FLAGS)
+, := ,
+
+image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WHEELS= CA= BUILD_FLAGS=
+	$(BUILD) -f docker/Dockerfile -t $(NAME_):$(TAG) -t $(NAME_):latest .
+
+image-cpu: ## build the CPU image NAME:cpu, NAME:REVISION-cpu; same variables
+	$(BUILD) -f docker/Dockerfile.cpu -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
+
+push: ## push what image and image-cpu built of this revision: IMAGE=registry/name; prints the digests
+	@test -n "$(IMAGE)" || { echo "error: say where to: make push IMAGE=registry/name" >&2; exit 2; }
+	@found=; for tag in $(TAG) $(TAG)-cpu; do docker image inspect $(IMAGE):$$tag > /dev/null 2>&1 || continue; \
+	  found=1; docker push $(IMAGE):$$tag && docker image inspect --format '{{index .RepoDigests 0}}' $(IMAGE):$$tag || exit 1; done; \
+	  test -n "$$found" || { echo "error: there is no $(IMAGE):$(TAG) yet: make image IMAGE=$(IMAGE)" >&2; exit 2; }
+
+smoke: image-cpu ## train in containers, check accuracy and metrics, leave nothing: NODES=2 RANKS=2
+	@$(PYTHON) docker/smoke.py --image $(NAME_):cpu --nodes $(or $(NODES),2) --ranks $(if $(filter auto,$(RANKS)),2,$(RANKS)) \
+	  --set "$(SET)" $(if $(OUT),--out $(OUT)) $(if $(ACCURACY),--accuracy $(ACCURACY)) $(if $(PROMETHEUS_IMAGE),--prometheus-image $(PROMETHEUS_IMAGE))
+
+submit-compose: $(READY) ## submit to this machine's container engine: JOB=job.yaml [RECIPE= NODES= GPUS= IMAGE= NAME= SET=]
+	@$(VENV)/bin/lockstep submit compose $(JOB_FLAGS)
+
+render-compose: $(READY) ## print the Compose file that submit-compose would start, same variables
+	@$(VENV)/bin/lockstep render compose $(JOB_FLAGS)
+
+test-containers: $(READY) ## real containers: images, make smoke, kills, hardening (docker; 10 minutes on 2 cores)
+	$(RUN) -m pytest tests/containers tests/jobs -m "containers and not cuda_image" --durations=20
+
+test-image-cuda: $(READY) ## build the CUDA image and look into it (gigabytes)
+	$(RUN) -m pytest tests/containers -m cuda_image -s
+
+# uv resolves for the images' Python, not for this one. LOCK_FLAGS="--upgrade" takes newer versions.
+LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --excludes docker/excluded.txt --generate-hashes --no-emit-index-url \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock" $(LOCK_FLAGS)
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
+
+lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEELS= a page or folder with torch's +cpu builds
+	$(RUN) -m pip install -q "uv>=0.9.8"
+	$(LOCK) -o docker/requirements-cuda.txt
+	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
+
 crds: ## fetch the CRDs that the manifest tests validate against
 	mkdir -p build/crds
 	curl -fsSL -o build/crds/pytorchjob_crd.yaml $(CRDS)/trainer/release-1.9/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
 	curl -fsSL -o build/crds/trainjob_crd.yaml $(CRDS)/trainer/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy and hadolint
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 bench: $(READY) ## time a training step on this machine's CPU against torch's DDP and sgemm, and a checkpoint
 	$(RUN) benchmarks/cpu_step.py

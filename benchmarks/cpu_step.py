@@ -91,15 +91,20 @@ def plain_step(batch: int) -> Callable[[], None]:
     return step
 
 
-def our_step(recipe: str, batch: int, world: World, strategy: str, compiled: bool = False) -> Callable[[], None]:
+def our_step(
+    recipe: str, batch: int, world: World, strategy: str, compiled: bool = False, extra: list[str] | None = None
+) -> Callable[[], None]:
     """The recipe's own step, from uint8 images to averaged weights."""
     torch.manual_seed(0)
-    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}"])
+    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}", *(extra or [])])
     model = build(settings.model, settings.model_options, 10)
+    model = model.to(memory_format=torch.channels_last) if settings.channels_last else model
     synchroniser = sync.build(settings.sync)
     network = synchroniser.wrap(model, world, torch.randn(batch, 3, 32, 32))
     network = torch.compile(network) if compiled else network
-    optimizer = synchroniser.make_optimizer(lambda parameters: optim.build(parameters, settings, batch * world.size))
+    optimizer = synchroniser.make_optimizer(
+        lambda parameters: optim.build(parameters, settings, batch * world.size, model)
+    )
     ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64)
     state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), StepClock(), losses, {})
@@ -110,7 +115,7 @@ def our_step(recipe: str, batch: int, world: World, strategy: str, compiled: boo
     count = [0]
 
     def run() -> None:
-        step(part, 0, 1e-5)
+        step(part, 0, 0.001)
         count[0] += 1
         if ema:
             ema.update(count[0])

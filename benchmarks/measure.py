@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
@@ -28,9 +30,60 @@ def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warm_up:
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             began = time.perf_counter()
-            variants[name]()
-            times[name].append(time.perf_counter() - began)
+            inside = variants[name]()
+            seconds = time.perf_counter() - began
+            times[name].append(inside if isinstance(variants[name], Worker) else seconds)
     return times
+
+
+class Worker:
+    """A variant in a process of its own, for what is process-wide: allocator, threads, another project's modules.
+
+    Args:
+        build: importable function that returns the callable to time; it runs in the worker.
+    """
+
+    def __init__(self, build: Callable[..., Callable[[], Any]], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, build, args), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def __call__(self) -> float:
+        """Runs the callable once and returns its seconds, taken inside the worker. Raises `RuntimeError` where it failed."""
+        self._pipe.send("run")
+        return self._answer()
+
+    def _answer(self) -> float:
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("a worker ended without an answer (out of memory?)") from None
+        if kind == "failed":
+            raise RuntimeError(value)
+        return float(value)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _serve(pipe: Any, build: Callable[..., Callable[[], Any]], args: tuple[Any, ...]) -> None:
+    try:
+        run = build(*args)
+        pipe.send(("ready", 0.0))
+        while pipe.recv() == "run":
+            began = time.perf_counter()
+            run()
+            pipe.send(("seconds", time.perf_counter() - began))
+    except EOFError:
+        pass
+    except Exception:  # noqa: BLE001 - told to the parent
+        pipe.send(("failed", traceback.format_exc()))
 
 
 def ratio(times: Mapping[str, list[float]], numerator: str, denominator: str) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from jobs import commands, job_commands
+from jobs import commands, job_commands, top
 from jobs.terminal import clean
 from training.contract import EXIT_USAGE, VERSION, UserError
 
@@ -80,6 +80,7 @@ app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(job_comman
 app.command(epilog="Example: lockstep cancel k8s smoke")(job_commands.cancel)
 app.command("list", epilog="Example: lockstep list k8s")(job_commands.list_jobs)
 app.command(epilog="Example: lockstep doctor k8s job.yaml")(job_commands.doctor)
+app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
 def main() -> NoReturn:

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs import options
-from jobs.options import Backend, Context, File, Gpus, Image, Json, NameFlag, Namespace, Nodes, Recipe, Sets
+from jobs.options import (
+    Backend,
+    Context,
+    File,
+    Gpus,
+    Image,
+    Json,
+    NameFlag,
+    Namespace,
+    Nodes,
+    Profile,
+    Recipe,
+    Sets,
+    Sweep,
+)
 from jobs.terminal import say, show, warn
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
+if TYPE_CHECKING:
+    from jobs.backends.base import Mode
 
-def _kubernetes_only(backend: str, what: str) -> None:
-    if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"{what} knows k8s, got {backend!r}")
+
+def _no_sweep(backend: str, sweep: list[str] | None) -> None:
+    if sweep and backend != "slurm":
+        raise UserError(f"--sweep belongs to slurm, not to {backend}")
 
 
 def render(
@@ -28,21 +45,30 @@ def render(
     gpus: Gpus = None,
     namespace: Namespace = None,
     sets: Sets = None,
+    profile: Profile = None,
+    sweep: Sweep = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there instead of to standard output.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    _kubernetes_only(backend, "render")
+    _no_sweep(backend, sweep)
     values = options.parse(
         sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **{"k8s.namespace": namespace}
     )
-    objects = options.manifests(options.build(file, values))
+    spec = options.build(file, values, profile)
+    objects: object
+    if backend == "slurm":
+        from jobs import slurm_commands
+
+        text, objects = slurm_commands.script(spec, sweep or [])
+    else:
+        from jobs.render.manifest import to_yaml
+
+        objects = options.manifests(spec, backend, "render")
+        text = to_yaml(objects)
     if as_json:
         show(objects)
         return
-    from jobs.render.manifest import to_yaml
-
-    text = to_yaml(objects)
     if out is None:
         print(text, end="", flush=True)
     else:
@@ -61,6 +87,7 @@ def lint(
     nodes: Nodes = None,
     gpus: Gpus = None,
     sets: Sets = None,
+    profile: Profile = None,
     rules: Annotated[bool, typer.Option("--rules", help="List all rules and end.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -74,9 +101,9 @@ def lint(
         for row in [] if as_json else rows:
             say(f"{row['id']}  {row['level']:7}  {row['title']}")
         return
-    _kubernetes_only(backend, "lint")
-    spec = options.build(file, options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus))
-    found = linter.lint(spec, options.manifests(spec))
+    values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus)
+    spec = options.build(file, values, profile)
+    found = linter.lint(spec, options.manifests(spec, backend, "lint"))
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
@@ -95,6 +122,8 @@ def submit(
     namespace: Namespace = None,
     context: Context = None,
     sets: Sets = None,
+    profile: Profile = None,
+    sweep: Sweep = None,
     replace: Annotated[bool, typer.Option("--replace", help="Delete a finished job of this name first.")] = False,
     new: Annotated[bool, typer.Option("--new", help="Take a numbered name where this one is taken.")] = False,
     wait: Annotated[float | None, typer.Option(help="Wait for the end, at most so many seconds.", min=0)] = None,
@@ -103,18 +132,24 @@ def submit(
     """Submit a job; the same job again attaches to it."""
     if replace and new:
         raise UserError("--replace and --new exclude each other")
+    _no_sweep(backend, sweep)
     flags = {"k8s.namespace": namespace, "k8s.context": context}
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = options.build(file, values)
-    if backend in ("k8s", "kubernetes"):
+    spec = options.build(file, values, profile)
+    if backend != "local":
         from jobs import lint as linter
 
-        for item in linter.lint(spec, options.manifests(spec)):
+        for item in linter.lint(spec, options.manifests(spec, backend, "submit")):
             if item.level == "warning":
                 warn(str(item))
+    mode: Mode = "replace" if replace else "new" if new else "attach"
+    if sweep:
+        from jobs import slurm_commands
+
+        raise typer.Exit(slurm_commands.submit_sweep(spec, sweep, mode, wait, as_json))
     from jobs import driver
 
-    job, done = driver.start(spec, backend, "replace" if replace else "new" if new else "attach")
+    job, done = driver.start(spec, backend, mode)
     if wait is None:
         if as_json:
             show({"name": done.name, "created": done.created, "where": done.where})
@@ -139,12 +174,13 @@ def diff(
     namespace: Namespace = None,
     context: Context = None,
     sets: Sets = None,
+    profile: Profile = None,
     as_json: Json = False,
 ) -> None:
     """Compare a job file with the job that was submitted; exit code 1 where they differ."""
     flags = {"k8s.namespace": namespace, "k8s.context": context}
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = options.build(file, values)
+    spec = options.build(file, values, profile)
     from jobs import driver
 
     changed = driver.compare(spec, backend)
@@ -162,27 +198,24 @@ def prepare(
     image: Image = None,
     namespace: Namespace = None,
     context: Context = None,
+    recipe: Recipe = None,
+    name: NameFlag = None,
     sets: Sets = None,
+    profile: Profile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifest instead.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the recipe's shards once onto the data volume, before the job runs."""
-    _kubernetes_only(backend, "prepare")
     flags = {"k8s.namespace": namespace, "k8s.context": context}
-    spec = options.build(file, options.parse(sets, image=image, **flags))
-    from jobs.render import preparejob
-    from jobs.render.manifest import to_yaml
-
-    objects = preparejob.render(spec)
+    spec = options.build(file, options.parse(sets, image=image, recipe=recipe, name=name, **flags), profile)
+    text, objects, start = options.preparation(spec, backend)
     if dry_run:
         if as_json:
             show(objects)
         else:
-            print(to_yaml(objects), end="")
+            print(text, end="")
         return
-    from jobs.backends.kubernetes import KubernetesBackend
-
-    done = KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
+    done = start()
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:

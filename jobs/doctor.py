@@ -41,11 +41,25 @@ class Check:
         return asdict(self)
 
 
-def run(backend: str, file: Path | None, namespace: str | None, context: str | None) -> list[Check]:
-    """All checks for a cluster, and for a job where `file` is given. Raises `UserError`."""
-    if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"doctor knows k8s, got {backend!r}")
+def run(
+    backend: str, file: Path | None, namespace: str | None, context: str | None, profile: str | None = None
+) -> list[Check]:
+    """All checks for a cluster, and for a job where `file` or `profile` is given. Raises `UserError`."""
     spec = JobSpec.load(file) if file is not None else None
+    if profile is not None:
+        from jobs import options
+
+        spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
+    if backend == "slurm":
+        from jobs import slurm_doctor
+
+        return slurm_doctor.check(spec)
+    if backend == "compose":
+        from jobs import compose_doctor
+
+        return compose_doctor.check(spec)
+    if backend not in ("k8s", "kubernetes"):
+        raise UserError(f"doctor knows k8s, slurm and compose, got {backend!r}")
     wanted = namespace or (spec.k8s.namespace if spec else None)
     return check(KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None)), spec)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.backends import open_backend
-from jobs.options import Backend, Context, File, Json, Name, Namespace
+from jobs.options import Backend, Context, File, Json, Name, Namespace, Profile
 from jobs.terminal import say, show, table
-from training.contract import EXIT_DONE, EXIT_FAILED
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
 
 if TYPE_CHECKING:
     from jobs.backends.base import Part, Status
@@ -24,8 +24,6 @@ def status(
 
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
     """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
-    from jobs.backends.base import EXIT_TIMED_OUT
-
     if as_json:
         show({"name": name, **found.plain()})
     else:
@@ -97,12 +95,17 @@ def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = 
 
 
 def doctor(
-    backend: Backend, file: File = None, namespace: Namespace = None, context: Context = None, as_json: Json = False
+    backend: Backend,
+    file: File = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    profile: Profile = None,
+    as_json: Json = False,
 ) -> None:
     """Check the cluster for a job before GPUs are spent; exit code 1 where something is missing."""
     from jobs import doctor as checks
 
-    found = checks.run(backend, file, namespace, context)
+    found = checks.run(backend, file, namespace, context, profile)
     if as_json:
         show([item.plain() for item in found])
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,11 @@ import typer
 from training.contract import UserError
 
 if TYPE_CHECKING:
+    from jobs.backends.base import Submitted
     from jobs.render.manifest import Manifest
     from jobs.spec import JobSpec
 
-Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local or k8s.")]
+Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
 File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A job file; without one the flags are the job.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value with stable fields.")]
@@ -24,6 +26,13 @@ Recipe = Annotated[str | None, typer.Option(help="A recipe of training.")]
 Image = Annotated[str | None, typer.Option(help="Container image.")]
 Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
 Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
+Profile = Annotated[str | None, typer.Option(help="Cluster profile: a name, or a YAML file (docs/slurm.md).")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep", metavar="NAME=A,B,…", help="One run for each value (slurm: a job array); repeat for a grid."
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,14 +54,19 @@ def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
     return values
 
 
-def build(file: Path | None, values: dict[str, Any]) -> JobSpec:
-    """The spec of a file with `values` in it, or of `values` alone. Raises `UserError`."""
+def build(file: Path | None, values: dict[str, Any], profile: str | None = None) -> JobSpec:
+    """The spec of a file with `values` in it, or of `values` alone; a profile lies below both. Raises `UserError`."""
     from jobs import specfile
     from jobs.spec import JobSpec
 
+    below: dict[str, Any] = {}
+    if profile is not None:
+        from jobs import profiles
+
+        below = profiles.load(profile)
     if file is not None:
-        return JobSpec.load(file, values)
-    plain: dict[str, Any] = {}
+        return specfile.load(file, values, below)
+    plain: dict[str, Any] = below
     for name, value in values.items():
         specfile.place(plain, name, value)
     if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
@@ -60,8 +74,46 @@ def build(file: Path | None, values: dict[str, Any]) -> JobSpec:
     return JobSpec.of(plain, "the flags")
 
 
-def manifests(spec: JobSpec) -> list[Manifest]:
-    """What `submit` would apply to Kubernetes."""
-    from jobs.render import kubernetes
+def manifests(spec: JobSpec, backend: str, command: str) -> list[Manifest]:
+    """What `submit` would hand to the backend. Raises `UserError` where that is no manifest."""
+    if backend in ("k8s", "kubernetes"):
+        from jobs.render import kubernetes
 
-    return kubernetes(spec)
+        return kubernetes(spec)
+    if backend == "slurm":
+        from jobs import slurm_commands
+
+        return slurm_commands.manifests(spec)
+    if backend == "compose":
+        from jobs.render import compose
+
+        return [compose.render(spec)]
+    raise UserError(f"{command} knows k8s, slurm and compose, got {backend!r}")
+
+
+def preparation(spec: JobSpec, backend: str) -> tuple[str, object, Callable[[], Submitted]]:
+    """What writes the shards before the job: its manifest as text and as plain values, and what submits it."""
+    from jobs.render.manifest import to_yaml
+
+    if backend in ("k8s", "kubernetes"):
+        from jobs.backends.kubernetes import KubernetesBackend
+        from jobs.render import preparejob
+
+        def submit() -> Submitted:
+            return KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
+
+        objects = preparejob.render(spec)
+        return to_yaml(objects), objects, submit
+    if backend == "slurm":
+        from jobs.backends.slurm import SlurmBackend
+        from jobs.slurm_commands import prepare_script
+
+        script = prepare_script(spec)
+        return script, {"script": script}, lambda: SlurmBackend().prepare(spec)
+    if backend == "compose":
+        from jobs.backends.compose import ComposeBackend
+        from jobs.render import compose
+
+        project = [compose.render_prepare(spec)]
+        return to_yaml(project), project, lambda: ComposeBackend().prepare(spec)
+    raise UserError(f"prepare knows k8s, slurm and compose, got {backend!r}")

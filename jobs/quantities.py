@@ -20,6 +20,11 @@ IMAGE = r"^[a-z0-9]([a-zA-Z0-9._/:@-]{0,510}[a-zA-Z0-9])?$"
 RESOURCE = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=-]{0,254}$"
+HOST_LIST = r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,1023}$"
+CONSTRAINT = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=*&|()\[\]!-]{0,254}$"
+MODULE = r"^[A-Za-z0-9_][A-Za-z0-9_./+-]{0,254}$"
+MOUNT = r"^/[A-Za-z0-9._/-]*(:/[A-Za-z0-9._/-]*(:ro)?)?$"
+CONTAINER_IMAGE = r"^[A-Za-z0-9/.][A-Za-z0-9._/:@#+-]{0,511}$"
 DEVICE = r"^[A-Za-z0-9_^=][A-Za-z0-9_,:.=-]{0,127}$"
 
 
@@ -107,8 +112,22 @@ LabelValue = Annotated[
 ]
 Word = Annotated[str, _check(WORD, "one word of letters, digits and _ . , @ + = -", 255), _schema(WORD)]
 Device = Annotated[str, _check(DEVICE, "a device list such as eth0 or mlx5_0,mlx5_1", 128), _schema(DEVICE)]
+HostList = Annotated[str, _check(HOST_LIST, "a list of nodes such as gpu[01-03],gpu7", 1024), _schema(HOST_LIST)]
+Constraint = Annotated[str, _check(CONSTRAINT, "features such as a100&nvlink", 255), _schema(CONSTRAINT)]
+Module = Annotated[str, _check(MODULE, "an environment module such as cuda/12.4", 255), _schema(MODULE)]
+Mount = Annotated[str, _check(MOUNT, "/path, /path:/inside or /path:/inside:ro", 2048), _schema(MOUNT)]
+ContainerImage = Annotated[
+    str, _check(CONTAINER_IMAGE, "an image such as registry/name:tag or /images/x.sqsh", 512), _schema(CONTAINER_IMAGE)
+]
 Text = Annotated[str, AfterValidator(_plain)]
+ShellLine = Annotated[str, AfterValidator(_plain), AfterValidator(lambda line: _one_line(line))]
 Values = Annotated[dict[str, Any], AfterValidator(_json_only)]
+
+
+def _one_line(text: str) -> str:
+    if "\n" in text:
+        raise ValueError("must be one line: give one item a line")
+    return text
 
 
 def _no_dots(path: str) -> str:

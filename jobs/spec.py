@@ -18,13 +18,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from jobs.quantities import (
     AbsolutePath,
     AnyPath,
+    Constraint,
+    ContainerImage,
     Device,
     Duration,
+    HostList,
     Image,
     Label,
     LabelKey,
     LabelValue,
+    Module,
+    Mount,
     Resource,
+    ShellLine,
     Size,
     Subdomain,
     Text,
@@ -147,9 +153,38 @@ class Slurm(_Section):
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
-    constraint: Word | None = None
+    constraint: Constraint | None = None
+    reservation: Word | None = None
+    licenses: Word | None = None
+    exclude: HostList | None = None
+    """Nodes to stay off, e.g. `gpu[03-05],gpu9`."""
+    exclusive: bool = False
+    """Whole nodes: no other job beside this one."""
+    gpu_type: Word | None = None
+    """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
+    array_parallelism: int = Field(default=256, ge=1, le=100000)
+    """Runs of a sweep that may run at the same time."""
+    wckey: Word = "lockstep"
+    """Workload characterisation key, for clusters that ask for one."""
+    socket_interface: Device | None = None
+    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    ib_hca: Device | None = None
+    """NCCL_IB_HCA."""
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    python: AbsolutePath | None = None
+    """Interpreter on the nodes; null: the one that submits, in a container `python`."""
+    modules: list[Module] = Field(default_factory=list, max_length=50)
+    """Environment modules to load first."""
+    setup: list[ShellLine] = Field(default_factory=list, max_length=100)
+    """Shell lines that the batch script runs before the ranks start."""
+    container: Literal["pyxis", "apptainer"] | None = None
+    """Run the ranks in a container: pyxis/enroot or Apptainer. Null: on the node as it is."""
+    image: ContainerImage | None = None
+    """What the container is made from (a registry's name, or a .sqsh or .sif file); null: `image` of the job."""
+    mounts: list[Mount] = Field(default_factory=list, max_length=50)
+    """Further folders in the container: `/path` or `/path:/inside`. The run's own folders are there already."""
     patch: Values = Field(default_factory=dict)
-    """Further submitit parameters."""
+    """Further submitit parameters, or options of sbatch."""
 
 
 class Compose(_Section):
@@ -183,9 +218,9 @@ class JobSpec(_Section):
     shm: Size = "1Gi"
     """Shared memory (/dev/shm) a node: NCCL and data loaders need it."""
     time_limit: Duration = "24h"
-    """Longest time the job may take, all restarts together."""
+    """Longest time the job may take, all restarts together. SLURM: of one start; who reaches it saves and is requeued."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """Restarts after failures, a node. Preemptions do not count."""
+    """Restarts after failures, a node. Preemptions do not count; with SLURM every restart does (SLURM_RESTART_COUNT)."""
     grace_seconds: int = Field(default=60, ge=5, le=3600)
     """Seconds that a signalled rank has to save; the cluster waits 30 s longer before it kills."""
     elastic: Elastic | None = None

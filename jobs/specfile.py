@@ -14,9 +14,15 @@ from training import settings
 from training.contract import UserError
 
 
-def load(path: Path, assignments: dict[str, Any]) -> JobSpec:
-    """Reads, applies `assignments` (dotted names), checks. Raises `UserError`."""
-    values = settings.read_yaml(path)
+def load(path: Path, assignments: dict[str, Any], below: dict[str, Any] | None = None) -> JobSpec:
+    """Reads, applies `assignments` (dotted names), checks. What stands in `below` counts where the file is silent.
+
+    Raises:
+        UserError: with the line of the mistake.
+    """
+    from jobs.render.manifest import merge
+
+    values = merge(below or {}, settings.read_yaml(path))
     for name, value in assignments.items():
         place(values, name, value)
     lines = _lines(path)

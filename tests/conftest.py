@@ -25,6 +25,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name not in kept:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCKSTEP_METRICS_PORT", kept["LOCKSTEP_METRICS_PORT"])
 
 
 @pytest.fixture

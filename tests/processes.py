@@ -22,7 +22,11 @@ def clean_env(**extra: str) -> dict[str, str]:
     prefixes = ("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_", "LOCKSTEP_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
     kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": "", **extra}
+    return {
+        **kept, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": "",
+        "LOCKSTEP_METRICS_PORT": "0",  # any free one: other tests may run on this machine
+        **extra,
+    }  # fmt: skip
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""python -m training run | launch | shard | evaluate | export | settings | collectives | toy | bench
+"""python -m training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from training.arguments import Parser
-from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, UserError
+from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError
 from training.lifeline import end_with_launcher
 
 _BEGAN = time.perf_counter()
@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target", type=Path, metavar="RUN")
     export.add_argument("out", type=Path, metavar="OUT.pth")
     export.set_defaults(action=_export)
+
+    report = commands.add_parser("report", help="show one or several runs as one HTML file")
+    report.add_argument("runs", type=Path, metavar="RUN", nargs="+")
+    report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
+    report.set_defaults(action=_report)
 
     settings = commands.add_parser("settings", help="list every setting with its meaning and default")
     settings.set_defaults(action=_settings)
@@ -151,6 +156,15 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     tensors, step = weights.from_run(args.target)
     weights.write(tensors, args.out)
     print(f"{args.out}: {len(tensors)} tensors of step {step}")
+    return EXIT_DONE
+
+
+def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from training import report
+
+    out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
+    report.write(args.runs, out)
+    print(out)
     return EXIT_DONE
 
 

@@ -3,12 +3,33 @@
     begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
 
 Step time alone hides a slow rank: all ranks wait for it and read the same. The time to `grad_ready` names it.
+
+On a GPU the host only queues work, and its clock says nothing of it: there the points are CUDA events, read when they
+have passed. Nothing waits for them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+Times: TypeAlias = dict[str, float]
+"""Seconds of one step: {data_wait, grad_ready, sync_wait, step_duration}."""
+Mark: TypeAlias = "float | torch.cuda.Event"
+"""A point in time: seconds of the host, or an event in the GPU's stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """This point of the rank's work, to be handed to `StepClock.grad_ready` later."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class StepClock:
@@ -16,6 +37,7 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
+        self._closed: list[Times] = []
         self.trained = 0.0
         """Seconds of training so far, evaluation and saving excluded; continues over restarts."""
         self.begin()
@@ -26,20 +48,92 @@ class StepClock:
     def data_ready(self) -> None:
         self._data = self._grad = self._synced = self._now()
 
-    def grad_ready(self, at: float | None = None) -> None:
-        """The rank's own gradients are complete (now, or at a time noted before): from here on it waits for others."""
-        self._grad = self._synced = self._now() if at is None else at
+    def grad_ready(self, at: Mark | None = None) -> None:
+        """The rank's own gradients are complete (now, or at a `mark` noted before): from here on it waits for others."""
+        self._grad = self._synced = at if isinstance(at, float) else self._now()
 
     def synced(self) -> None:
         self._synced = self._now()
 
-    def end(self) -> dict[str, float]:
-        """Closes the step: {data_wait, grad_ready, sync_wait, step_duration} in seconds."""
+    def end(self) -> Times:
+        """Closes the step. Returns its seconds as the host saw them."""
         now = self._now()
         self.trained += now - self._begin
-        return {
+        times = {
             "data_wait": self._data - self._begin,
             "grad_ready": self._grad - self._data,
             "sync_wait": self._synced - self._grad,
             "step_duration": now - self._begin,
         }
+        self._closed = [times]
+        return times
+
+    def measured(self) -> list[Times]:
+        """The closed steps whose seconds have become known since the last call, oldest first."""
+        closed, self._closed = self._closed, []
+        return closed
+
+
+class CudaStepClock(StepClock):
+    """The same points as events in the GPU's stream: a phase lasts as long as the GPU worked or idled in it.
+
+    `data_wait` is then the time that the GPU stood still for data, `sync_wait` the time that its stream waited for the
+    collectives of the other ranks. A step becomes known a few steps later, when its last event has passed.
+    """
+
+    _POOL = 64
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._free: list[torch.cuda.Event] = []
+        self._open: list[torch.cuda.Event] = []
+        self._pending: deque[list[torch.cuda.Event]] = deque()
+        super().__init__(now)
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        super().begin()
+        self._open = [self._event()] * 4
+
+    def data_ready(self) -> None:
+        super().data_ready()
+        self._open[1:] = [self._event()] * 3
+
+    def grad_ready(self, at: Mark | None = None) -> None:
+        super().grad_ready(at)
+        self._open[2:] = [self._event() if at is None or isinstance(at, float) else at] * 2
+
+    def synced(self) -> None:
+        super().synced()
+        self._open[3] = self._event()
+
+    def end(self) -> Times:
+        self._pending.append([*self._open, self._event()])
+        return super().end()
+
+    def measured(self) -> list[Times]:
+        found = []
+        while self._pending and self._pending[0][-1].query():
+            events = self._pending.popleft()
+            begin, data, grad, synced, end = events
+            found.append(
+                {
+                    "data_wait": _seconds(begin, data),
+                    "grad_ready": _seconds(data, grad),
+                    "sync_wait": _seconds(grad, synced),
+                    "step_duration": _seconds(begin, end),
+                }
+            )
+            self._free += list(dict.fromkeys(events))[: self._POOL - len(self._free)]
+        return found
+
+
+def _seconds(first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    return 0.0 if first is second else first.elapsed_time(second) / 1e3
+
+
+def step_clock(device: torch.device) -> StepClock:
+    return CudaStepClock() if device.type == "cuda" else StepClock()

@@ -15,13 +15,19 @@ EXIT_USAGE = 2
 """Wrong usage, config or data. Running it again gives the same error, so nobody may retry it."""
 EXIT_PREEMPTED = 75
 """The state is saved; run the same command again to go on (sysexits.h: EX_TEMPFAIL)."""
+EXIT_TIMED_OUT = 124
+"""The job's time limit is over (as timeout(1) says it)."""
 
 ENV_THREADS = "LOCKSTEP_THREADS"
 ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
+ENV_FILE_SD = "LOCKSTEP_FILE_SD"
+"""Folder that Prometheus watches for targets (`file_sd_configs`), shared by the nodes of a cluster without discovery."""
 ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m training launch`."""
+ENV_REVISION = "LOCKSTEP_REVISION"
+"""The source's revision, where it was installed without its history (container images)."""
 
 METRICS_PORT = 9470
 """Base port of the metrics servers, plus the local rank. 9400 belongs to dcgm-exporter."""
@@ -31,6 +37,7 @@ RUN_FILE = "run.yaml"
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
 STOP_FILE = "STOP"
 CHECKPOINTS = "checkpoints"
 ENDPOINTS = "endpoints"
@@ -59,4 +66,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def endpoint_file(run_dir: Path, rank: int) -> Path:
+    """`{host, port, pid}` of a rank's metrics server, for as long as it runs."""
     return run_dir / ENDPOINTS / f"rank-{rank:05d}.json"
+
+
+def textfile(run_dir: Path, rank: int) -> Path:
+    """A rank's metrics in Prometheus' text format: what it served last."""
+    return run_dir / METRICS / f"rank-{rank:05d}.prom"

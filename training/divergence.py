@@ -7,7 +7,9 @@ weights and the cursor, so every rank takes its backward pass once more without 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from training.data.augment import draw_keys
 from training.data.loader import Batch
 from training.exchange import all_gather_trees
 from training.step import Step
@@ -17,12 +19,13 @@ def diagnose(step: Step, batch: Batch, epoch: int) -> str:
     """One sentence that names every rank whose own loss or gradient is not finite. Collective; clears the gradients."""
     state = step.state
     kept = [tensor.clone() for tensor in step.statistics()]
-    network, step.network = step.network, state.model
+    model = state.sync.whole(state.model)
+    network, step.network = step.network, model
     state.sync.zero_grad()
     try:
         with state.sync.accumulate():
-            step.backward(batch, epoch)
-        own = _first_bad(step)
+            step.backward(batch, draw_keys(step.config.seed, epoch))
+        own = _first_bad(model, state.losses)
     finally:
         step.network = network
         step.restore(kept)
@@ -31,17 +34,17 @@ def diagnose(step: Step, batch: Batch, epoch: int) -> str:
     return "; ".join(found) or "every rank's own gradient is finite, but their sum overflows"
 
 
-def _first_bad(step: Step) -> str | None:
-    for name, parameter in step.state.model.named_parameters():
+def _first_bad(model: nn.Module, losses: torch.Tensor) -> str | None:
+    for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             return f"parameter {name} is not finite"
-    if not bool(torch.isfinite(step.state.losses).all()):
-        return f"loss is not finite{_first_gradient(step)}"
-    return _first_gradient(step).removeprefix(", ") or None
+    if not bool(torch.isfinite(losses).all()):
+        return f"loss is not finite{_first_gradient(model)}"
+    return _first_gradient(model).removeprefix(", ") or None
 
 
-def _first_gradient(step: Step) -> str:
-    for name, parameter in step.state.model.named_parameters():
+def _first_gradient(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             return f", gradient of {name} is not finite"
     return ""

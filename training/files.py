@@ -56,6 +56,19 @@ def replace_json(path: Path, value: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def publish(path: Path, data: bytes) -> None:
+    """Replaces a file that others read while the run goes on. Whole at every time, but not forced to the disk.
+
+    Raises `OSError`; the temporary file is gone then, too.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
     """Removes the temporary files of `names` that a killed process left behind. Nobody else may be writing."""
     for name in names:

@@ -37,6 +37,7 @@ from training.contract import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
+    EXIT_TIMED_OUT,
     EXIT_USAGE,
     MASTER_PORT,
     UserError,
@@ -51,6 +52,8 @@ class Agent(LocalElasticAgent):
     """torch's agent, which knows which endings are final and hands signals on."""
 
     signalled: int | None = None
+    timed_out = False
+    grace: int
     attempts: Attempts
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
@@ -80,6 +83,17 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
+
+    def limit(self, seconds: float) -> None:
+        """Ends the ranks after `seconds`: with TERM, so that they can save, and with KILL after the grace."""
+        signal.signal(signal.SIGALRM, self._over)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        signal.setitimer(signal.ITIMER_REAL, self.grace)
+        wanted = signal.SIGKILL if self.timed_out else signal.SIGTERM
+        self.timed_out = True
+        self._forward(wanted, frame)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -141,6 +155,8 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
     parser.add_argument("--join-timeout", type=float, default=600.0, help="seconds to wait for the other nodes")
     parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
+    parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
+                        help=f"end the ranks after so long, saved, with exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain")
     parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
                         help="count this node's restarts there, on shared storage: a replaced node goes on counting")  # fmt: skip
@@ -174,8 +190,8 @@ def _serves(env: Mapping[str, str]) -> bool | None:
 
 
 def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,6}", text):
-        raise UserError(f"--max-restarts must be a number from 0, got {text!r}")
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise UserError(f"--max-restarts and --time-limit must be numbers from 0, got {text!r}")
     return int(text)
 
 
@@ -245,6 +261,7 @@ def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts
 ) -> int:  # fmt: skip
     waiting: Callable[..., Any] = _leave_while_waiting
+    agent: Agent | None = None
     for number in FORWARDED:
         signal.signal(number, waiting)
     try:
@@ -258,13 +275,20 @@ def _run(
             exit_barrier_timeout=args.grace, shutdown_timeout=args.grace,
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
-        agent.attempts, agent.starts = attempts, attempts.used
+        agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.catch()
+        agent.limit(args.time_limit)
         code = exit_code(agent.run())
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
+            print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
+            code = EXIT_TIMED_OUT
         spec.rdzv_handler.shutdown()
     except SignalException as error:
-        print(f"launch: {error.sigval.name} before the ranks had begun", file=sys.stderr, flush=True)
-        return EXIT_PREEMPTED
+        over = agent is not None and agent.timed_out
+        what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
+        print(f"launch: {what} before the ranks had begun", file=sys.stderr, flush=True)
+        return EXIT_TIMED_OUT if over else EXIT_PREEMPTED
     except RendezvousError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)

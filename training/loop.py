@@ -17,15 +17,19 @@ import torch
 import torch.distributed as dist
 
 from training import contract, divergence
+from training.capture import capture_stream
+from training.clock import Times
 from training.closeness import ReplicasDiffer
 from training.config import Config
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from training.data.loader import Batch
 from training.evaluate import Evaluator, Score
 from training.hang import Heartbeat, is_collective, last_words
-from training.optim.schedules import piecewise_linear
-from training.preempt import Consensus, Signals
+from training.optim import learning_rate
+from training.preempt import Consensus, Decision, Signals
+from training.reading import Reading
 from training.saving import Saver
-from training.setup import Prepared, prepare, together
+from training.setup import Prepared, note_corrupt_shard, prepare, together
 from training.state import averaged_buffers
 from training.step import NonFinite
 from training.watch import watchers
@@ -57,6 +61,11 @@ def train(
         UserError: the config, the data or the run directory cannot be used.
     """
     began = time.perf_counter() if began is None else began
+    with capture_stream(config, world.device):
+        return _train(config, world, run_dir, fresh, signals, began)
+
+
+def _train(config: Config, world: World, run_dir: Path, fresh: bool, signals: Signals | None, began: float) -> int:
     prepared = prepare(config, world, run_dir, fresh)
     run = prepared.run
     try:
@@ -71,13 +80,16 @@ def train(
             signals.ignore()
         if run is not None:
             run.status(ending.code, ending.reason, prepared.steps_done)
+        prepared.exporter.close(ending.code)
         prepared.console.close()
         if ending.code != EXIT_DONE and world.leader:
             prepared.console.warn(ending.reason)
-        _leave_together(world)
+        _leave_together(world, lambda: _report(prepared))
         return ending.code
     except BaseException as error:
         prepared.console.close()
+        note_corrupt_shard(prepared.metrics, error)
+        prepared.exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
         if world.size > 1 and is_collective(error):
             reason = last_words(world, prepared.steps_done, error)
             if run is not None:
@@ -100,16 +112,19 @@ class _Loop:
     def __init__(self, prepared: Prepared, signals: Signals | None, began: float) -> None:
         self.p, self.began = prepared, began
         self.config, self.world, self.state = prepared.config, prepared.world, prepared.state
+        self.times: Times = {}
         stop_file = None if prepared.run is None else prepared.run.path / contract.STOP_FILE
         self.consensus = Consensus(self.world, signals, stop_file)
         self.heartbeat = Heartbeat(self.world)
         self.saver = Saver(prepared)
+        self.reading = Reading(self.state.losses)
         with together(self.world):
             self.evaluator = Evaluator(self.config, self.world, prepared.manifest)
         self.watchers = watchers(prepared, self._score)
 
     def run(self) -> Ending:
         p, cursor = self.p, self.state.cursor
+        p.exporter.begin()
         p.event("start", world_size=self.world.size, step=p.steps_done, config_hash=self.config.hash())
         preprocessing = time.perf_counter() - self.began
         p.event("prepared", seconds=preprocessing)
@@ -132,7 +147,7 @@ class _Loop:
         cursor, clock, p = self.state.cursor, self.state.clock, self.p
         batches = p.loader.epoch(cursor.epoch, cursor.step)
         while cursor.step < p.loader.steps_per_epoch:
-            decision = self.consensus.poll(self.saver.due_by_time())
+            decision = self._boundary(self.saver.due_by_time())
             if decision.stop:
                 batches.close() if hasattr(batches, "close") else None
                 return self._preempted()
@@ -141,11 +156,12 @@ class _Loop:
             clock.begin()
             batch = next(batches)
             clock.data_ready()
-            lr = self._learning_rate()
+            when = self._when()
             try:
-                p.step(batch, cursor.epoch, lr)
+                p.step(batch, cursor.epoch, when)
             except NonFinite:
                 reason = f"step {p.steps_done + 1}: {divergence.diagnose(p.step, batch, cursor.epoch)}"
+                p.metrics.nonfinite()
                 p.event("nonfinite", step=p.steps_done + 1, reason=reason)
                 if self.config.nonfinite == "stop":
                     return Ending(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
@@ -153,24 +169,41 @@ class _Loop:
             cursor.step += 1
             if self.state.ema:
                 self.state.ema.update(p.steps_done)
-            times = clock.end()
+            clock.end()
             self.heartbeat.beat(p.steps_done)
             p.console.step(cursor.epoch, p.steps_done)
-            if p.steps_done % self.config.log.every == 0:
-                p.event("step", step=p.steps_done, lr=lr, **{name: round(value, 6) for name, value in times.items()})
+            self._measure(batch, learning_rate(self.config.optim, when))
             for watch in self.watchers:
                 watch()
         return self._end_of_epoch()
 
-    def _learning_rate(self) -> float:
-        optim = self.config.optim
+    def _boundary(self, save_due: bool = False) -> Decision:
+        self.p.metrics.alive()
+        return self.consensus.poll(save_due)
+
+    def _measure(self, batch: Batch, lr: float) -> None:
+        """Hands the step to the metrics, and reads the loss now and then. Waits for nothing."""
+        p, measured = self.p, self.state.clock.measured()
+        if measured:
+            self.times = measured[-1]
+        if self.config.metrics.enabled:
+            samples = len(batch.rows) if batch.weight else 0
+            p.metrics.step(measured, p.steps_done, lr, samples, self.state.sync.bytes_sent)
+        if p.steps_done % self.config.log.every == 0:
+            self.reading.take(self.state.losses, p.step.grad_norm, step=p.steps_done, lr=lr)
+        for values in self.reading.ready():
+            if values["train_loss"] is not None:
+                p.metrics.reading(values["train_loss"], values["grad_norm"])
+            p.event("step", **values, **{name: round(value, 6) for name, value in self.times.items()})
+
+    def _when(self) -> float:
+        """Where the schedule stands after the next step."""
         step = self.p.steps_done + 1
-        when = step / self.p.loader.steps_per_epoch if optim.schedule_unit == "epoch" else step
-        return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
+        return step / self.p.loader.steps_per_epoch if self.config.optim.schedule_unit == "epoch" else step
 
     def _score(self, leave: Callable[[], bool] = lambda: False) -> Score | None:
         """The score of the weights that evaluation uses; None where `leave` said so. Collective."""
-        model = self.state.ema.average if self.state.ema else self.state.model
+        model = self.state.sync.whole(self.state.ema.average if self.state.ema else self.state.model)
         return self.evaluator.score(model, averaged_buffers(model, self.world), leave)
 
     def _end_of_epoch(self) -> Ending | None:
@@ -178,13 +211,14 @@ class _Loop:
         epoch, last = state.cursor.epoch + 1, state.cursor.epoch + 1 >= self.config.epochs
         score: Score | None = None
         if last or epoch % self.config.evaluate.every == 0:
-            score = self._score(lambda: self.consensus.poll().stop)
+            score = self._score(lambda: self._boundary().stop)
             if score is None:
                 return self._preempted()
         losses = state.losses.cpu().clone()
         dist.all_reduce(losses)
         steps = p.steps_done
         state.losses.zero_()
+        self.reading.new_epoch()
         state.cursor.epoch, state.cursor.step = epoch, 0
         values = {
             "epoch": epoch, "step": steps, "trained_seconds": round(state.clock.trained, 4),
@@ -195,6 +229,7 @@ class _Loop:
         state.history.update(train_loss=values["train_loss"])
         best = score is not None and score.accuracy > state.history.get("best_accuracy", -1.0)
         if score:
+            p.metrics.accuracy(score.accuracy)
             state.history.update(
                 accuracy=score.accuracy, test_loss=score.loss, class_accuracy=score.by_class(p.manifest.classes)
             )
@@ -209,6 +244,7 @@ class _Loop:
     def _preempted(self) -> Ending:
         self.consensus.settle()
         p, state = self.p, self.state
+        p.metrics.preempted()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if self.config.checkpoint.on_signal:
             self.saver.save()
@@ -268,8 +304,27 @@ def _say_complete(prepared: Prepared) -> None:
     )
 
 
-def _leave_together(world: World) -> None:
-    """No rank is gone while another still works: the first one out makes launchers end the others."""
+def _report(p: Prepared) -> None:
+    """Rank 0 writes report.html, when the others have written what goes into it. It never costs the run its ending."""
+    if p.run is None or not p.world.leader or not p.config.log.report:
+        return
+    try:
+        from training import report
+
+        report.write([p.run.path], p.run.path / contract.REPORT_FILE)
+    except Exception as error:  # noqa: BLE001
+        p.console.warn(f"no {contract.REPORT_FILE}: {error}")
+
+
+def _leave_together(world: World, last: Callable[[], None]) -> None:
+    """No rank is gone while another still works: the first one out makes launchers end the others.
+
+    Args:
+        last: what is done when every rank has written its files.
+    """
+    if world.size > 1:
+        dist.barrier()
+    last()
     if world.size > 1:
         dist.barrier()
     if world.device.type == "cuda":

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from training.world import World
 
+ASKING = ("TERM", "USR1", "USR2", "INT", "HUP")
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same one to a process twice."""
 
@@ -45,6 +46,8 @@ class Signals:
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
+        # Whoever started us may have held signals back, so that none is lost while torch is being imported.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in ASKING])
 
     def _watch(self) -> None:
         while numbers := os.read(self._read, 64):

@@ -43,6 +43,7 @@ class RunDirectory:
         self.attempt: int = before.get("attempt", 0) + 1
         self.step_before: int = before.get("step", 0)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.at_close: list[Callable[[], None]] = []
 
     @classmethod
     def open(cls, path: Path, config: Config, fresh: bool) -> RunDirectory:
@@ -52,7 +53,7 @@ class RunDirectory:
             if fresh and path.exists():
                 _move_aside(path)
             path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path / ".lock", timeout=10)
+            lock = filelock.FileLock(path / ".lock", timeout=_patience())
             lock.acquire()
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
@@ -142,6 +143,8 @@ class RunDirectory:
             print(f"warning: {self.path}: {message}; the run goes on", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        while self.at_close:
+            self.at_close.pop()()
         self._lock.release()
 
 
@@ -153,6 +156,15 @@ def read_run(path: Path) -> dict[str, Any]:
     if not isinstance(value.get("config"), dict) or not isinstance(batch, int) or not isinstance(data, dict):
         raise UserError(f"{file} is malformed: restore it, or start over in another run directory")
     return {**value, "config": configuration.from_dict(value["config"], str(file))}
+
+
+LOCK_SECONDS = 10.0
+LOCK_SECONDS_AGAIN = 180.0
+"""After a restart: network file systems keep the lock of a node that failed until its lease is over."""
+
+
+def _patience() -> float:
+    return LOCK_SECONDS_AGAIN if os.environ.get(contract.ENV_RESTARTS, "0") != "0" else LOCK_SECONDS
 
 
 def _move_aside(path: Path) -> None:
@@ -179,12 +191,12 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The revision of the source tree, or an empty text where there is none."""
+    """The revision of the source tree, or of the image; an empty text where neither is known."""
     try:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
             capture_output=True, text=True, timeout=5, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return os.environ.get(contract.ENV_REVISION, "")
     return found.stdout.strip()

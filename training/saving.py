@@ -72,6 +72,7 @@ class Saver:
         try:
             result = self._future.result(timeout)
         except (OSError, FutureTimeout) as error:
+            self.p.metrics.checkpoint_failed("timeout" if isinstance(error, FutureTimeout) else "disk")
             self.failures += 1
             self._last_failed = True
             reason = str(error) or f"the disk did not answer for {timeout} s"
@@ -79,6 +80,7 @@ class Saver:
             self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {reason}")
         else:
             self._last_failed = False
+            self.p.metrics.checkpoint_written(result.seconds)
             self.p.event(
                 "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
             )

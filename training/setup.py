@@ -17,16 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from training import checkpoint, models, optim, sync, weights
-from training.clock import StepClock
+from training import checkpoint, memory, models, optim, sync, trackers, weights
+from training.capture import CapturedStep, why_not
+from training.clock import step_clock
 from training.config import Config
 from training.console import Console
-from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
-from training.data.augment import augment, check_settings, normalise
+from training.contract import EXIT_FAILED, EXIT_USAGE, VERSION, UserError
+from training.data.augment import augment, check_settings, draw_keys, normalise
 from training.data.loader import Loader
-from training.data.shards import Manifest, Samples
+from training.data.shards import CorruptShard, Manifest, Samples
 from training.data.shards import prepare as prepare_shards
 from training.exchange import agree, all_gather_trees, broadcast_tree
+from training.exporter import Exporter
+from training.metrics import Metrics
 from training.optim.ema import Ema
 from training.rundir import RunDirectory
 from training.state import Cursor, TrainState, scatter
@@ -47,7 +50,16 @@ class Prepared:
     state: TrainState
     step: Step
     console: Console
+    exporter: Exporter
     global_batch: int
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.exporter.metrics
+
+    @property
+    def steps_planned(self) -> int:
+        return self.config.epochs * self.loader.steps_per_epoch
 
     @property
     def steps_done(self) -> int:
@@ -90,23 +102,37 @@ def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepare
     """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
     threads = set_threads(world, config.threads, os.environ)
     _deterministic(config)
+    if world.device.type == "cpu":
+        memory.keep_freed()
     run: RunDirectory | None = None
+    exporter: Exporter | None = None
     try:
         with together(world):
             if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
                 run = RunDirectory.open(run_dir, config, fresh)
-        return _prepare(config, world, run, threads)
+        with together(world):  # only now: a directory that is refused stays untouched
+            exporter = Exporter(config.metrics, world, run_dir, os.environ)
+        return _prepare(config, world, run, exporter, threads)
     except BaseException as error:
+        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        if exporter is not None:
+            note_corrupt_shard(exporter.metrics, error)
+            exporter.close(code)
         if run is not None:
-            code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
             run.status(code, str(error) or type(error).__name__, run.step_before)
             run.close()
         raise
 
 
-def _prepare(config: Config, world: World, run: RunDirectory | None, threads: str) -> Prepared:
+def note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
+    """Counts a damaged shard among the causes of an error that ends the run."""
+    if isinstance(error, CorruptShard) or isinstance(error.__cause__, CorruptShard):
+        metrics.corrupt_file("shard")
+
+
+def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: Exporter, threads: str) -> Prepared:
     with together(world):
-        chosen = _offer(run, world)
+        chosen = _offer(run, world, exporter.metrics)
     with together(world):
         manifest = Manifest.read(prepare_shards(config.data))
         check_settings(config, manifest.shape)
@@ -131,10 +157,18 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, threads: st
         with _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
-    p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, global_batch)
+    if config.capture == "auto":
+        step = _captured(step, console)
+    p = Prepared(config, world, run, attempt, manifest, loader, state, step, console, exporter, global_batch)
+    p.metrics.describe(
+        recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
+        step=p.steps_done, planned=p.steps_planned, preemptions=state.history.get("preemptions", 0),
+    )  # fmt: skip
     with together(world):
         if run is not None:
             run.describe(config, world, global_batch, p.data, threads)
+            if world.leader and not p.complete:
+                trackers.attach(config, run, p.steps_done)
     if run is not None:
         if not p.complete:
             run.status(None, "running", p.steps_done)
@@ -160,13 +194,14 @@ def _deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(config.deterministic)
 
 
-def _offer(run: RunDirectory | None, world: World) -> Path | None:
+def _offer(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:
     """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
     if run is None:
         return None
     checkpoint.clean(run.checkpoints)
 
     def warn(message: str) -> None:
+        metrics.corrupt_file("checkpoint")
         run.event("corrupt_checkpoint", message=message)
         print(f"warning: rank {world.rank}: {message}", file=sys.stderr, flush=True)
 
@@ -235,21 +270,31 @@ def _check_same(model: nn.Module, world: World) -> None:
 def _replicate(
     model: nn.Module, config: Config, world: World, loader: Loader, global_batch: int
 ) -> tuple[TrainState, Step]:
-    strategy = sync.build(config.sync)
+    with together(world):
+        strategy = sync.build(config.sync)
+        strategy.check(config, world)
     network = strategy.wrap(model, world, _example(config, loader))
     if config.compile:
         with together(world):
             network = compiled(network, world.device)
-    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch))
-    ema = Ema(model, config.ema.decay, config.ema.every) if config.ema.decay else None
+    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch, model))
+    ema = Ema(model, config.ema.decay, config.ema.every, strategy.duplicate()) if config.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-    state = TrainState(world, model, optimizer, strategy, ema, Cursor(), StepClock(), losses, {})
+    state = TrainState(world, model, optimizer, strategy, ema, Cursor(), step_clock(world.device), losses, {})
     model.train()
     return state, Step(config, state, network, loader.multiple)
 
 
-def _optimizer_of(config: Config, global_batch: int) -> Callable[..., torch.optim.Optimizer]:
-    return lambda parameters: optim.build(parameters, config, global_batch)
+def _captured(step: Step, console: Console) -> Step:
+    reason = why_not(step.config, step.state)
+    if reason is None:
+        return CapturedStep(step.config, step.state, step.network, step.multiple, console.warn)
+    console.line(f"Steps run eagerly: {reason}")
+    return step
+
+
+def _optimizer_of(config: Config, global_batch: int, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: optim.build(parameters, config, global_batch, model)
 
 
 def _example(config: Config, loader: Loader) -> torch.Tensor:
@@ -258,7 +303,7 @@ def _example(config: Config, loader: Loader) -> torch.Tensor:
     images = _first_images(loader.samples, max(loader.multiple, 2)).to(loader.world.device)
     rows = torch.arange(len(images), device=images.device)
     kind = real_type(config.precision)
-    return augment(images, rows, first + rows, config.data, config.seed, 0, kind, config.channels_last)
+    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), kind, config.channels_last)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ and cursor are the same on all ranks; batch statistics, generators and a strateg
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +61,15 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     if state.world.device.type == "cuda":
         own["rng"]["cuda"] = torch.cuda.get_rng_state(state.world.device)
     ranks = all_gather_trees(own, state.world) if everywhere else gather_trees(own, state.world)
+    model = dict(state.sync.whole(state.model).named_parameters())
+    average = dict(state.sync.whole(state.ema.average).named_parameters()) if state.ema else {}
+    optimizer = state.sync.optimizer_state(state.optimizer, everywhere)
     if ranks is None:
         return None
     shared = {
-        "model": dict(state.model.named_parameters()),
-        "average": dict(state.ema.average.named_parameters()) if state.ema else {},
-        "optimizer": state.optimizer.state_dict(),
+        "model": model,
+        "average": average,
+        "optimizer": optimizer,
         "cursor": [state.cursor.epoch, state.cursor.step],
         "trained_seconds": state.clock.trained,
         "history": state.history,
@@ -76,8 +80,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
     """Gives every rank its part of the gathered state that rank `source` read. Collective.
 
-    At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators and
-    the strategies' own state keep their fresh values.
+    At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
+    their fresh values, and a strategy makes of the saved ranks' states what it can (`load_resized`).
 
     Raises:
         UserError: the world size differs from the saved one, and the run is not `resizable`.
@@ -90,13 +94,13 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
             f"the run was saved by {len(ranks)} ranks, and with shuffle=shard each keeps its own files: "
             f"resume it on {len(ranks)} ranks, not {state.world.size}"
         )
-    _copy(shared["model"], dict(state.model.named_parameters()))
-    state.optimizer.load_state_dict(shared["optimizer"])
+    _copy(shared["model"], dict(state.model.named_parameters()), state.sync.write)
+    state.sync.load_optimizer_state(state.optimizer, shared["optimizer"])
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = shared["trained_seconds"]
     state.history.update(shared["history"])
     if state.ema:
-        _copy(shared["average"], dict(state.ema.average.named_parameters()))
+        _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.write)
     if len(ranks) == state.world.size:
         own = ranks[state.world.rank]
         random.setstate(own["rng"]["python"])
@@ -110,6 +114,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         state.losses.copy_(sum(rank["losses"] for rank in ranks) if state.world.leader else torch.zeros(2))
         buffers = mean_of([rank["buffers"] for rank in ranks])
         average_buffers = mean_of([rank["average_buffers"] for rank in ranks])
+        state.sync.load_resized([rank["sync"] for rank in ranks])
     _copy(buffers, dict(state.model.named_buffers()))
     if state.ema:
         _copy(average_buffers, dict(state.ema.average.named_buffers()))
@@ -149,11 +154,15 @@ def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _copy(saved: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
+def _copy(
+    saved: dict[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+) -> None:
     if saved.keys() != targets.keys():
         different = sorted(saved.keys() ^ targets.keys())
         raise ValueError(f"the checkpoint is of another model: {different[0]} is in only one of the two")
     for name, target in targets.items():
         if saved[name].shape != target.shape:
             raise ValueError(f"the checkpoint has {name} of shape {list(saved[name].shape)}, not {list(target.shape)}")
-        target.copy_(saved[name])
+        write(target, saved[name])

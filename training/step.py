@@ -12,10 +12,10 @@ from torch import nn
 
 from training.config import Config
 from training.contract import UserError
-from training.data.augment import augment
+from training.data.augment import Keys, augment, draw_keys
 from training.data.loader import Batch
 from training.data.order import bounds
-from training.optim import set_lr
+from training.optim import set_rates
 from training.state import TrainState
 
 
@@ -59,6 +59,8 @@ class Step:
 
     def __init__(self, config: Config, state: TrainState, network: nn.Module, multiple: int) -> None:
         self.config, self.state, self.network, self.multiple = config, state, network, multiple
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the last step's gradient before clipping, on the device; None where nobody asked for it."""
 
     @torch.no_grad()
     def restore(self, kept: list[torch.Tensor]) -> None:
@@ -66,29 +68,39 @@ class Step:
         for tensor, before in zip(self.statistics(), kept):
             tensor.copy_(before)
 
-    def __call__(self, batch: Batch, epoch: int, lr: float) -> None:
-        """Trains one batch. Raises `NonFinite`, on all ranks at once, before any weight is changed."""
+    def __call__(self, batch: Batch, epoch: int, when: float) -> None:
+        """Trains one batch. Raises `NonFinite`, on all ranks at once, before any weight is changed.
+
+        Args:
+            when: where the learning rate's schedule stands: the epochs (or steps) that are done after this step.
+        """
         state, looks = self.state, self.config.nonfinite != "ignore"
         # A forward pass that diverges leaves NaN in the batch statistics and the loss, before anyone can look.
         before = [tensor.clone() for tensor in self.statistics()] if looks else []
         state.sync.zero_grad()
-        self.backward(batch, epoch)
+        set_rates(state.optimizer, self.config.optim, when)  # before backward, within which a strategy may step
+        self.backward(batch, draw_keys(self.config.seed, epoch))
         state.sync.finish(state.clock)
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
-        if looks and not bool(torch.isfinite(state.sync.grad_norm())):
-            state.sync.zero_grad()
-            self.restore(before)
-            raise NonFinite
+        if looks:
+            norm = self.grad_norm = state.sync.grad_norm()
+            if not bool(torch.isfinite(norm)):
+                state.sync.abandon()
+                self.restore(before)
+                raise NonFinite
+        self.update()
+
+    def update(self) -> None:
+        """Clips the gradients and moves the weights."""
         if self.config.optim.clip:
-            state.sync.clip(self.config.optim.clip)
-        set_lr(state.optimizer, lr)
-        state.optimizer.step()
+            self.grad_norm = self.state.sync.clip(self.config.optim.clip)
+        self.state.optimizer.step()
 
     def statistics(self) -> list[torch.Tensor]:
         """What a forward pass changes: the batch statistics and the sum of the losses."""
         return [*self.state.model.buffers(), self.state.losses]
 
-    def backward(self, batch: Batch, epoch: int) -> None:
+    def backward(self, batch: Batch, keys: Keys) -> None:
         """Forward and backward over the rank's part, in micro-batches; only the last one sends."""
         accumulate = self.config.accumulate
         pieces = [bounds(len(batch.rows), number, accumulate, self.multiple) for number in range(accumulate)]
@@ -96,14 +108,12 @@ class Step:
         for number, (low, high) in enumerate(pieces):
             last = number == len(pieces) - 1
             with contextlib.nullcontext() if last else self.state.sync.accumulate():
-                self._micro_batch(batch, low, high, epoch)
+                self._micro_batch(batch, low, high, keys)
 
-    def _micro_batch(self, batch: Batch, low: int, high: int, epoch: int) -> None:
+    def _micro_batch(self, batch: Batch, low: int, high: int, keys: Keys) -> None:
         config, state = self.config, self.state
         rows, ids, labels = (tensor[low:high] for tensor in (batch.rows, batch.ids, batch.labels))
-        x = augment(
-            batch.images, rows, ids, config.data, config.seed, epoch, real_type(config.precision), config.channels_last
-        )
+        x = augment(batch.images, rows, ids, config.data, keys, real_type(config.precision), config.channels_last)
         if batch.weight == 0:
             state.model.eval()  # the stand-in of an empty part must leave no trace in the batch statistics
         with autocast(config.precision, state.world.device):

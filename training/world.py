@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -200,9 +202,18 @@ def host_list(text: str) -> list[str]:
     return hosts
 
 
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPU cores this process may use: its affinity, and the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
+            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        limit = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return allowed
+    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str]) -> str:
@@ -241,12 +252,18 @@ def choose_device(world: World, wanted: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def joined(world: World, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+def joined(world: World | None = None, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Joins the process group (of one, where nothing was launched) and leaves it at the end.
 
+    Without a world, this process's environment says who it is, and it gets its share of the node's cores.
+
     Raises:
-        UserError: two ranks share one GPU, or there is none.
+        UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun.
     """
+    _refuse_spawned_by_a_rank()
+    if world is None:
+        world = detect(os.environ)
+        set_threads(world, 0, os.environ)
     chosen = choose_device(world, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
@@ -270,6 +287,28 @@ def joined(world: World, device: str = "auto", timeout: float = 600.0) -> Iterat
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def _refuse_spawned_by_a_rank() -> None:
+    """A script that spawns its ranks, started under torchrun, would spawn them once a rank, all at one address.
+
+    torchrun's own children are no children of multiprocessing, and where it starts functions instead of programs, it is
+    the parent, which has no rank itself.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    try:
+        environment = Path(f"/proc/{parent.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return  # no Linux, or gone: the rendezvous will tell
+    values = dict(entry.partition(b"=")[::2] for entry in environment)
+    if b"TORCHELASTIC_RUN_ID" in values and b"RANK" in values:
+        rank, size = values[b"RANK"].decode(), values.get(b"WORLD_SIZE", b"?").decode()
+        raise UserError(
+            f"this process was spawned (mp.spawn) by rank {rank} of {size} of torchrun, which had started the ranks "
+            "already: start the script with plain python, or let torchrun start it and drop the spawn"
+        )
 
 
 def _refuse_shared_gpus(world: World) -> None:

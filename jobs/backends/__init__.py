@@ -9,7 +9,7 @@ from training.contract import UserError
 if TYPE_CHECKING:
     from jobs.backends.base import Backend
 
-NAMES = ("local", "k8s")
+NAMES = ("local", "k8s", "slurm", "compose")
 
 
 def open_backend(name: str, namespace: str | None = None, context: str | None = None) -> Backend:
@@ -24,6 +24,14 @@ def open_backend(name: str, namespace: str | None = None, context: str | None = 
         from jobs.backends.local import LocalBackend
 
         return LocalBackend()
+    if name == "slurm":
+        from jobs.backends.slurm import SlurmBackend
+
+        return SlurmBackend()
+    if name == "compose":
+        from jobs.backends.compose import ComposeBackend
+
+        return ComposeBackend()
     from training import settings
 
     raise UserError(f"unknown backend {name!r}{settings.nearest(name, NAMES)}")

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 EXIT_UNSCHEDULABLE = 3
 EXIT_LOST = 4
-EXIT_TIMED_OUT = 124
 
 State = Literal[
     "pending", "queued", "unschedulable", "running", "restarting",

@@ -6,12 +6,14 @@ errors(findings)        # submit refuses these, prints the rest as warnings
 
 from __future__ import annotations
 
-from jobs.lint import job_rules, pod_rules, security_rules
+from jobs.lint import compose_rules, job_rules, pod_rules, security_rules, slurm_rules
 from jobs.lint.rule import Finding, Subject, rules
 from jobs.render.manifest import Manifest
 from jobs.spec import JobSpec
 
-__all__ = ["Finding", "errors", "job_rules", "lint", "pod_rules", "rules", "security_rules"]
+__all__ = [
+    "Finding", "compose_rules", "errors", "job_rules", "lint", "pod_rules", "rules", "security_rules", "slurm_rules",
+]  # fmt: skip
 
 
 def lint(spec: JobSpec, objects: list[Manifest]) -> list[Finding]:

@@ -11,6 +11,7 @@ from jobs.render.manifest import Manifest, get, mappings
 from jobs.spec import JobSpec
 
 Level = Literal["error", "warning"]
+COMPOSE = "Compose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,25 @@ class Subject:
 
     @cached_property
     def job(self) -> Manifest:
-        kinds = ("PyTorchJob", "TrainJob")
+        kinds = ("PyTorchJob", "TrainJob", "Slurm")
         return next((item for item in self.objects if item.get("kind") in kinds), {})
+
+    @cached_property
+    def kind(self) -> str:
+        """PyTorchJob, TrainJob or Compose; empty where a patch has taken it away."""
+        if any("services" in item for item in self.objects):
+            return COMPOSE
+        return str(self.job.get("kind") or "")
+
+    @cached_property
+    def services(self) -> dict[str, Manifest]:
+        """The services of a Compose file by name."""
+        found: Any = next((item["services"] for item in self.objects if "services" in item), {})
+        return (
+            {str(key): value for key, value in found.items() if isinstance(value, dict)}
+            if isinstance(found, dict)
+            else {}
+        )
 
     @property
     def is_pytorchjob(self) -> bool:
@@ -108,13 +126,14 @@ class Rule:
         return (self.check.__doc__ or "").strip()
 
     def apply(self, subject: Subject) -> Iterator[Finding]:
-        if subject.job.get("kind") in self.kinds or not subject.job:
+        if subject.kind in self.kinds or (not subject.kind and self.kinds != (COMPOSE,)):
             for message in self.check(subject):
                 yield Finding(self.id, self.level, message)
 
 
 _RULES: dict[str, Rule] = {}
 BOTH = ("PyTorchJob", "TrainJob")
+SLURM = ("Slurm",)
 
 
 def rule(

@@ -1,9 +1,12 @@
-"""What every backend must do alike, run over all of them with real processes. Compose and SLURM join the list."""
+"""What every backend must do alike, run over all of them with real processes. SLURM joins the list."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +16,13 @@ import pytest
 from k8s_operator import Operator, until
 from k8s_server import ApiServer
 
-from jobs.backends.base import FINAL, Backend
+from jobs.backends.base import FINAL, Backend, Listed
+from jobs.backends.compose import ComposeBackend
 from jobs.backends.k8s_api import Api, load_configuration
 from jobs.backends.kubernetes import KubernetesBackend
 from jobs.backends.local import LocalBackend
 from jobs.spec import JobSpec
+from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
 from training.contract import UserError
 
 BOUND = 120
@@ -31,16 +36,39 @@ class Bench:
 
     backend: Backend
     folder: Path
+    image: str = "local:1"
+    claim: str = "runs"
+    before: frozenset[str] = frozenset()
+    """Jobs of somebody else on the same engine."""
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         values = {
-            "name": name, "command": ["python", "-c", program], "image": "local:1", "nodes": 1, "ranks_per_node": 2,
+            "name": name, "command": ["python", "-c", program], "image": self.image, "nodes": 1, "ranks_per_node": 2,
             "max_restarts": 0, "run_dir": str(self.folder / name), "grace_seconds": 5, **more,
         }  # fmt: skip
-        return JobSpec.of({**values, "volumes": [{"claim": "runs", "path": str(self.folder)}]})
+        return JobSpec.of({**values, "volumes": [{"claim": self.claim, "path": str(self.folder)}]})
+
+    def listed(self) -> list[Listed]:
+        return [row for row in self.backend.list() if row.name not in self.before]
 
 
-@pytest.fixture(params=["local", "k8s"])
+@contextlib.contextmanager
+def composed(image: str, folder: Path) -> Iterator[Bench]:
+    """The Compose backend on the real engine; the volume is `folder`, so that tests see what the containers write."""
+    claim = f"lockstep-test-{uuid.uuid4().hex[:8]}"
+    docker("volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={folder}", claim)
+    folder.chmod(0o777)  # the container's user is nobody here
+    backend = ComposeBackend(interval=0.2)
+    before = frozenset(row.name for row in backend.list())
+    bench = Bench(backend, folder, image, claim, before)
+    try:
+        yield bench
+    finally:
+        remove_jobs(*(row.name for row in bench.listed()))
+        docker("volume", "rm", claim)
+
+
+@pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers)])
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     if request.param == "local":
@@ -48,6 +76,10 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Bench(backend, tmp_path)
         for row in backend.list():
             backend.cancel(row.name)
+        return
+    if request.param == "compose":
+        with composed(request.getfixturevalue("cpu_image").name, tmp_path) as found:
+            yield found
         return
     with ApiServer() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
@@ -73,7 +105,7 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert sorted(rank for part in found.ranks for rank in part.ranks) == [0, 1]
     assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
     assert list(backend.logs("hello", rank=0)) == ["hello from 0"]
-    assert [(row.name, row.state) for row in backend.list()] == [("hello", "succeeded")]
+    assert [(row.name, row.state) for row in bench.listed()] == [("hello", "succeeded")]
     assert backend.live("hello") == spec.plain()
     assert backend.cancel("hello").state == "succeeded", "what has ended stays as it is"
     with pytest.raises(UserError, match="--replace"):
@@ -93,15 +125,27 @@ def test_how_it_ended_is_told_apart(bench: Bench, code: int, state: str, exit_co
 
 def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
     backend = bench.backend
-    program = f"import os; open('{bench.folder}/pid-' + os.environ['RANK'], 'w').write(str(os.getpid())); {LONG}"
-    backend.submit(bench.spec("long", program))
+    # Process ids of another node mean nothing here; a lock ends with its process wherever that runs.
+    locks = "import fcntl, os; file = open(PATH + os.environ['RANK'], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+    backend.submit(bench.spec("long", locks.replace("PATH", repr(f"{bench.folder}/lock-")) + LONG))
     began = time.monotonic()
     assert backend.wait("long", 0.5).state not in FINAL
     assert time.monotonic() - began < 10
-    until(lambda: len(list(bench.folder.glob("pid-*"))) == 2, BOUND, "the ranks begin")
-    pids = [int(path.read_text()) for path in bench.folder.glob("pid-*")]
+    until(lambda: _held(bench.folder) == 2, BOUND, "the ranks begin")
     assert backend.cancel("long").state == "cancelled"
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30, "the ranks end")
+    until(lambda: _held(bench.folder) == 0, 30, "the ranks end")
+
+
+def _held(folder: Path) -> int:
+    """How many locks are held."""
+    held = 0
+    for path in folder.glob("lock-*"):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held += 1
+    return held
 
 
 def test_unknown_names_are_one_line(bench: Bench) -> None:
@@ -118,7 +162,7 @@ def test_unknown_names_are_one_line(bench: Bench) -> None:
             ask("nothing")
         with pytest.raises(UserError, match="is not a job's name"):
             ask("../../etc")
-    assert backend.list() == []
+    assert bench.listed() == []
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -73,16 +72,10 @@ def test_the_role_holds_what_doctor_asks_for() -> None:
 
 
 def test_the_pod_monitor_names_the_ports_that_render_makes() -> None:
-    (monitor,) = documents((DEPLOY / "components/monitoring/podmonitor.yaml").read_text())
+    (monitor,) = documents((ROOT / "deploy/observability/kubernetes/podmonitor.yaml").read_text())
     ports = [item["port"] for item in monitor["spec"]["podMetricsEndpoints"]]
     assert ports == [f"metrics-{rank}" for rank in range(8)]
     job = documents((DEPLOY / "example-pytorchjob.yaml").read_text())[1]
     labels = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]["labels"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert all(re.fullmatch(r"[a-z-]+\d", port) and len(port) <= 15 for port in ports)
-
-
-def test_the_dashboard_is_json_with_a_datasource_variable() -> None:
-    value = json.loads((DEPLOY / "components/monitoring/lockstep.json").read_text())
-    assert value["templating"]["list"][0]["type"] == "datasource"
-    assert all("training_" in panel["targets"][0]["expr"] for panel in value["panels"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.lint import errors, lint, rules
+from jobs.lint.rule import SLURM
 from jobs.render import kubernetes as render
 from jobs.spec import JobSpec
 
@@ -117,7 +118,7 @@ def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any], tmp_path:
 
 
 def test_every_rule_is_provoked() -> None:
-    assert {rule.id for rule in rules()} == {rule for rule, _ in CASES}
+    assert {rule.id for rule in rules() if rule.kinds != SLURM} == {rule for rule, _ in CASES}
 
 
 values = st.recursive(

@@ -31,7 +31,7 @@ def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
         (["epochs"], "--set takes name=value, got 'epochs'"),
         (["name=x"], "could be any of optim.name, sync.name"),
         (["every=3"], "write the whole name"),
-        (["sync.name=dpp"], "sync.name must be ddp | flat, got 'dpp'"),
+        (["sync.name=dpp"], "sync.name must be ddp | allreduce | flat | hooks | horovod | zero1"),
         (["data.mean=[1,x]"], "data.mean[1] must be a number, got 'x'"),
         (["data.std=[]"], "std must hold a number or one a channel"),
         (["data.std=[1,0]"], "std must hold a number or one a channel, std above 0"),

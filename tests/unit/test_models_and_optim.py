@@ -151,7 +151,8 @@ def test_groups_biases_and_decay_that_follows_the_batch() -> None:
     optimizer = optim.build(model.parameters(), config, 256)
     weights, biases = optimizer.param_groups
     assert weights["weight_decay"] == 0.128 and biases["weight_decay"] == 0.128 / 64
-    optim.set_lr(optimizer, 0.5)
+    config.optim.schedule = [(0.0, 0.0), (2.0, 1.0)]
+    optim.set_rates(optimizer, config.optim, 1.0)
     assert (weights["lr"], biases["lr"]) == (0.5, 32.0)
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +96,31 @@ def test_the_run_directory_refuses_another_config_and_touches_nothing(tmp_path: 
     fresh.close()
 
 
+def test_a_restart_waits_longer_for_the_lock_of_the_node_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(rundir, "LOCK_SECONDS_AGAIN", 20)
+    smoke = config.load("smoke")
+    first = RunDirectory.open(tmp_path / "run", smoke, fresh=False)
+    with pytest.raises(UserError, match="is in use by another run"):
+        RunDirectory.open(tmp_path / "run", smoke, fresh=False)
+    monkeypatch.setenv(contract.ENV_RESTARTS, "1")
+    attempts: list[int] = []
+
+    def again() -> None:
+        second = RunDirectory.open(tmp_path / "run", smoke, fresh=False)
+        attempts.append(second.attempt)
+        second.close()
+
+    waiting = threading.Thread(target=again)
+    waiting.start()
+    time.sleep(0.5)
+    first.close()
+    waiting.join(20)
+    assert attempts == [1]
+
+
 def test_run_yaml_records_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -157,12 +184,16 @@ def _imports(path: Path) -> set[str]:
 LEAVES = ("training/world.py", "training/data/order.py", "training/data/shards.py", "training/checkpoint.py")
 FORBIDDEN = {
     "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."),
-    "training/settings.py": ("torch",), "training/config.py": ("torch",),
+    "training/settings.py": ("torch",), "training/config.py": ("torch",), "training/sections.py": ("torch", "training."),
     "training/checkpoint.py": ("torch.distributed", "training.loop", "training.sync", "training.state"),
     "training/data/order.py": ("training.config", "training.world", "torch.distributed"),
     "training/models": ("training.optim", "training.sync", "training.data", "training.loop"),
     "training/optim": ("training.models", "training.sync", "training.data", "training.loop"),
-    "training/sync": ("training.loop", "training.models", "training.data", "training.optim"),
+    "training/sync": (
+        "training.loop", "training.models", "training.optim", "training.step", "training.state",
+        "training.data.loader", "training.data.shards", "training.data.sources", "training.data.augment",
+    ),
+    "training/data/partition.py": ("training.world", "training.config", "torch.distributed"),
 }  # fmt: skip
 
 

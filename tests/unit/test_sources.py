@@ -13,7 +13,7 @@ from tests.idx import write_fashion
 from training import config
 from training.contract import UserError
 from training.data import shards, sources
-from training.data.augment import augment, check_settings, normalise
+from training.data.augment import augment, check_settings, draw_keys, normalise
 from training.data.shards import Samples
 
 
@@ -95,7 +95,7 @@ def test_feature_vectors_pass_through_shards_and_are_normalised(tmp_path: Path) 
     expected = (torch.from_numpy(raw.train[0][ids]) - 1) / 2
     torch.testing.assert_close(normalise(taken, data, torch.float32, False), expected)
     whole = samples.all()[0]
-    torch.testing.assert_close(augment(whole, ids, ids, data, 0, 0), expected)
+    torch.testing.assert_close(augment(whole, ids, ids, data, draw_keys(0, 0)), expected)
 
 
 def test_the_exercise_holds_nothing_out(tmp_path: Path) -> None:

@@ -2,15 +2,23 @@
 
 Images stay uint8 [n, h, w, c] until here; feature vectors are only normalised. Crop, reflection and flip are one gather:
 the row and column of every output pixel are computed and looked up, so no padded copy is made.
+
+The keys of an epoch are whole numbers from the host, or a tensor on the device where a recorded step must read them anew.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from training.config import Augment, Config, Data
 from training.contract import UserError
 from training.data.order import key, mix
+
+Keys: TypeAlias = Sequence[int] | torch.Tensor
 
 
 def check_settings(config: Config, shape: tuple[int, ...]) -> None:
@@ -30,17 +38,23 @@ def check_settings(config: Config, shape: tuple[int, ...]) -> None:
         )
 
 
-def draws(
-    seed: int, epoch: int, ids: torch.Tensor, crop: int, flip: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw_keys(seed: int, epoch: int) -> list[int]:
+    """What all draws of one epoch are keyed by: shift (y, x), flip, first flip, epoch, cutout (y, x), brightness, contrast."""
+    return [
+        key(seed, epoch, 2), key(seed, 3), key(seed, 4), key(seed, 5), epoch, key(seed, epoch, 6), key(seed, 7),
+        key(seed, epoch, 9), key(seed, epoch, 10),
+    ]  # fmt: skip
+
+
+def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dy, dx, flipped) of each sample: shifts in −crop … crop (int64) and a bool, each of shape [len(ids)]."""
-    noise = mix(ids & 0xFFFFFFFF ^ key(seed, epoch, 2))
+    noise = mix(ids & 0xFFFFFFFF ^ keys[0])
     span = 2 * crop + 1
-    dy, dx = noise % span - crop, mix(noise ^ key(seed, 3)) % span - crop
+    dy, dx = noise % span - crop, mix(noise ^ keys[1]) % span - crop
     if flip == "random":
-        flipped = (mix(noise ^ key(seed, 4)) & 1).bool()
+        flipped = (mix(noise ^ keys[2]) & 1).bool()
     elif flip == "alternating":  # Keller Jordan, "94% on CIFAR-10 in 3.29 seconds": once at random, then in turn
-        flipped = ((mix(ids & 0xFFFFFFFF ^ key(seed, 5)) + epoch) & 1).bool()
+        flipped = ((mix(ids & 0xFFFFFFFF ^ keys[3]) + keys[4]) & 1).bool()
     else:
         flipped = torch.zeros_like(ids, dtype=torch.bool)
     return dy, dx, flipped
@@ -48,19 +62,29 @@ def draws(
 
 def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
     """By the config's mean and std: uint8 images [b, h, w, c] → [b, c, h, w] of `dtype`, or vectors [b, f] → [b, f]."""
-    mean = torch.tensor(data.mean, dtype=dtype, device=pixels.device)
-    std = torch.tensor(data.std, dtype=dtype, device=pixels.device)
+    unit = 1 if pixels.ndim == 2 else 255
+    mean, scale = _constants(tuple(data.mean), tuple(data.std), unit, dtype, pixels.device)
     if pixels.ndim == 2:
-        return (pixels.to(dtype) - mean) / std
-    mean, scale = mean * 255, 1 / (std * 255)
+        return (pixels.to(dtype) - mean) * scale
     images = pixels.permute(0, 3, 1, 2).to(dtype)
     if not channels_last:
         images = images.contiguous()
     return images.sub_(mean.view(1, -1, 1, 1)).mul_(scale.view(1, -1, 1, 1))
 
 
+@functools.lru_cache(maxsize=8)  # a copy from the host in every step would cost a launch, and cannot be recorded
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], unit: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, 1 / std) for values in 0…unit, each [c]."""
+    return (
+        torch.tensor(mean, dtype=dtype, device=device) * unit,
+        1 / (torch.tensor(std, dtype=dtype, device=device) * unit),
+    )
+
+
 def augment(
-    images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, data: Data, seed: int, epoch: int,
+    images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, data: Data, keys: Keys,
     dtype: torch.dtype = torch.float32, channels_last: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The augmented, normalised batch [b, c, h, w], or [b, f] of feature vectors.
@@ -69,21 +93,29 @@ def augment(
         images: uint8 [m, h, w, c] (or float32 [m, f]) on the device, of which the batch is `images[rows]`.
         rows: int64 [b], where in `images` the samples lie.
         ids: int64 [b], the samples' global ids, which the draws are keyed by.
+        keys: `draw_keys` of the epoch, as they are or as int64 on the device.
     """
     settings = data.augment
     moved = settings.crop or settings.flip != "none"
-    pixels = _gather(images, rows, ids, settings, seed, epoch) if moved else images[rows]
+    pixels = _gather(images, rows, ids, settings, keys) if moved else images[rows]
     batch = normalise(pixels, data, dtype, channels_last)
+    if settings.brightness:
+        batch += settings.brightness * _uniform(ids, keys[7], dtype)
+    if settings.contrast:
+        batch *= 1 + settings.contrast * _uniform(ids, keys[8], dtype)
     if settings.cutout:
-        batch.masked_fill_(_holes(ids, settings.cutout, images.shape[1:3], seed, epoch), 0.0)
+        batch.masked_fill_(_holes(ids, settings.cutout, images.shape[1:3], keys), 0.0)
     return batch
 
 
-def _gather(
-    images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, settings: Augment, seed: int, epoch: int
-) -> torch.Tensor:
+def _uniform(ids: torch.Tensor, secret: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uniform in −1 … 1, one value a sample, [b, 1, 1, 1]."""
+    return (mix(ids & 0xFFFFFFFF ^ secret).to(dtype) * 2**-31 - 1).view(-1, 1, 1, 1)
+
+
+def _gather(images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, settings: Augment, keys: Keys) -> torch.Tensor:
     height, width = images.shape[1:3]
-    dy, dx, flipped = draws(seed, epoch, ids, settings.crop, settings.flip)
+    dy, dx, flipped = draws(keys, ids, settings.crop, settings.flip)
     x = torch.arange(width, device=images.device)
     y = torch.arange(height, device=images.device)[None, :] + dy[:, None]
     x = torch.where(flipped[:, None], width - 1 - x, x)[None, :].reshape(len(ids), width) + dx[:, None]
@@ -99,11 +131,11 @@ def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:
     return (size - 1 - (size - 1 - index.abs()).abs()).clamp_(0, size - 1)
 
 
-def _holes(ids: torch.Tensor, side: int, size: torch.Size, seed: int, epoch: int) -> torch.Tensor:
+def _holes(ids: torch.Tensor, side: int, size: torch.Size, keys: Keys) -> torch.Tensor:
     """bool [b, 1, h, w], true in a square of `side` pixels whose centre is drawn uniformly (DeVries & Taylor, 2017)."""
     height, width = size
-    noise = mix(ids & 0xFFFFFFFF ^ key(seed, epoch, 6))
-    top, left = noise % height - side // 2, mix(noise ^ key(seed, 7)) % width - side // 2
+    noise = mix(ids & 0xFFFFFFFF ^ keys[5])
+    top, left = noise % height - side // 2, mix(noise ^ keys[6]) % width - side // 2
     y = torch.arange(height, device=ids.device)[None, :] - top[:, None]
     x = torch.arange(width, device=ids.device)[None, :] - left[:, None]
     inside = ((y >= 0) & (y < side))[:, :, None] & ((x >= 0) & (x < side))[:, None, :]

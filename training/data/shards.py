@@ -35,6 +35,10 @@ _FORMAT = 1
 _SPLITS = ("train", "test")
 
 
+class CorruptShard(UserError):
+    """A shard file is not what its manifest says."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     file: str
@@ -257,15 +261,17 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
     mend = "make the shards again (python -m training shard)"
     try:
         if verify and (found := sha256(path)) != shard.sha256:
-            raise UserError(f"{path} has sha256 {found[:12]}…, its manifest says {shard.sha256[:12]}…: {mend}")
+            raise CorruptShard(f"{path} has sha256 {found[:12]}…, its manifest says {shard.sha256[:12]}…: {mend}")
         with safetensors.safe_open(path, framework="pt") as file:
             images, labels = file.get_tensor("images"), file.get_tensor("labels")
     except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot open {path} ({error}): {mend}") from None
+        raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None
     if images.dtype != manifest.dtype or images.shape != (shard.count, *manifest.shape):
-        raise UserError(f"{path} holds {images.dtype} {list(images.shape)}, not what its manifest says: {mend}")
+        raise CorruptShard(f"{path} holds {images.dtype} {list(images.shape)}, not what its manifest says: {mend}")
     if labels.dtype != torch.int64 or labels.shape != (shard.count,):
-        raise UserError(f"{path} holds {labels.dtype} labels {list(labels.shape)}, not what its manifest says: {mend}")
+        raise CorruptShard(
+            f"{path} holds {labels.dtype} labels {list(labels.shape)}, not what its manifest says: {mend}"
+        )
     if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
-        raise UserError(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
+        raise CorruptShard(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
     return images, labels

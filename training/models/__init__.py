@@ -24,6 +24,7 @@ MODELS = {
     "fashion_cnn": "training.models.fashion_cnn:FashionCNN",
     "mlp": "training.models.mlp:MLP",
     "resnet9": "training.models.resnet9:ResNet9",
+    "speedrun": "training.models.speedrun:Speedrun",
     "resnet18": "training.models.resnet18:ResNet18",
 }
 

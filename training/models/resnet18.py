@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from training.contract import UserError
+
 
 class ResNet18(nn.Module):
     """Images [b, 3, h, w] → logits [b, outputs].
@@ -18,8 +20,10 @@ class ResNet18(nn.Module):
 
     def __init__(self, num_classes: int = 10, stem: str = "small", outputs: int = 0) -> None:
         super().__init__()
-        from torchvision.models import resnet18
-
+        try:
+            from torchvision.models import resnet18
+        except (ImportError, RuntimeError) as error:  # a build for another torch raises RuntimeError
+            raise UserError(f"resnet18 needs a torchvision that fits torch {torch.__version__}: {error}") from None
         if stem not in ("small", "stock"):
             raise ValueError(f"stem must be small | stock, got {stem!r}")
         if outputs and outputs < num_classes:

@@ -5,35 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
-from training.config import Config
+from training.config import Config, Optim
+from training.optim.muon import Muon
 from training.optim.nesterov import Nesterov
+from training.optim.schedules import piecewise_linear
 
 
-def build(parameters: Iterable[torch.nn.Parameter], config: Config, global_batch: int) -> torch.optim.Optimizer:
+def build(
+    parameters: Iterable[torch.nn.Parameter], config: Config, global_batch: int, model: nn.Module | None = None
+) -> torch.optim.Optimizer:
     """Two groups: weights, and one-dimensional parameters (biases, norms) with their own rate and decay.
 
-    With a summed loss the weight decay that was tuned at `reference_batch_size` grows with the batch, as the gradient does.
+    Each name in `optim.groups` takes the parameters that have it in their dotted name in `model` out of these two into a
+    group of its own. With a summed loss the weight decay that was tuned at `reference_batch_size` grows with the batch,
+    as the gradient does.
     """
     optim = config.optim
-    decay = optim.weight_decay
-    if optim.reference_batch_size:
-        decay *= global_batch / optim.reference_batch_size
+    growth = global_batch / optim.reference_batch_size if optim.reference_batch_size else 1.0
+    decay, factor = optim.weight_decay * growth, optim.bias_lr_factor
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    factor = optim.bias_lr_factor
+    named = {parameter: name.split(".") for name, parameter in model.named_parameters()} if model is not None else {}
+    groups = []
+    for part, own in optim.groups.items():
+        members = [p for p in trained if part in named.get(p, ())]
+        trained = [p for p in trained if part not in named.get(p, ())]
+        groups.append({
+            "params": members, "part": part, "momentum": own.get("momentum", optim.momentum),
+            "weight_decay": own.get("weight_decay", optim.weight_decay) * growth,
+        })  # fmt: skip
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "lr_factor": 1.0, "weight_decay": decay},
         {"params": [p for p in trained if p.ndim <= 1], "lr_factor": factor, "weight_decay": decay / factor},
+        *groups,
     ]
     groups = [group for group in groups if group["params"]]
     if optim.name == "nesterov":
         return Nesterov(groups, lr=optim.lr, momentum=optim.momentum)
+    if optim.name == "muon":
+        return Muon(groups, lr=optim.lr, momentum=optim.momentum, normalise_every=optim.normalise_every)
     if optim.name == "adam":
         return torch.optim.Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets each group's rate to `lr` times its `lr_factor`."""
+def learning_rate(optim: Optim, when: float) -> float:
+    """The rate of the weights where the schedule stands at `when`, in its own unit; a part of an epoch counts."""
+    return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> None:
+    """Sets each group's rate for the step after which the schedule stands at `when`."""
+    lr = learning_rate(optim, when)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_factor"]
+        own = optim.groups.get(group.get("part", ""))
+        if own is None:
+            group["lr"] = lr * group["lr_factor"]
+        else:
+            schedule = own.get("schedule", optim.schedule)
+            group["lr"] = own.get("lr", optim.lr) * piecewise_linear(schedule, when / optim.schedule_scale)
+    rates = getattr(optimizer, "rates", None)
+    if rates is not None:
+        rates.copy_(torch.tensor([group["lr"] for group in optimizer.param_groups]), non_blocking=True)

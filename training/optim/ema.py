@@ -11,8 +11,9 @@ from torch import nn
 class Ema:
     """`average` ← d·average + (1 − d)·model, with d = decay ** every, every `every` steps."""
 
-    def __init__(self, model: nn.Module, decay: float, every: int) -> None:
-        self.average = copy.deepcopy(model).requires_grad_(False).eval()
+    def __init__(self, model: nn.Module, decay: float, every: int, duplicate: nn.Module | None = None) -> None:
+        """`duplicate` is a copy of a sharded model, sharded in the same way; it becomes the average."""
+        self.average = (duplicate or copy.deepcopy(model)).requires_grad_(False).eval()
         self.every, self.weight = every, 1 - decay**every
         self._model = model
 
@@ -27,8 +28,14 @@ class Ema:
         )
         for target, source in pairs:
             if target.is_floating_point():
-                targets.append(target)
-                sources.append(source)
+                targets.append(_local(target))
+                sources.append(_local(source))
             else:
                 target.copy_(source)
         torch._foreach_lerp_(targets, sources, self.weight)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor (a DTensor); any other tensor as it is."""
+    part = getattr(tensor, "to_local", None)
+    return tensor if part is None else part()

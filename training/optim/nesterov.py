@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from training.optim.rates import RatedOptimizer
 
 
-class Nesterov(Optimizer):
+class Nesterov(RatedOptimizer):
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
@@ -25,17 +26,18 @@ class Nesterov(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+        for number, group in enumerate(self.param_groups):
+            params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
             for p in params:
                 if not self.state[p]:
                     self.state[p]["velocity"] = torch.zeros_like(p)
             velocities = [self.state[p]["velocity"] for p in params]
-            grads = torch._foreach_mul([p.grad for p in params], -group["lr"])
+            grads: Any = [p.grad for p in params]
             if group["weight_decay"]:
-                torch._foreach_add_(grads, params, alpha=-group["lr"] * group["weight_decay"])
+                grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
+            grads = torch._foreach_mul(grads, -self.rate(number))
             torch._foreach_mul_(velocities, group["momentum"])
             torch._foreach_add_(velocities, grads)
             torch._foreach_add_(params, grads)

@@ -8,30 +8,52 @@ however unequal the parts are. A strategy that averages sets `loss_scale` to the
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from training import settings as typed
 from training.clock import StepClock
-from training.config import Sync
+from training.config import Config, Sync
+from training.contract import UserError
 from training.world import World
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+@dataclass(kw_only=True, slots=True)
+class NoOptions:
+    """A strategy without settings of its own."""
+
+
 class GradientSync(ABC):
+    Options: ClassVar[type] = NoOptions
+    """Dataclass of the strategy's own settings (`sync.options`)."""
     loss_scale: float = 1.0
     bytes_sent: int = 0
-    """Bytes of gradient this rank has handed to collectives so far."""
+    """Payload of the collectives that this rank has joined for its steps so far, in bytes: the gradients, and the
+    parameters where a strategy sends those too."""
     capturable: bool = False
     """Whether a step with this strategy can be recorded in a CUDA graph."""
+    replicas: bool = True
+    """Whether every rank holds all parameters."""
 
     def __init__(self, settings: Sync) -> None:
+        """Raises `UserError` for an option that the strategy does not have."""
         self.settings = settings
+        self.options: Any = typed.build(self.Options, settings.options, f"sync {settings.name}", "sync.options.")
+
+    def check(self, config: Config, world: World) -> None:  # noqa: B027 - most strategies take everything
+        """Raises `UserError` for settings of the run, or a world, that the strategy cannot serve."""
+
+    def refuse(self, what: str, remedy: str) -> UserError:
+        return UserError(f"sync.name={self.settings.name} {what}: {remedy}")
 
     @abstractmethod
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
@@ -44,9 +66,10 @@ class GradientSync(ABC):
         """The optimizer over the model's parameters; strategies that shard it wrap it."""
         return build(self.model.parameters())
 
-    @abstractmethod
     def zero_grad(self) -> None:
         """Forgets all gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     @abstractmethod
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
@@ -54,7 +77,18 @@ class GradientSync(ABC):
 
     @abstractmethod
     def finish(self, clock: StepClock) -> None:
-        """Returns when every `.grad` is the gradient of the global batch; marks `grad_ready` and `synced`."""
+        """Returns when every `.grad` that the optimizer reads is the gradient of the global batch.
+
+        Marks `grad_ready` and `synced`. A parameter that no sample used has a gradient of zero, or none.
+        """
+
+    def synchronize(self) -> None:
+        """`finish` for a loop of one's own, which takes no times. Call it between `backward` and `step`."""
+        self.finish(StepClock())
+
+    def abandon(self) -> None:
+        """The gradients that `finish` brought are not used: forgets them, and what they left in the strategy."""
+        self.zero_grad()
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients to at most `max_norm` (L2, over all parameters). Returns the norm before."""
@@ -72,6 +106,31 @@ class GradientSync(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
         """Collective."""
 
+    def load_resized(self, states: list[dict[str, Any]]) -> None:  # noqa: B027 - most strategies have none
+        """Takes over from the states of all ranks of another world size. Collective."""
+
+    # What follows is for strategies that keep only a part of the parameters or of the optimizer on a rank.
+
+    def duplicate(self) -> nn.Module:
+        """A copy of the model, laid out as the model is."""
+        return copy.deepcopy(self.model)
+
+    def whole(self, module: nn.Module) -> nn.Module:
+        """`module` (the model or a duplicate) with all its parameters here, to be called by this rank alone. Collective."""
+        return module
+
+    def write(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copies a whole parameter into this rank's (part of the) parameter."""
+        parameter.copy_(whole)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
+        """The whole `state_dict` of the optimizer on rank 0 (else None), or on all ranks. Collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Takes this rank's part of a whole `state_dict`, saved at any world size."""
+        optimizer.load_state_dict(state)
+
     model: nn.Module
     """The module as the user wrote it; set by `wrap`."""
 
@@ -79,11 +138,34 @@ class GradientSync(ABC):
 @torch.no_grad()
 def broadcast_module(model: nn.Module) -> None:
     """Sends rank 0's parameters and buffers to all ranks, one collective an element type."""
+    broadcast_tensors([*model.parameters(), *model.buffers()])
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
+    """Sends the tensors of rank `source` to all ranks, in place, one collective an element type."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
-    for tensors in groups.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        dist.broadcast(flat, 0)
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+    for group in groups.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        dist.broadcast(flat, source)
+        for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group])):
             tensor.copy_(piece.view(tensor.shape))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get gradients, last layers first: about the order in which backward reaches them."""
+    return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def global_norm(parts: list[torch.Tensor], world: World) -> torch.Tensor:
+    """The L2 norm over the tensors of all ranks, float64, the same on every rank. Collective."""
+    norm = nn.utils.get_total_norm(parts) if parts else torch.zeros(())
+    squared = norm.to(device=world.device, dtype=torch.float64) ** 2
+    dist.all_reduce(squared)
+    return squared.sqrt()

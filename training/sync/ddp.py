@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.clock import StepClock
-from training.sync.base import GradientSync
+from training.clock import Mark, StepClock, mark
+from training.sync.base import GradientSync, nbytes
 from training.world import World
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -20,14 +20,23 @@ _NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it
 _LOCAL_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
 
 
+@dataclass(kw_only=True, slots=True)
+class DdpOptions:
+    find_unused: bool = False
+    """Look through the graph of every forward pass for parameters that it leaves out (torch's `find_unused_parameters`)."""
+
+
 class Ddp(GradientSync):
+    Options = DdpOptions
+
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
         self.model, self.loss_scale = model, float(world.size)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self._step_bytes = sum(p.numel() * p.element_size() for p in trained) if world.size > 1 else 0
-        self._missing = self._count = len(trained)
-        self._ready = 0.0
-        for parameter in trained:
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._step_bytes = sum(map(nbytes, self._names)) if world.size > 1 else 0
+        self._missing = set(self._names)
+        self._ready: Mark | None = None
+        self._device = world.device
+        for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._on_grad)
         self.network = DistributedDataParallel(
             model,
@@ -35,6 +44,7 @@ class Ddp(GradientSync):
             **_LOCAL_BUFFERS,  # batch statistics stay local; evaluation averages them
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.settings.bucket_mb * 1e6 / 2**20,
+            find_unused_parameters=self.options.find_unused,
         )
         self._warm_up(example)
         return self.network
@@ -48,28 +58,43 @@ class Ddp(GradientSync):
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         with torch.random.fork_rng(devices=[example.device] if example.device.type == "cuda" else []):
             (self.network(example).sum() * 0.0).backward()
+        self._check_all_used()
         with torch.no_grad():
             for buffer, before in zip(self.model.buffers(), buffers):
                 buffer.copy_(before)
         self.zero_grad()
 
-    def _on_grad(self, _: torch.Tensor) -> None:
-        self._missing -= 1
-        if self._missing == 0:  # DDP waits for the other ranks within backward: note when the own part was done
-            self._ready = time.perf_counter()
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        self._missing.discard(parameter)
+        if not self._missing:  # DDP waits for the other ranks within backward: note when the own part was done
+            self._ready = mark(self._device)
 
     def zero_grad(self) -> None:
-        self._missing = self._count
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self._missing = set(self._names)
+        super().zero_grad()
 
     @contextlib.contextmanager
     def accumulate(self) -> Any:
         with self.network.no_sync():
             yield
-        self._missing = self._count
+        self._missing = set(self._names)
 
     def finish(self, clock: StepClock) -> None:
-        clock.grad_ready(self._ready if self._missing == 0 else None)
+        self._check_all_used()
+        clock.grad_ready(None if self._missing else self._ready)
         clock.synced()
         self.bytes_sent += self._step_bytes
+
+    def _check_all_used(self) -> None:
+        """Raises `UserError` where DDP would still wait for gradients: this rank in its next step, the others in this one.
+
+        The others, where they have them all, are told by the end of this rank.
+        """
+        if not self._missing or self.options.find_unused:
+            return
+        names = [name for parameter, name in self._names.items() if parameter in self._missing]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise self.refuse(
+            f"needs a gradient of every parameter in each step, and {shown} got none",
+            "set sync.options={find_unused: true}, or use sync.name=flat, where such a gradient counts as zero",
+        )

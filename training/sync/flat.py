@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from training.clock import StepClock
-from training.sync.base import GradientSync, broadcast_module
+from training.sync.base import GradientSync, broadcast_module, nbytes, trained
 from training.world import World
 
 
 @dataclass(slots=True)
-class _Bucket:
+class Bucket:
     buffer: torch.Tensor
     params: list[nn.Parameter]
     missing: set[int] = field(default_factory=set)
@@ -39,16 +39,19 @@ class Flat(GradientSync):
         broadcast_module(model)
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._flats: list[torch.Tensor] = []
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         # Backward reaches the last layers first, so the buffer begins with them.
-        trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
-        for dtype in dict.fromkeys(p.dtype for p in trained):
-            self._lay_out([p for p in trained if p.dtype == dtype])
+        for params in self._groups(trained(model)):
+            self._lay_out(params)
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.params):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
         self.zero_grad()
         return model
+
+    def _groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters that share a buffer, each group of one element type."""
+        return [[p for p in params if p.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in params)]
 
     def _lay_out(self, params: list[nn.Parameter]) -> None:
         flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
@@ -63,10 +66,10 @@ class Flat(GradientSync):
             at += parameter.numel()
             inside.append(parameter)
             if at - start >= limit or number == len(params) - 1:
-                self._buckets.append(_Bucket(flat[start:at], inside))
+                self._buckets.append(Bucket(flat[start:at], inside))
                 start, inside = at, []
 
-    def _hook(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
+    def _hook(self, bucket: Bucket, index: int):  # type: ignore[no-untyped-def]
         def on_grad(parameter: nn.Parameter) -> None:
             view = self._views[parameter]
             if parameter.grad is not view:  # autograd's own tensor, or one that somebody put there
@@ -83,17 +86,23 @@ class Flat(GradientSync):
             self._start(self._buckets[self._next])
             self._next += 1
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         if self._world.size > 1:
-            bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
-            self.bytes_sent += bucket.buffer.numel() * bucket.buffer.element_size()
+            bucket.work = self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> dist.Work | None:
+        """Starts the collective of a bucket that is complete on this rank."""
+        self.bytes_sent += nbytes(bucket.buffer)
+        return dist.all_reduce(bucket.buffer, async_op=True)
+
+    def _receive(self, bucket: Bucket) -> None:
+        """The collective of the bucket is done."""
 
     def zero_grad(self) -> None:
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.params)))
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        super().zero_grad()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -117,6 +126,7 @@ class Flat(GradientSync):
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+                self._receive(bucket)
         clock.synced()
 
     def grad_norm(self) -> torch.Tensor:

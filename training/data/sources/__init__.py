@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,12 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any], split: 
         expected = type(known[option].default)
         if not isinstance(value, expected) and not (expected is float and type(value) is int):
             raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
-    raw = source(root, download, **options)
+    try:
+        raw = source(root, download, **options)
+    except PermissionError as error:
+        raise UserError(
+            f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) the right to"
+        ) from None
     if split == "honest":
         return raw
     (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)

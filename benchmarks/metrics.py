@@ -1,0 +1,134 @@
+"""python benchmarks/metrics.py [--rounds 7] [--steps 600] [--out FILE]
+
+What the metrics cost: the calls of one step, a scrape, and whole runs with and without metrics in turns. While a run with
+metrics trains, it is scraped once a second, 15 times as often as usual, and its textfile is written as often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from prometheus_client.exposition import choose_encoder
+
+from benchmarks.measure import machine, write
+from training import contract
+from training.clock import StepClock
+from training.metrics import Metrics
+
+STEP_SECONDS = 0.010
+"""The step that the cost is compared with."""
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+
+
+def calls(repeats: int) -> dict[str, Any]:
+    """Seconds of what one step adds, and of rendering a scrape; medians."""
+    metrics, clock = Metrics("bench", 0, torch.device("cpu")), StepClock()
+    metrics.describe("smoke", "flat", 2, contract.VERSION, attempt=1, step=0, planned=1, preemptions=0)
+    metrics.reading(1.0, 1.0)
+    metrics.checkpoint_written(0.1)
+    metrics.accuracy(0.5)
+    step, bare, scrape = [], [], []
+    for number in range(repeats):
+        clock.begin()
+        clock.data_ready()
+        clock.grad_ready()
+        clock.synced()
+        clock.end()
+        measured = clock.measured()
+        began = time.perf_counter()
+        metrics.step(measured, number, 0.1, 64, number)
+        step.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        bare.append(time.perf_counter() - began)
+        if number % 100 == 0:
+            began = time.perf_counter()
+            choose_encoder(OPENMETRICS)[0](metrics.registry)
+            scrape.append(time.perf_counter() - began)
+    series = [line for line in metrics.text().decode().splitlines() if not line.startswith("#")]
+    cost = statistics.median(step) - statistics.median(bare)
+    return {
+        "step_seconds": cost, "share_of_10_ms": cost / STEP_SECONDS, "scrape_seconds": statistics.median(scrape),
+        "series": len(series),
+    }  # fmt: skip
+
+
+def _scrape(run_dir: Path, ended: threading.Event, seconds: list[float]) -> None:
+    while not ended.wait(1.0):
+        with contextlib.suppress(OSError, ValueError):
+            where = json.loads(contract.endpoint_file(run_dir, 0).read_text())
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{where['port']}/metrics", headers={"Accept": OPENMETRICS}
+            )
+            began = time.perf_counter()
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                answer.read()
+            seconds.append(time.perf_counter() - began)
+
+
+def train(folder: Path, name: str, steps: int, enabled: bool, scrapes: list[float]) -> float:
+    """Seconds a step of one run, from its first to its last event; evaluation happens once, at the end of both."""
+    run_dir = folder / name
+    words = [
+        sys.executable, "-m", "training", "run", "smoke", "--run-dir", str(run_dir), "--set", f"data.root={folder}",
+        "data.source=synthetic", f"data.options={{n: {steps * 16}, n_test: 16, size: 32}}", "global_batch_size=16",
+        "model_options={width: 0.0625}", "epochs=1", "schedule=[]", "threads=1", "device=cpu", "metrics.port=0",
+        "metrics.textfile_seconds=1", f"metrics.enabled={str(enabled).lower()}",
+    ]  # fmt: skip
+    ended = threading.Event()
+    scraper = threading.Thread(target=_scrape, args=(run_dir, ended, scrapes))
+    scraper.start()
+    try:
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    finally:
+        ended.set()
+        scraper.join()
+    events = [json.loads(line) for line in (run_dir / contract.EVENTS_FILE).read_text().splitlines()]
+    at = {event["event"]: event["time"] for event in events}
+    return (at["epoch"] - at["prepared"]) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about, cost = machine(), calls(20_000)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    scrapes: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), "warm-up", args.steps, True, [])
+        for number in range(args.rounds):
+            for name in ("with", "without") if number % 2 else ("without", "with"):
+                times[name].append(train(Path(folder), f"{name}-{number}", args.steps, name == "with", scrapes))
+    ratios = [a / b for a, b in zip(times["with"], times["without"])]
+    print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, load {about['load_at_start']} at the start")
+    print(f"a step's calls: {cost['step_seconds'] * 1e6:.1f} µs, {cost['share_of_10_ms']:.3%} of a 10 ms step")
+    print(f"a scrape: {cost['scrape_seconds'] * 1e3:.2f} ms to render {cost['series']} series; over HTTP, while training: "
+          f"{statistics.median(scrapes) * 1e3:.2f} ms (n = {len(scrapes)})")  # fmt: skip
+    print(f"a run's step: {statistics.median(times['with']) * 1e3:.3f} ms with metrics, "
+          f"{statistics.median(times['without']) * 1e3:.3f} ms without; paired ratio {statistics.median(ratios):.4f} "
+          f"({min(ratios):.4f} … {max(ratios):.4f}, n = {args.rounds})")  # fmt: skip
+    path = write(
+        "metrics", {"machine": about, "calls": cost, "runs": times, "ratios": ratios, "scrapes": scrapes}, args.out
+    )
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Installs a lock file into /opt/venv, each file by its hash. Run while the image is built:
+#
+#   install.sh REQUIREMENTS
+#
+# /wheels          a folder to install from, where one is given (PIP_NO_INDEX=1: from nowhere else)
+# /run/secrets/ca  certificates of a proxy that opens TLS, where one is given; it is not kept
+# /var/cache/pip   a cache, where one is mounted; else nothing is cached, and so nothing stays in the layer
+set -eu
+# An empty argument is one that was not given; pip would read it as an empty setting.
+for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX PIP_FIND_LINKS PIP_TRUSTED_HOST; do
+    eval "[ -n \"\${$name:-}\" ] || unset $name"
+done
+[ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca
+if [ -n "$(ls -A /wheels 2>/dev/null)" ]; then export PIP_FIND_LINKS=/wheels; fi
+if [ -d /var/cache/pip ]; then export PIP_CACHE_DIR=/var/cache/pip; else export PIP_NO_CACHE_DIR=1; fi
+
+python -m venv /opt/venv
+/opt/venv/bin/pip install --disable-pip-version-check --only-binary :all: --require-hashes -r "$1"
+
+# The project and a model of your own are found without PYTHONPATH, which is left to the user.
+printf '/opt/lockstep\n/app\n' > "$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lockstep.pth"
+rm -rf /tmp/* /root/.cache

@@ -1,0 +1,86 @@
+"""Drives jobs from Python: submit, wait, print the accuracy, submit again after a preemption, run a sweep.
+
+    python examples/driver.py job.yaml                                  # on SLURM; --backend local on this machine
+    python examples/driver.py job.yaml --sweep lr=0.001,0.002 --profile gpu-cluster
+
+With submitit alone, and the same payload:
+
+    import submitit
+    from jobs import JobSpec
+    from jobs.backends.slurm import training_task
+
+    executor = submitit.AutoExecutor(folder="submitit", cluster="slurm")
+    executor.update_parameters(nodes=2, tasks_per_node=4, gpus_per_node=4, timeout_min=120)
+    job = executor.submit(training_task(JobSpec.load("job.yaml", {"nodes": 2, "gpus": 4})))
+    print(job.results()[0]["accuracy"])
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from jobs import Job, JobSpec, options, submit, sweep
+from jobs.backends.base import Status
+from jobs.terminal import say, table
+from training.contract import UserError
+
+
+def follow(job: Job, spec: JobSpec, backend: str, tries: int, poll: float) -> tuple[Job, Status]:
+    """The job's final status. A job that was preempted for good is submitted again, at most `tries` times; it resumes."""
+    shown = ""
+    while True:
+        found = job.status()
+        line = f"{job.name}: {found.state}{f' – {found.reason}' if found.reason else ''}"
+        if line != shown:
+            say(line)
+            shown = line
+        if found.state == "preempted" and tries > 0:
+            tries -= 1
+            job = submit(spec, backend, "replace")
+        elif found.final or found.state == "unschedulable":
+            return job, found
+        else:
+            time.sleep(poll)
+
+
+def explain(job: Job, found: Status) -> None:
+    """The last lines of the rank that failed first."""
+    rank = next((int(word) for before, word in zip(found.reason.split(), found.reason.split()[1:]) if before == "rank"
+                 and word.isdigit()), 0)  # fmt: skip
+    for line in list(job.logs(rank))[-20:]:
+        say(f"  [rank {rank}] {line}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("file", type=Path, help="a job file")
+    parser.add_argument("--backend", default="slurm")
+    parser.add_argument("--profile", help="a cluster profile")
+    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B,…")
+    parser.add_argument("--tries", type=int, default=3, help="how often to submit again after a preemption")
+    parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks")
+    args = parser.parse_args()
+    spec = options.build(args.file, {}, args.profile)
+    specs = sweep.expand(spec, sweep.parse(args.sweep)) if args.sweep else [spec]
+    jobs = sweep.submit(spec, specs, args.backend) if args.sweep else [submit(spec, args.backend)]
+    rows, code = [], 0
+    for one, job in zip(specs, jobs):
+        last, found = follow(job, one, args.backend, args.tries, args.poll)
+        accuracy = last.summary().get("accuracy") if found.state == "succeeded" else None
+        rows.append((one.name, found.state, "" if accuracy is None else f"{accuracy:.4f}"))
+        if found.state != "succeeded":
+            code = code or found.code or 1
+            explain(last, found)
+    table(("NAME", "STATE", "accuracy"), rows)
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,50 @@
+"""`plain.py` in data parallel: torchrun --nproc-per-node 2 examples/parallel.py flat (or mpiexec, srun, python)."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from training import sync, world
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.head = nn.Linear(32 * 4 * 4, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        return self.head(x.flatten(1))
+
+
+def main(me):
+    torch.manual_seed(0)
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
+    model = Net()
+    strategy = sync.build(sys.argv[1])
+    net = strategy.wrap(model, me, images[:2])
+    optimizer = strategy.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    for epoch in range(3):
+        for batch in torch.randperm(1500).split(60):
+            own = batch[me.rank :: me.size]
+            loss = F.cross_entropy(net(images[own]), labels[own], reduction="sum") * strategy.loss_scale / len(batch)
+            strategy.zero_grad()
+            loss.backward()
+            strategy.synchronize()
+            optimizer.step()
+        with torch.no_grad():
+            logits = strategy.whole(model)(images[1500:])
+        accuracy = (logits.argmax(1) == labels[1500:]).float().mean()
+        if me.leader:
+            print(f"epoch {epoch + 1}: loss {F.cross_entropy(logits, labels[1500:]):.5f}, accuracy {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    with world.joined() as me:
+        main(me)

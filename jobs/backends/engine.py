@@ -1,0 +1,121 @@
+"""The container engine, through its own command line: `docker` and `docker compose`. Every refusal is one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from training.contract import UserError
+
+TIMEOUT = 120.0
+"""Seconds that a question to the engine may take; starting and stopping have bounds of their own."""
+
+
+class EngineError(UserError):
+    """What the engine said, as one line."""
+
+
+def docker(*words: str, stdin: str | None = None, timeout: float = TIMEOUT) -> str:
+    """Standard output of `docker WORDS`. Raises `EngineError`."""
+    return _run(words, stdin, timeout).decode(errors="replace")
+
+
+def _run(words: Sequence[str], stdin: str | None, timeout: float) -> bytes:
+    try:
+        done = subprocess.run(
+            ["docker", *words], input=stdin.encode() if stdin is not None else None, capture_output=True, timeout=timeout,
+            stdin=subprocess.DEVNULL if stdin is None else None, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise EngineError("there is no program docker: install Docker with its compose plugin") from None
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"docker {words[0]} gave no answer within {timeout:g} s: is the engine well?") from None
+    if done.returncode != 0:
+        raise EngineError(explain(words, done.stderr.decode(errors="replace")))
+    return done.stdout
+
+
+def explain(words: Sequence[str], said: str) -> str:
+    """One line of what docker printed: the last that names an error, and what to do where that is known."""
+    lines = [line.strip() for line in said.splitlines() if line.strip() and "level=warning" not in line]
+    found = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it gave no reason")
+    if "Cannot connect to the Docker daemon" in said or "error during connect" in said:
+        where = os.environ.get("DOCKER_HOST", "its default socket")
+        return f"no container engine answers at {where}: start Docker, or set DOCKER_HOST"
+    if "permission denied" in said and "docker" in said and "sock" in said:
+        return "this user may not talk to the container engine: join the group docker, or use rootless Docker"
+    if words[0] == "compose" and ("is not a docker command" in said or "unknown shorthand flag: 'f'" in said):
+        return "docker has no compose plugin: install docker-compose-v2 (docker-compose-plugin)"
+    if "pull access denied" in said or "manifest unknown" in said or "No such image" in said:
+        return f"{found[:300]}: build it (make image-cpu, make image), or check the name"
+    return f"docker {words[0]}: {found[:400]}"
+
+
+def compose(name: str, file: str, *words: str, timeout: float = 600.0) -> str:
+    """`docker compose WORDS` on a file that is sent through standard input. Raises `EngineError`."""
+    return docker("compose", "-p", name, "-f", "-", "--progress", "quiet", *words, stdin=file, timeout=timeout)
+
+
+def containers(*labels: str) -> list[dict[str, Any]]:
+    """`docker inspect` of all containers with these labels, stopped ones too."""
+    filters = [word for label in labels for word in ("--filter", f"label={label}")]
+    ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
+    if not ids:
+        return []
+    try:
+        found = json.loads(docker("inspect", "--type", "container", *ids))
+    except EngineError as error:
+        if "No such container" not in str(error):
+            raise
+        return containers(*labels)  # one was removed in between
+    return found if isinstance(found, list) else []
+
+
+def volumes(*labels: str) -> list[str]:
+    """Names of the volumes with these labels."""
+    filters = [word for label in labels for word in ("--filter", f"label={label}")]
+    return docker("volume", "ls", "--quiet", *filters).split()
+
+
+def read_file(container: str, path: str) -> tuple[bytes, float] | None:
+    """A file of a container, running or not, and when it was written (Unix seconds); None where there is none."""
+    try:
+        data = _run(("cp", f"{container}:{path}", "-"), None, TIMEOUT)
+    except EngineError as error:
+        if "Could not find the file" in str(error) or "No such" in str(error) or "no such" in str(error):
+            return None
+        raise
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            if file is not None:
+                return file.read(), float(member.mtime)
+    return None
+
+
+def log_lines(container: str, follow: bool, since: str = "") -> Iterator[tuple[str, str]]:
+    """(time, line) of a container's output, both streams; following ends with the container."""
+    words = [
+        "logs",
+        "--timestamps",
+        *(["--follow"] if follow else []),
+        *(["--since", since] if since else []),
+        container,
+    ]
+    process = subprocess.Popen(
+        ["docker", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        for raw in process.stdout:
+            time, _, line = raw.decode(errors="replace").rstrip("\r\n").partition(" ")
+            yield time, line
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -1,0 +1,127 @@
+"""What SLURM says about a job: the controller first (live, needs no accounting), then its history (sacct).
+
+Never what submitit cached: it calls a requeued job done, and keeps that for good.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+
+from training.contract import UserError
+
+SECONDS = 60
+_UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
+
+
+class Unreachable(UserError):
+    """The controller does not answer. It may come back: whoever waits goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One job as SLURM knows it. `ended` is seconds since the epoch, None while it is under way."""
+
+    job_id: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    exit_code: int = 0
+    nodes: str = ""
+    partition: str = ""
+    requeue: bool = True
+    ended: float | None = None
+    name: str = ""
+    comment: str = ""
+
+
+def ask(*command: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    """Runs a SLURM command. Raises `UserError` where it is not installed or does not end."""
+    env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+    except FileNotFoundError:
+        raise UserError(f"{command[0]} is not installed here: submit from a node of a SLURM cluster") from None
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"{command[0]} did not answer for {seconds:g} s") from None
+
+
+def look(job_id: str) -> Found | None:
+    """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`."""
+    shown = ask("scontrol", "show", "job", "-o", job_id)
+    if shown.returncode == 0:
+        found = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
+        if found:
+            return found[0]
+    elif not _UNKNOWN_JOB.search(shown.stderr):
+        past = history(job_id)  # its answer holds where the job has ended
+        if past is not None and past.ended is not None:
+            return past
+        raise Unreachable(f"the SLURM controller does not answer: {one_line(shown.stderr)}")
+    past = history(job_id)
+    # Where the controller has forgotten it, a job that the accounting calls running is none that can end.
+    return past if past is not None and past.ended is not None else None
+
+
+def read(line: str) -> Found | None:
+    """One line of `scontrol show job -o`."""
+
+    def value(name: str) -> str:
+        match = re.search(rf"(?:^|\s){name}=(\S*)", line)
+        return "" if match is None or match[1] in ("(null)", "None") else match[1]
+
+    if not value("JobId"):
+        return None
+    element = value("ArrayTaskId")
+    job_id = f"{value('ArrayJobId')}_{element}" if element.isdigit() else value("JobId")
+    state = value("JobState")
+    return Found(
+        job_id, state, value("Reason"), _number(value("Restarts")), _number(value("ExitCode").split(":")[0]),
+        value("NodeList"), value("Partition"), value("Requeue") != "0",
+        _number(value("EndTime")) or None if final(state) else None, value("JobName"), value("Comment"),
+    )  # fmt: skip
+
+
+def history(job_id: str) -> Found | None:
+    """What the accounting remembers; None without accounting, or where it has not heard of the job yet."""
+    try:
+        told = ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State,ExitCode,NodeList,Partition,End")
+    except UserError:
+        return None
+    if told.returncode != 0 or not told.stdout.strip():
+        return None
+    state, code, nodes, partition, end = (told.stdout.strip().splitlines()[-1].split("|") + [""] * 5)[:5]
+    state = state.split(" ")[0]  # CANCELLED by 1000
+    ended = (_number(end) or time.time()) if final(state) else None
+    return Found(job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended)
+
+
+def mine(name: str, comment: str) -> str | None:
+    """The id of a job of this user with that name and comment: one whose answer to sbatch was lost on the way."""
+    told = ask("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%i|%k")
+    for line in told.stdout.splitlines() if told.returncode == 0 else []:
+        job_id, _, said = line.partition("|")
+        if said == comment:
+            return job_id
+    return None
+
+
+FINAL = (
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
+    "REVOKED",
+)  # fmt: skip
+
+
+def final(state: str) -> bool:
+    return state in FINAL
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _number(text: str) -> int:
+    return int(text) if re.fullmatch(r"\d{1,12}", text) else 0

@@ -1,0 +1,213 @@
+"""What runs on the nodes, once a rank: starts the rank, sees it end, and has SLURM start the job again where it should.
+
+The rank's exit code is all it goes by: 0 done, 2 wrong usage (final), 75 saved, anything else a failure. By the time
+a rank ends with 75 the checkpoint is on the disk. Rank 0 then asks for the requeue, while the tasks of the other ranks
+wait: none of them leaves before, which would end the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from training import contract, files
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+
+REQUEUE_SECONDS = 300.0
+"""How long rank 0 tries to reach the controller."""
+HOLD_SECONDS = 120.0
+"""How long a task waits to be ended by a requeue that was granted."""
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def note(folder: Path, job_id: str, what: str) -> Path:
+    """Notes lie beside submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`."""
+    return folder / f"{job_id}_{what}"
+
+
+@dataclass(kw_only=True)
+class TrainingTask:
+    """The payload that submitit pickles: plain values only."""
+
+    words: list[str]
+    """`["run", RECIPE, …]` for `python -m training`, or `["--", PROGRAM, …]`."""
+    run_dir: str
+    ranks_per_node: int = 1
+    max_restarts: int = 3
+    metrics_port: int = contract.METRICS_PORT
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self) -> dict[str, Any] | None:
+        """Runs this task's rank to its end. Rank 0 returns `summary.json`; an end that is none leaves the process."""
+        here = _Here.read()
+        if here.restarts > self.max_restarts:
+            self._leave(here, EXIT_FAILED, f"restarted {self.max_restarts} times, no more")
+        code = self._run_rank(here)
+        if code == EXIT_DONE:
+            self._note(here, code, "")
+            return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
+        reason = _last_error(*here.logs)
+        self._note(here, code, reason)
+        may = code != EXIT_USAGE and here.restarts < self.max_restarts and not here.cancelled
+        if may and (code != EXIT_PREEMPTED or here.rank == 0):
+            _requeue(here)
+        elif may:
+            _hold(REQUEUE_SECONDS + HOLD_SECONDS)
+        self._leave(here, code, reason)
+
+    def _run_rank(self, here: _Here) -> int:
+        ours = self.words[0] != "--"
+        command = [sys.executable, "-u", "-m", "training", *self.words] if ours else self.words[1:]
+        for number in (*ASKING, signal.SIGCONT):
+            signal.signal(number, _nothing)
+        held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
+        # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        early = signal.sigpending() & held
+        if not ours:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        try:
+            child = subprocess.Popen(command, env=self._environment(here, ours))
+        except OSError as error:
+            self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
+        if ours:
+            early |= signal.sigpending() & held
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        for number in early:  # they came before the rank was there; later ones SLURM sends to every process
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+        code = child.wait()
+        return 128 - code if code < 0 else code
+
+    def _environment(self, here: _Here, ours: bool) -> dict[str, str]:
+        env = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+        env[contract.ENV_RESTARTS] = str(here.restarts)
+        env[contract.ENV_LAUNCHER] = str(os.getpid())
+        env[contract.ENV_METRICS_PORT] = str(self.metrics_port)
+        cpus = env.get("SLURM_CPUS_PER_TASK", "")
+        if cpus.isdigit():
+            env.setdefault("OMP_NUM_THREADS", cpus)
+        if not ours:  # a program of the user's own gets torchrun's variables; ours reads SLURM's itself
+            number = int(re.sub(r"\D", "", here.job_id) or 0)
+            env |= {
+                "RANK": str(here.rank), "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
+                "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": env["SLURM_NODEID"],
+                "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(12000 + number * 7 % 20000),
+            }  # fmt: skip
+        return env | self.env
+
+    def _note(self, here: _Here, code: int, reason: str) -> None:
+        value = {
+            "rank": here.rank, "code": code, "reason": reason, "restart": here.restarts, "host": os.uname().nodename,
+            "time": time.time(),
+        }  # fmt: skip
+        try:
+            files.replace_json(note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
+        except OSError as error:
+            print(f"warning: cannot note the end of rank {here.rank}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _leave(self, here: _Here, code: int, reason: str) -> NoReturn:
+        """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
+        from submitit.core import utils
+
+        self._note(here, code, reason)
+        text = f"rank {here.rank} ended with {code}{f': {reason}' if reason else ''}"
+        with contextlib.suppress(OSError), utils.temporary_save_path(here.result) as temporary:
+            utils.cloudpickle_dump(("error", text), temporary)
+        sys.stdout.flush()
+        os._exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """This task's place, as submitit and SLURM say."""
+
+    job_id: str
+    rank: int
+    restarts: int
+    folder: Path
+    logs: tuple[Path, ...]
+    result: Path
+    hosts: list[str]
+
+    @classmethod
+    def read(cls) -> _Here:
+        import submitit
+
+        job = submitit.JobEnvironment()
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return cls(
+            job.job_id, job.global_rank, int(restarts) if restarts.isdigit() else 0, job.paths.folder,
+            (job.paths.stdout, job.paths.stderr), job.paths.result_pickle, list(job.hostnames),
+        )  # fmt: skip
+
+    @property
+    def cancelled(self) -> bool:
+        return note(self.folder, self.job_id, "cancelled").exists()
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """In place of submitit's handlers, which would requeue before the ranks have agreed on a step."""
+
+
+def _requeue(here: _Here) -> None:
+    """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
+    if shutil.which("scontrol") is None:
+        note(here.folder, here.job_id, f"requeue_{here.restarts}").touch()  # the batch script, outside, asks instead
+        return
+    deadline = time.monotonic() + REQUEUE_SECONDS
+    while time.monotonic() < deadline:
+        shown = _scontrol("show", "job", "-o", here.job_id)
+        state = re.search(r"\bJobState=(\w+)", shown.stdout)
+        if state is not None and state[1] != "RUNNING":
+            return  # it has been requeued already, or cancelled: a requeue would bring it back
+        if state is not None:
+            done = _scontrol("requeue", here.job_id)
+            if done.returncode == 0:
+                print(f"saved; SLURM starts job {here.job_id} again", file=sys.stderr, flush=True)
+                _hold(HOLD_SECONDS)
+                return
+            print(f"scontrol requeue: {done.stderr.strip()}", file=sys.stderr, flush=True)
+        if note(here.folder, here.job_id, "cancelled").exists():
+            return
+        time.sleep(1)
+
+
+def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(["scontrol"], 1, "", str(error))
+
+
+def _hold(seconds: float) -> None:
+    """Waits for the end that SLURM brings. A TERM is its first word."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(seconds)
+
+
+def _last_error(*logs: Path) -> str:
+    """The last line of this rank's output that tells an error, without control codes; empty where none does."""
+    telling = []
+    for log in logs:
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            continue
+        telling += [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b|error: ", line)]
+    found = telling[-1] if telling else ""
+    return "".join(letter for letter in found if letter.isprintable())[:300].removeprefix("error: ")

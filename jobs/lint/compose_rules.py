@@ -1,0 +1,173 @@
+"""Rules about Compose files: what keeps a job from running, and which doors must stay closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jobs.lint.rule import COMPOSE, Subject, rule
+from jobs.lint.security_rules import SECRET
+from jobs.render.compose import IMAGE_FOLDERS
+from jobs.render.manifest import HASH, JOB, get, mappings
+from jobs.render.pod import holds
+
+KIND = (COMPOSE,)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return value.split()
+    return [str(word) for word in value] if isinstance(value, list) else []
+
+
+def _nodes(subject: Subject) -> dict[str, Any]:
+    """The job's own services. What a patch puts beside them is the user's affair."""
+    return {name: item for name, item in subject.services.items() if get(item, "labels", JOB) is not None}
+
+
+def _environment(service: Any) -> dict[str, Any]:
+    found = get(service, "environment")
+    if isinstance(found, dict):
+        return {str(key): value for key, value in found.items()}
+    pairs = [word.partition("=") for word in _words(found)]
+    return {name: value if equals else None for name, equals, value in pairs}
+
+
+@rule("LC001", kinds=KIND)
+def image(subject: Subject) -> Iterator[str]:
+    """A node needs an image."""
+    if any(not isinstance(service.get("image"), str) for service in subject.services.values()):
+        yield "image is not set: add `image: lockstep:cpu` to the job, or pass --image (make image-cpu builds it)"
+
+
+@rule("LC002", kinds=KIND)
+def one_service_a_node(subject: Subject) -> Iterator[str]:
+    """One labelled service a node, each once: ranks are counted over them."""
+    found = [service for service in subject.services.values() if get(service, "labels", JOB) == subject.spec.name]
+    if len(found) != subject.spec.nodes or any(get(service, "labels", HASH) is None for service in found):
+        yield f"the file has {len(found)} services of this job, nodes says {subject.spec.nodes}: change nodes, not the file"
+    for name, service in _nodes(subject).items():
+        if get(service, "deploy", "replicas") not in (None, 1) or service.get("scale") not in (None, 1):
+            yield f"{name} is started more than once: change nodes instead"
+
+
+@rule("LC003", kinds=KIND)
+def launcher(subject: Subject) -> Iterator[str]:
+    """PID 1 is the launcher: it gets TERM, and starts the ranks."""
+    for name, service in _nodes(subject).items():
+        if "launch" not in _words(service.get("entrypoint")):
+            yield f"{name}: the entrypoint is not `python -m training launch`: undo the patch"
+
+
+@rule("LC004", kinds=KIND)
+def closed_doors(subject: Subject) -> Iterator[str]:
+    """A node runs without root, capabilities, new privileges or a writable root."""
+    for name, service in _nodes(subject).items():
+        wanted = {
+            "read_only: true": service.get("read_only") is True,
+            "cap_drop: [ALL]": "ALL" in _words(service.get("cap_drop")),
+            "security_opt: [no-new-privileges:true]": bool(
+                {"no-new-privileges:true", "no-new-privileges"} & set(_words(service.get("security_opt")))
+            ),
+            "no privileged: true": not service.get("privileged"),
+            "a user other than root": str(service.get("user", "1000")).partition(":")[0] not in ("0", "root"),
+        }
+        missing = [text for text, present in wanted.items() if not present]
+        if missing:
+            yield f"{name} needs {', '.join(missing)}: undo the patch"
+
+
+@rule("LC005", kinds=KIND)
+def host_access(subject: Subject) -> Iterator[str]:
+    """A node needs nothing of its host, least of all the engine's socket."""
+    for name, service in _nodes(subject).items():
+        for key in ("network_mode", "pid", "ipc", "userns_mode"):
+            if service.get(key) == "host":
+                yield f"{name}: {key}: host opens the host to the job: remove it"
+        mounts = service.get("volumes")
+        for mount in mounts if isinstance(mounts, list) else []:
+            source = str(get(mount, "source") or mount)
+            if "docker.sock" in source or "containerd.sock" in source:
+                yield f"{name}: {source} gives the job the engine, and with it the host: remove it"
+
+
+@rule("LC006", kinds=KIND)
+def literal_secret(subject: Subject) -> Iterator[str]:
+    """A secret in `env` stands in the file, and in the labels of the containers."""
+    for service in list(_nodes(subject).values())[:1]:
+        for name, value in _environment(service).items():
+            if SECRET.search(name.upper()) and value is not None:
+                yield f"env {name} looks like a secret: name it in secrets, its value is taken from your environment"
+
+
+@rule("LC007", kinds=KIND)
+def restarts(subject: Subject) -> Iterator[str]:
+    """Docker's restart policies also retry wrong usage, and count on top of the launcher."""
+    for name, service in _nodes(subject).items():
+        if service.get("restart") not in ("no", False, None):
+            yield f"{name}: restart: {service['restart']} retries what can never work: use max_restarts"
+
+
+@rule("LC008", kinds=KIND)
+def limits(subject: Subject) -> Iterator[str]:
+    """Without a limit of memory one job takes the whole machine down."""
+    for name, service in _nodes(subject).items():
+        if not service.get("mem_limit") and get(service, "deploy", "resources", "limits", "memory") is None:
+            yield f"{name}: no limit of memory: set memory"
+
+
+@rule("LC009", kinds=KIND)
+def run_directory(subject: Subject) -> Iterator[str]:
+    """The run directory must be an absolute path that the nodes may write."""
+    path = subject.spec.run_directory
+    if not path.startswith("/") or ".." in path or " " in path:
+        yield f"run_dir {path!r} must be an absolute path without spaces in a container: use /runs/{subject.spec.name}"
+    for volume in subject.spec.volumes:
+        if volume.read_only and holds(volume.path, path):
+            yield f"run_dir {path} lies on a read-only volume: drop read_only, or choose another run_dir"
+
+
+@rule("LC010", kinds=KIND)
+def shards_mounted(subject: Subject) -> Iterator[str]:
+    """Prepared shards must lie on a volume."""
+    shards = subject.spec.shards
+    if shards and not any(holds(volume.path, shards) for volume in subject.spec.volumes):
+        yield f"shards {shards} lies on no volume: add one to volumes"
+
+
+@rule("LC011", "warning", kinds=KIND)
+def owner(subject: Subject) -> Iterator[str]:
+    """A new volume belongs to root, unless the image has a folder at that path."""
+    for volume in subject.spec.volumes:
+        if not volume.read_only and not any(volume.path.rstrip("/") == folder for folder in IMAGE_FOLDERS):
+            yield (
+                f"volume {volume.claim} at {volume.path}: a new one would belong to root, whom nobody here is; "
+                f"mount it at {' or '.join(IMAGE_FOLDERS)}, or give your image that folder"
+            )
+
+
+@rule("LC012", "warning", kinds=KIND)
+def image_tag(subject: Subject) -> Iterator[str]:
+    """A name without a tag means another image tomorrow."""
+    name = subject.spec.image or ""
+    if name and "@sha256:" not in name and (":" not in name.rsplit("/", 1)[-1] or name.endswith(":latest")):
+        yield f"image {name} has no fixed tag: give one, or best a digest (name@sha256:…)"
+
+
+@rule("LC013", "warning", kinds=KIND)
+def ignored_settings(subject: Subject) -> Iterator[str]:
+    """A setting that has no meaning here is better not there."""
+    given = sorted(subject.spec.k8s.model_dump(exclude_defaults=True))
+    if given:
+        yield f"k8s.{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"
+
+
+@rule("LC014", kinds=KIND)
+def dangling_mounts(subject: Subject) -> Iterator[str]:
+    """A mount must name a volume of the file."""
+    known = next((item.get("volumes") for item in subject.objects if "services" in item), None)
+    names = set(known) if isinstance(known, dict) else set()
+    for name, service in _nodes(subject).items():
+        for mount in mappings(service.get("volumes")):
+            if mount.get("type") == "volume" and mount.get("source") not in names:
+                yield f"{name}: the mount at {mount.get('target')!r} names no volume: a patch replaces whole lists"

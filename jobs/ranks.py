@@ -1,0 +1,181 @@
+"""What the ranks of a run say of themselves: read from their servers, or from the textfiles they leave.
+
+reader = Reader(Path("runs/smoke"))
+before, after = reader.read(), reader.read()
+for rank in judge(before, after): …       # step, images/s, shares of a step, who holds the others up
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from training import contract, files
+from training.contract import UserError
+
+TIMEOUT = 2.0
+_MOST_BYTES = 4 << 20
+_SINGLE = frozenset(
+    f"training_{name}" for name in (
+        "step", "steps_planned", "loss", "accuracy", "finished", "exit_code", "attempt", "last_step_timestamp_seconds",
+        "samples_total", "process_resident_memory_bytes", "step_duration_seconds_sum", "step_duration_seconds_count",
+        "data_wait_seconds_sum", "grad_ready_seconds_sum", "sync_wait_seconds_sum",
+    )
+)  # fmt: skip
+WAITS = 0.2
+"""Share of step time that some rank must wait for the others before anyone is called a straggler."""
+LITTLE = 0.3
+"""A straggler waits less than this part of the median: all wait for it, so it waits least."""
+STARVED = 0.15
+"""Share of step time above the median that a straggler waits for data before its data is to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank's metrics (names without `training_`) at one time."""
+
+    rank: int
+    values: dict[str, float]
+    at: float
+    """Unix time."""
+    source: str
+    """`live` or `textfile`."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank between two snapshots. Shares are of step time, 0 to 1; None where no step was seen."""
+
+    rank: int
+    step: int
+    steps_planned: int | None
+    images_per_second: float | None
+    step_seconds: float | None
+    data_wait: float | None
+    compute: float | None
+    sync_wait: float | None
+    rest: float | None
+    loss: float | None
+    accuracy: float | None
+    memory_bytes: float | None
+    seconds_since_step: float | None
+    exit_code: int | None
+    source: str
+    straggler: str | None = None
+    """What makes this rank hold up the others: `data` or `compute`."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Reader:
+    """Finds the ranks of a run directory. Raises `UserError` where it holds no run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        if not (run_dir / contract.RUN_FILE).is_file():
+            raise UserError(f"{run_dir} holds no run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
+
+    def read(self) -> dict[int, Snapshot]:
+        """The newest of every rank. Ranks that do not answer are read from their textfiles."""
+        ranks = {_number(path) for folder in (contract.ENDPOINTS, contract.METRICS)
+                 for path in (self.run_dir / folder).glob("rank-*.*")}  # fmt: skip
+        numbers = sorted(ranks - {None})  # type: ignore[type-var]
+        if not numbers:
+            return {}
+        with ThreadPoolExecutor(min(len(numbers), 32)) as pool:
+            found = [snapshot for snapshot in pool.map(self._rank, numbers) if snapshot is not None]
+        return {snapshot.rank: snapshot for snapshot in found}
+
+    def _rank(self, rank: int) -> Snapshot | None:
+        where = files.read_json(contract.endpoint_file(self.run_dir, rank), limit=4096)
+        if isinstance(where, dict) and isinstance(where.get("host"), str) and type(where.get("port")) is int:
+            try:
+                return Snapshot(rank, parse(_fetch(where["host"], where["port"])), time.time(), "live")
+            except (OSError, ValueError):
+                pass  # it has just ended, or a firewall stands between
+        path = contract.textfile(self.run_dir, rank)
+        try:
+            with path.open(encoding="utf-8") as file:
+                return Snapshot(rank, parse(file.read(_MOST_BYTES)), path.stat().st_mtime, "textfile")
+        except (OSError, ValueError):
+            return None
+
+
+def _number(path: Path) -> int | None:
+    digits = path.stem.removeprefix("rank-")
+    return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
+def _fetch(host: str, port: int) -> str:
+    host = "127.0.0.1" if host == socket.gethostname() else f"[{host}]" if ":" in host else host
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a rank is never behind a web proxy
+    with opener.open(f"http://{host}:{port}/metrics", timeout=TIMEOUT) as answer:
+        return answer.read(_MOST_BYTES).decode()
+
+
+def parse(text: str) -> dict[str, float]:
+    """The single values of a rank's metrics. Raises `ValueError` for what is not Prometheus' text format."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    values = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in _SINGLE:
+                    values[sample.name.removeprefix("training_")] = sample.value
+    except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not Prometheus' text format: {error}") from None
+    return values
+
+
+def judge(before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
+    """What each rank did between two readings; since its start, where it made no step between them or is new."""
+    ranks = [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
+    waits = {rank.rank: rank.sync_wait for rank in ranks if rank.sync_wait is not None}
+    if len(waits) > 1 and max(waits.values()) > WAITS:
+        middle = statistics.median(waits.values())
+        data = statistics.median(rank.data_wait or 0.0 for rank in ranks if rank.sync_wait is not None)
+        for rank in ranks:
+            if rank.sync_wait is not None and rank.sync_wait < LITTLE * middle:
+                rank.straggler = "data" if (rank.data_wait or 0.0) > data + STARVED else "compute"
+    return ranks
+
+
+def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
+    new, old = after.values, before.values if before is not None else {}
+    steps, seconds = "step_duration_seconds_count", after.at - before.at if before is not None else 0.0
+    moved = new.get(steps, 0.0) > old.get(steps, 0.0) and old.get("attempt") == new.get("attempt")
+    if not (moved and seconds > 0):  # nothing between the two: what is known of the whole attempt
+        old, seconds = {}, 0.0
+
+    def gained(name: str) -> float:
+        return new.get(name, 0.0) - old.get(name, 0.0)
+
+    count, spent = gained(steps), gained("step_duration_seconds_sum")
+    shares: list[float | None] = [None] * 4
+    if count > 0 and spent > 0:
+        phases = [gained(f"{phase}_seconds_sum") / spent for phase in ("data_wait", "grad_ready", "sync_wait")]
+        shares = [*phases, max(0.0, 1.0 - sum(phases))]
+    last = new.get("last_step_timestamp_seconds")
+    ended = new.get("finished") == 1
+    return Rank(
+        rank=after.rank, step=int(new.get("step", 0)), steps_planned=_whole(new.get("steps_planned")),
+        images_per_second=gained("samples_total") / (seconds or spent) if count > 0 and spent > 0 else None,
+        step_seconds=spent / count if count > 0 else None,
+        data_wait=shares[0], compute=shares[1], sync_wait=shares[2], rest=shares[3], loss=new.get("loss"),
+        accuracy=new.get("accuracy"), memory_bytes=new.get("process_resident_memory_bytes"),
+        seconds_since_step=None if last is None or ended else max(0.0, time.time() - last),
+        exit_code=_whole(new.get("exit_code")) if ended else None, source=after.source,
+    )  # fmt: skip
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None or value != value else int(value)

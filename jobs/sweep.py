@@ -1,0 +1,65 @@
+"""A sweep: one job for every combination of some settings, submitted together."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.spec import JobSpec
+from training import settings
+from training.contract import UserError
+
+if TYPE_CHECKING:
+    from jobs.driver import Job
+
+MAX_RUNS = 1000
+
+
+def parse(texts: list[str]) -> dict[str, list[Any]]:
+    """`["lr=0.1,0.2"]` → `{"lr": [0.1, 0.2]}`. Raises `UserError`."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not equals or not name or not values:
+            raise UserError(f"--sweep takes NAME=VALUE,VALUE,…, got {text!r}")
+        if name in found:
+            raise UserError(f"--sweep {name} stands twice: give all its values in one")
+        parsed = settings.parse_yaml(f"[{values}]", f"--sweep {name}")
+        if not isinstance(parsed, list) or not parsed or None in parsed:
+            raise UserError(f"--sweep {name}: expected values with commas between them, got {values!r}")
+        found[name] = parsed
+    return found
+
+
+def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
+    """One spec a combination: NAME-0, NAME-1, … with run directories of their own. Raises `UserError`."""
+    if spec.recipe is None:
+        raise UserError("--sweep changes a recipe's settings: a command takes them as arguments of its own")
+    combinations = list(itertools.product(*values.values()))
+    if len(combinations) > MAX_RUNS:
+        raise UserError(f"the sweep has {len(combinations)} runs, more than {MAX_RUNS}: give fewer values")
+    plain, found = spec.plain(), []
+    for index, combination in enumerate(combinations):
+        changed = dict(zip(values, combination))
+        run_dir = str(Path(spec.run_dir) / str(index)) if spec.run_dir else None
+        own = {
+            "name": f"{spec.name}-{index}",
+            "overrides": {**spec.overrides, **changed},
+            **({"run_dir": run_dir} if run_dir else {}),
+        }
+        told = ", ".join(f"{name}={value}" for name, value in changed.items())
+        found.append(JobSpec.of({**plain, **own}, f"the sweep's {told}"))
+    return found
+
+
+def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
+    """Submits the runs of `expand(spec, …)`: as one array on SLURM, one by one elsewhere. Raises `UserError`."""
+    from jobs import driver
+
+    if backend != "slurm":
+        return [driver.submit(one, backend) for one in specs]
+    from jobs.backends.slurm import SlurmBackend
+
+    opened = SlurmBackend()
+    return [driver.Job(done.name, opened) for done in opened.sweep(spec.name, specs)]

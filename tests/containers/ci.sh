@@ -1,0 +1,62 @@
+#!/bin/bash
+# Everything that `make test-containers` needs on a bare Debian 12 (root), and nothing left afterwards:
+#
+#   tests/containers/ci.sh [COMMAND …]            default: make test-containers
+#
+# Where an engine answers already, it is used as it is. Else Debian's is installed, started for this command alone, and
+# stopped; its base images are made from Debian's packages, because a registry need not be in reach.
+#
+# env: LOCKSTEP_CI_CACHE  keeps the base image's files and the Python packages between runs (~/.cache/lockstep)
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+cache=${LOCKSTEP_CI_CACHE:-$HOME/.cache/lockstep}
+[ $# -gt 0 ] || set -- make -C "$root" test-containers
+mkdir -p "$cache"
+
+if ! docker version > /dev/null 2>&1 || ! docker compose version > /dev/null 2>&1; then
+  # docker 28 may lie about without a daemon or plugins: Debian's own come first.
+  export PATH=/usr/bin:$PATH
+  if ! [ -x /usr/sbin/dockerd ] || ! docker compose version > /dev/null 2>&1; then
+    "$here/install-docker.sh" > "$cache/install-docker.log" 2>&1 || { tail -n 20 "$cache/install-docker.log" >&2; exit 1; }
+  fi
+  command -v debootstrap curl > /dev/null || { apt-get update -qq && apt-get install -qy debootstrap curl > /dev/null; }
+  state=$(mktemp -d /tmp/lockstep-engine.XXXXXX)
+  forward=$(cat /proc/sys/net/ipv4/ip_forward) policy=$(iptables -S FORWARD | sed -n 's/^-P FORWARD //p')
+  # The engine closes the FORWARD chain, opens ip_forward and leaves its bridge; the machine is given back as it was.
+  cleanup() {
+    status=$?
+    trap - EXIT INT TERM
+    "$here/dockerd.sh" --stop "$state" || true
+    ip link delete docker0 2> /dev/null || true
+    iptables -P FORWARD "${policy:-ACCEPT}" 2> /dev/null || true
+    echo "$forward" > /proc/sys/net/ipv4/ip_forward || true
+    exit "$status"
+  }
+  trap cleanup EXIT
+  trap 'exit 130' INT TERM
+  started=$("$here/dockerd.sh" "$state")
+  eval "$started"
+fi
+
+if [ -z "${BASE_IMAGE:-}" ] && ! docker image inspect python:3.11-slim-bookworm > /dev/null 2>&1 &&
+   ! timeout 60 docker pull -q python:3.11-slim-bookworm > /dev/null 2>&1; then
+  export BASE_IMAGE=lockstep-base:bookworm
+  ROOTFS_CACHE=$cache/bookworm-rootfs.tar "$here/base-image.sh" "$BASE_IMAGE" > /dev/null
+fi
+if [ -z "${PROMETHEUS_IMAGE:-}" ] && ! timeout 60 docker pull -q prom/prometheus:v3.5.0 > /dev/null 2>&1; then
+  export PROMETHEUS_IMAGE=lockstep-prometheus:debian
+  docker build -q -t "$PROMETHEUS_IMAGE" ${BASE_IMAGE:+--build-arg BASE_IMAGE="$BASE_IMAGE"} - < "$here/prometheus.Dockerfile" > /dev/null
+fi
+if [ -z "${WHEELS:-}" ]; then
+  lock=$root/docker/requirements-cpu.txt
+  export WHEELS=$cache/wheels-$(sha256sum < "$lock" | cut -c1-16)
+  if ! [ -e "$WHEELS/.complete" ]; then
+    download=(python3 -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.11
+      --require-hashes --dest "$WHEELS" -r "$lock")
+    # What pip knows by itself first: where torch's own index is out of reach, each package would wait for it.
+    "${download[@]}" 2> "$cache/download.log" || "${download[@]}" --extra-index-url https://download.pytorch.org/whl/cpu
+    touch "$WHEELS/.complete"
+  fi
+fi
+"$@"

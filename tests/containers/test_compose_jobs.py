@@ -1,0 +1,363 @@
+"""Jobs of the Compose backend on a real engine: killed, stopped, starved, out of time; what Prometheus and Docker see."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jobs.backends.compose import ComposeBackend
+from jobs.spec import JobSpec
+from tests.engine import NAME, Built, docker, inspect, remove_jobs, require
+from tests.processes import ROOT, poll
+
+pytestmark = pytest.mark.containers
+BOUND = 240
+
+
+class Jobs:
+    """Jobs with names of their own, and what their volumes hold."""
+
+    def __init__(self, image: str, folder: Path) -> None:
+        self.backend, self.image, self.folder = ComposeBackend(interval=0.3), image, folder
+        self.suffix, self.names = uuid.uuid4().hex[:6], set[str]()
+
+    def spec(self, name: str, **more: Any) -> JobSpec:
+        name = f"{name}-{self.suffix}"
+        self.names.add(name)
+        values = {
+            "name": name, "image": self.image, "nodes": 2, "ranks_per_node": 2, "max_restarts": 2, "memory": "2Gi",
+            "shm": "128Mi", "grace_seconds": 20,
+        }  # fmt: skip
+        return JobSpec.of({**values, **more})
+
+    def smoke(self, name: str, **more: Any) -> JobSpec:
+        overrides = {
+            "epochs": 3, "threads": 1, "evaluate.every": 3, "checkpoint.every_steps": 4, "checkpoint.keep": 50,
+            **more.pop("overrides", {}),
+        }  # fmt: skip
+        return self.spec(name, recipe="smoke", overrides=overrides, **more)
+
+    def container(self, spec: JobSpec, node: int) -> str:
+        return f"lockstep-{spec.name}-node-{node}-1"
+
+    def read(self, spec: JobSpec, name: str) -> str:
+        """A file of the run directory; empty where it is not there yet."""
+        command = ["docker", "cp", f"{self.container(spec, 0)}:{spec.run_directory}/{name}", "-"]
+        done = subprocess.run(command, capture_output=True, timeout=60)
+        if done.returncode:
+            return ""
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            file = archive.extractfile(archive.next() or tarfile.TarInfo())
+            return file.read().decode() if file else ""
+
+    def events(self, spec: JobSpec, kind: str) -> list[dict[str, Any]]:
+        lines = self.read(spec, "events.jsonl").splitlines()
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return [row for row in rows if row["event"] == kind]
+
+    def run_directory(self, spec: JobSpec) -> Path:
+        target = self.folder / spec.name
+        docker("cp", f"{self.container(spec, 0)}:{spec.run_directory}", str(target))
+        return target
+
+    def succeeded(self, spec: JobSpec) -> None:
+        found = self.backend.wait(spec.name, BOUND)
+        assert found.state == "succeeded", (found, *self.backend.logs(spec.name))
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    return {name: value for file in sorted(newest.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys() and first
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.fixture(scope="module")
+def jobs(cpu_image: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    made = Jobs(cpu_image.name, tmp_path_factory.mktemp("runs"))
+    yield made
+    remove_jobs(*made.names)
+
+
+@pytest.fixture(scope="module")
+def calm(jobs: Jobs) -> dict[str, torch.Tensor]:
+    """The final weights of the undisturbed run."""
+    spec = jobs.smoke("calm")
+    assert jobs.backend.submit(spec).created
+    jobs.succeeded(spec)
+    assert jobs.backend.summary(spec.name)["world_size"] == 4
+    assert [part.ranks for part in jobs.backend.status(spec.name).ranks] == [[0, 1], [2, 3]]
+    return weights(jobs.run_directory(spec))
+
+
+def trained(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
+    """Whether the run has saved in its attempt number `starts`."""
+    return lambda: any(event["attempt"] >= starts for event in jobs.events(spec, "checkpoint_written"))
+
+
+def test_nodes_that_are_killed_come_back_and_the_weights_are_those_of_the_undisturbed_run(
+    jobs: Jobs, calm: dict[str, torch.Tensor]
+) -> None:
+    spec = jobs.smoke("stormy")
+    jobs.backend.submit(spec)
+    poll(trained(jobs, spec, 1), BOUND, "a checkpoint")
+    docker("kill", jobs.container(spec, 1))
+    found = jobs.backend.status(spec.name)
+    assert found.state == "restarting" and "node-1 was killed by SIGKILL" in found.reason, found
+    assert not jobs.backend.submit(spec).created, "the same job again brings the node back"
+    poll(trained(jobs, spec, 2), BOUND, "a checkpoint of the second attempt")
+    docker("kill", jobs.container(spec, 0))  # rank 0, and the rendezvous with it: the other node soon ends, too
+
+    def over() -> bool:
+        found = jobs.backend.status(spec.name)
+        if found.state in ("restarting", "failed"):  # what a person does then
+            jobs.backend.submit(spec, "replace" if found.final else "attach")
+            return False
+        return found.final
+
+    poll(over, BOUND, "the end")
+    jobs.succeeded(spec)
+    starts = jobs.events(spec, "start")
+    assert len(starts) >= 3 and all(start["step"] > 0 for start in starts[1:]), starts
+    assert_same(weights(jobs.run_directory(spec)), calm)
+
+
+def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, torch.Tensor]) -> None:
+    spec = jobs.smoke("stopped")
+    jobs.backend.submit(spec)
+    poll(trained(jobs, spec, 1), BOUND, "a checkpoint")
+    began = time.monotonic()
+    docker("stop", jobs.container(spec, 1))  # one node is told, both leave
+    took = time.monotonic() - began
+    found = jobs.backend.wait(spec.name, 60)
+    codes = [inspect(jobs.container(spec, node))[0]["State"]["ExitCode"] for node in (0, 1)]
+    assert codes == [75, 75] and took < spec.grace_seconds, (codes, took, *jobs.backend.logs(spec.name))
+    assert (found.state, found.code) == ("preempted", 75), found
+    assert jobs.backend.submit(spec, "replace").created
+    jobs.succeeded(spec)
+    assert jobs.events(spec, "start")[-1]["step"] > 0, "it went on"
+    assert_same(weights(jobs.run_directory(spec)), calm)
+
+
+def test_a_rank_that_takes_too_much_memory_is_named(jobs: Jobs) -> None:
+    program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
+    spec = jobs.spec(
+        "starved",
+        command=["python", "-c", program],
+        nodes=1,
+        ranks_per_node=1,
+        memory="512Mi",
+        shm="64Mi",
+        max_restarts=0,
+    )
+    jobs.backend.submit(spec)
+    found = jobs.backend.wait(spec.name, BOUND)
+    assert (found.state, found.code) == ("failed", 1), found
+    assert "OOMKilled, limit 512 MiB" in found.reason and "raise memory" in found.reason, found
+
+
+def test_the_time_limit_ends_both_nodes_saved(jobs: Jobs) -> None:
+    spec = jobs.smoke("slow", time_limit="20s", overrides={"epochs": 1000})
+    jobs.backend.submit(spec)
+    found = jobs.backend.wait(spec.name, BOUND)
+    assert (found.state, found.code) == ("timed_out", 124), (found, *jobs.backend.logs(spec.name))
+
+
+def test_health_and_the_closed_root(jobs: Jobs) -> None:
+    check = {
+        "interval": "1s",
+        "start_period": "1s",
+        "retries": 2,
+        "timeout": "5s",
+        "test": ["CMD", "python", "/opt/build/healthcheck.py"],
+    }
+    patch = {"services": {"node-0": {"healthcheck": check}}}
+    spec = jobs.smoke(
+        "health", nodes=1, overrides={"epochs": 1000, "metrics.stale_seconds": 4}, compose={"patch": patch}
+    )
+    jobs.backend.submit(spec)
+    name = jobs.container(spec, 0)
+
+    def health() -> str:
+        return str(inspect(name)[0]["State"]["Health"]["Status"])
+
+    poll(lambda: health() == "healthy", 60, "health")
+    said = docker(
+        "exec",
+        name,
+        "sh",
+        "-c",
+        "touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status",
+        check=False,
+    )
+    assert said.count("Read-only file system") == 2 and "python -m training launch" in said, said
+    assert all(line.split()[1].strip("0") == "" for line in said.splitlines() if line.startswith("Cap")), said
+    assert "NoNewPrivs:\t1" in docker("exec", name, "cat", "/proc/1/status")
+    docker(
+        "exec",
+        name,
+        "sh",
+        "-c",
+        "for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=1' $p/environ && kill -STOP ${p#/proc/}; done; true",
+    )
+    poll(lambda: health() == "unhealthy", 60, "a rank that stands still makes the node unhealthy")
+    assert jobs.backend.status(spec.name).ranks[0].reason.startswith("unhealthy")
+    docker("kill", name)
+
+
+def cifar10(target: Path, each: int = 400) -> None:
+    """The first images of each file of CIFAR-10, in its binary format. Skips where the pack of images is not there."""
+    from PIL import Image
+
+    pack = ROOT / "../shared/data/cifar10-jpeg.npz"
+    require(pack.exists(), f"{pack} is not there")
+    with np.load(pack, allow_pickle=False) as arrays:
+        header, body, labels = arrays["header"].tobytes(), arrays["body"].tobytes(), arrays["labels"]
+        ends = np.cumsum(arrays["lens"].astype(np.int64))
+    (target / "cifar-10-batches-bin").mkdir()
+    for number, name in enumerate([*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin"]):
+        with (target / "cifar-10-batches-bin" / name).open("wb") as file:
+            for row in range(number * 10_000, number * 10_000 + each):
+                data = header + body[ends[row - 1] if row else 0 : ends[row]]
+                pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+                file.write(bytes([labels[row]]) + pixels.tobytes())
+
+
+def test_shards_that_prepare_has_staged_are_trained_on(jobs: Jobs, tmp_path: Path) -> None:
+    """CIFAR-10 lies on a volume; `lockstep prepare` shards it once, two nodes map the shards read-only."""
+    raw = tmp_path / "raw"
+    raw.mkdir(mode=0o755)
+    cifar10(raw)
+    volume = f"lockstep-test-data-{jobs.suffix}"
+    docker("volume", "create", volume)
+    try:
+        holder = docker("create", "--volume", f"{volume}:/data", jobs.image).strip()
+        docker("cp", f"{raw}", f"{holder}:/data/")
+        docker("rm", holder)
+        job = {
+            "name": f"cifar-{jobs.suffix}", "recipe": "bag_of_tricks", "image": jobs.image, "nodes": 2, "ranks_per_node": 2,
+            "memory": "3Gi", "shards": "/data/shards", "volumes": [{"claim": volume, "path": "/data", "read_only": True}],
+            "overrides": {"data.root": "/data/raw", "model_options": {"width": 0.125}, "epochs": 1,
+                          "schedule": [[0, 0], [1, 0.1]], "threads": 1},
+        }  # fmt: skip
+        jobs.names.add(job["name"])
+        file = tmp_path / "job.json"
+        file.write_text(json.dumps(job))
+        spec = JobSpec.load(file)
+        assert jobs.backend.prepare(spec).created
+        assert not jobs.backend.prepare(spec).created, "they are there already"
+        jobs.backend.submit(spec)
+        jobs.succeeded(spec)
+        assert jobs.backend.summary(spec.name)["steps"] > 0
+        (start,) = jobs.events(spec, "start")[:1]
+        assert start["step"] == 0
+    finally:
+        remove_jobs(job["name"])
+        docker("volume", "rm", "--force", volume)
+
+
+def test_make_smoke_and_one_container_of_four_ranks_end_in_the_same_weights(
+    cpu_image: Built, tmp_path: Path, jobs: Jobs
+) -> None:
+    """`make smoke`: two containers × two ranks, accuracy, all four ranks in Prometheus, nothing left."""
+    require(
+        os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images"),
+        "no image of Prometheus: set PROMETHEUS_IMAGE",
+    )
+    before = {kind: docker(*words, "--quiet") for kind, words in LEFT.items()}
+    done = make("smoke", f"OUT={tmp_path}/containers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    assert "ok   ranks that trained               4 in 2 containers" in done.stdout
+    assert "ok   targets that Prometheus scraped  4" in done.stdout and "NOT" not in done.stdout
+    assert {kind: docker(*words, "--quiet") for kind, words in LEFT.items()} == before
+    # The same image as one machine: bits depend on torch's build, so the other side is that build too.
+    words = (
+        "--ranks",
+        "4",
+        "run",
+        "smoke",
+        "--run-dir",
+        "/runs/local",
+        "--set",
+        "threads=1",
+        "preempt.grace_seconds=20",
+    )
+    local = docker("create", "--shm-size", "256m", cpu_image.name, *words).strip()
+    try:
+        docker("start", "--attach", local, timeout=BOUND)
+        docker("cp", f"{local}:/runs/local", str(tmp_path / "local"))
+    finally:
+        docker("rm", "--force", "--volumes", local)
+    assert_same(weights(tmp_path / "containers/smoke"), weights(tmp_path / "local"))
+
+
+LEFT = {"container": ("ps", "--all"), "volume": ("volume", "ls"), "network": ("network", "ls")}
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words, f"IMAGE={NAME}"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_three_nodes_of_one_rank_and_a_check_that_fails(cpu_image: Built) -> None:
+    require(
+        os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images"),
+        "no image of Prometheus: set PROMETHEUS_IMAGE",
+    )
+    before = {kind: docker(*words, "--quiet") for kind, words in LEFT.items()}
+    done = make("smoke", "NODES=3", "RANKS=1", "SET=epochs=2", "ACCURACY=0.9999")
+    assert done.returncode == 2, done.stdout + done.stderr  # make's own code for a failed recipe
+    assert "ok   ranks that trained               3 in 3 containers" in done.stdout
+    assert "ok   targets that Prometheus scraped  3" in done.stdout
+    assert "NOT  accuracy" in done.stdout and "ok   left behind" in done.stdout
+    assert {kind: docker(*words, "--quiet") for kind, words in LEFT.items()} == before
+
+
+def test_a_command_line_from_submit_to_cancel(jobs: Jobs, tmp_path: Path) -> None:
+    """As a person types it: submit, logs of a rank, status, wait, diff, cancel."""
+    spec = jobs.smoke("typed", overrides={"epochs": 1000})
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(spec.plain()))
+    lockstep = [shutil.which("lockstep", path=f"{Path(sys.executable).parent}") or "lockstep"]
+
+    def typed(*words: str, timeout: float = 90) -> tuple[int, str]:
+        done = subprocess.run([*lockstep, *words], capture_output=True, text=True, timeout=timeout, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    assert typed("doctor", "compose", str(file))[0] == 0
+    code, said = typed("submit", "compose", str(file))
+    assert code == 0 and "submitted" in said, said
+    poll(lambda: jobs.events(spec, "checkpoint_written"), BOUND, "a checkpoint")
+    code, said = typed("wait", "compose", spec.name, "--timeout", "1")
+    assert code == 124 and "step" in said, said
+    assert typed("diff", "compose", str(file)) == (0, "no difference\n")
+    docker("update", "--memory", "1g", "--memory-swap", "1g", jobs.container(spec, 0))
+    code, said = typed("diff", "compose", str(file))
+    assert code == 1 and "node-0.Memory" in said, said
+    code, said = typed("cancel", "compose", spec.name)
+    assert code == 0 and "cancelled; the state is saved" in said, said
+    code, said = typed("status", "compose", spec.name)
+    assert code == 75, said
+    code, said = typed("logs", "compose", spec.name, "--rank", "0")
+    assert '"event": "checkpoint' in said and "[rank" not in said
+    code, said = typed("submit", "compose", str(file))
+    assert code == 2 and "--replace" in said, said

@@ -1,0 +1,121 @@
+"""The CUDA image, and builds in other ways: on demand (`make test-image-cuda`), because they move gigabytes.
+
+No GPU is here: what is shown is that it builds, what is in it, and that it trains on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.containers.test_images import run
+from tests.engine import NAME, SENTINEL, Built, build, docker, inspect, require
+from tests.processes import ROOT
+
+pytestmark = [pytest.mark.containers, pytest.mark.cuda_image]
+
+
+@pytest.fixture(scope="module")
+def cuda_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    known = Path("/etc/ssl/certs/ca-certificates.crt")
+    certificates = tmp_path_factory.mktemp("ca") / "ca.pem"
+    certificates.write_text(f"# {SENTINEL}\n{known.read_text() if known.exists() else ''}")
+    built = build("image", CA=str(certificates), WHEELS=os.environ.get("WHEELS_CUDA", ""))
+    print(f"\nCUDA image: {built.seconds:.0f} s, {inspect(built.name)[0]['Size'] / 1e9:.2f} GB")
+    yield built
+    docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", NAME).split()[:1])
+
+
+def python(image: str, program: str) -> str:
+    code, output = run(image, "-c", program, options=("--entrypoint", "python"))
+    assert code == 0, output
+    return output.strip()
+
+
+def test_one_copy_of_cuda_and_it_is_torchs(cuda_image: Built) -> None:
+    program = "import torch; print(torch.version.cuda, torch.cuda.nccl.version(), torch.cuda.is_available())"
+    assert re.fullmatch(r"\d+\.\d+ \(\d+, \d+, \d+\) False", python(cuda_image.name, program))
+    names = ("libcudart.so*", "libcudnn.so*", "libnccl.so*", "libcublas.so*")
+    find = "find / -xdev -type f \\( " + " -o ".join(f"-name '{name}'" for name in names) + " \\)"
+    code, output = run(cuda_image.name, "-c", find, options=("--entrypoint", "sh", "--user", "0"))
+    found = [Path(line).name.split(".so")[0] for line in output.split()]
+    assert code == 0 and len(set(found)) == len(found) >= 4, output
+    assert all(line.startswith("/opt/venv/") for line in output.split()), output
+
+
+def test_rdma_in_user_space_is_there_and_a_compiler_is_not(cuda_image: Built) -> None:
+    program = (
+        "import ctypes, shutil; ctypes.CDLL('libibverbs.so.1'); ctypes.CDLL('librdmacm.so.1'); "
+        "print(shutil.which('gcc'), shutil.which('g++'))"
+    )
+    assert python(cuda_image.name, program) == "None None"
+
+
+def test_it_trains_on_the_cpu_where_there_is_no_gpu(cuda_image: Built) -> None:
+    words = ("--ranks", "2", "run", "smoke", "--run-dir", "/runs/x", "--set", "epochs=1", "threads=1")
+    code, output = run(cuda_image.name, *words)
+    assert code == 0 and "Final validation accuracy" in output, output
+    code, output = run(cuda_image.name, *words, "device=cuda")
+    assert code == 2 and "no GPU is visible" in output, output
+
+
+def test_the_dev_target_compiles(cpu_image: Built) -> None:
+    built = build("image-cpu", BUILD_FLAGS="--target dev", IMAGE="lockstep-test-dev")
+    assert built.seconds
+    try:
+        words = (
+            "--ranks",
+            "1",
+            "run",
+            "smoke",
+            "--run-dir",
+            "/runs/x",
+            "--set",
+            "epochs=1",
+            "compile=true",
+            "threads=2",
+        )
+        code, output = run("lockstep-test-dev:cpu", *words, timeout=500)
+        assert code == 0 and "Final validation accuracy" in output, output
+    finally:
+        docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", "lockstep-test-dev").split()[:1])
+
+
+def test_without_buildkit_and_its_mounts(cpu_image: Built, tmp_path: Path) -> None:
+    """The mounts only save time: without them packages come from an index of your own, over HTTP."""
+    wheels = os.environ.get("WHEELS", "")
+    require(wheels, "WHEELS names no folder of packages to serve")
+    text = (ROOT / "docker/Dockerfile.cpu").read_text()
+    text = re.sub(r"--mount=\S+ +(\\\n +)?", "", text).replace("FROM scratch AS wheels\n", "")
+    assert "--mount" not in text
+    (tmp_path / "Dockerfile").write_text(text)
+    gateway = (
+        docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip() or "172.17.0.1"
+    )
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=wheels)
+    with http.server.ThreadingHTTPServer((gateway, 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = f"http://{gateway}:{server.server_address[1]}/"
+        arguments = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": where, "PIP_TRUSTED_HOST": gateway}
+        if os.environ.get("BASE_IMAGE"):
+            arguments["BASE_IMAGE"] = os.environ["BASE_IMAGE"]
+        words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        done = subprocess.run(
+            ["docker", "build", "-t", "lockstep-test-plain", "-f", str(tmp_path / "Dockerfile"), *words, "--target", "runtime", str(ROOT)],
+            env={**os.environ, "DOCKER_BUILDKIT": "0"}, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        server.shutdown()
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    try:
+        code, output = run("lockstep-test-plain")
+        assert code == 0 and "usage" in output
+    finally:
+        docker("image", "rm", "--force", "lockstep-test-plain")

@@ -1,0 +1,148 @@
+"""A recorded step against the eager one, as far as a machine without a GPU can show it.
+
+The recorder is replaced by one that runs the recorded body at every replay: what is shown is that a replay reads nothing
+but the tensors that were filled for it, and computes what an eager step computes. CUDA graphs themselves need a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import on_ranks
+from training import capture, config, setup
+from training.capture import CapturedStep
+from training.step import NonFinite
+from training.world import World
+
+BASE = [
+    "data.source=synthetic", "data.options={n: 100, n_test: 10, size: 8}", "data.num_shards=3", "augment.crop=1",
+    "augment.flip=random", "cutout=3", "brightness=0.1", "contrast=0.1", "model_options={}", "global_batch_size=24",
+    "uneven=weight", "ema.decay=0", "optim.clip=50", "sync.name=flat", "sync.bucket_mb=0.001",
+]  # fmt: skip
+CASES = {
+    "nesterov": ["model=tests.nets:SmallConv"],
+    "muon": ["model=tests.nets:SmallConv", "optim.name=muon", "lr=0.01", "optim.groups={head: {lr: 0.02, momentum: 0.5}}"],
+    "micro-batches": ["model=tests.nets:SmallConv", "accumulate=2"],
+    "not looking": ["model=tests.nets:SmallConv", "nonfinite=ignore"],
+    "not resident": ["model=tests.nets:SmallConv", "data.resident=never"],
+    "batch statistics": ["model=tests.nets:NormedConv", "precision=float64"],
+}
+
+
+def _both_ways(world: World, root: str, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, changes in CASES.items():
+        for recorded in (False, True):
+            loaded = config.load("smoke", [*BASE, *changes, f"data.root={root}"])
+            p = setup.prepare(loaded, world, Path(run) / f"{world.size}-{name}-{recorded}".replace(" ", "-"), fresh=False)
+            step, replays, said = p.step, [0], []
+            if recorded:
+
+                def record(body: Any, replays: Any = replays) -> Any:
+                    def replay() -> None:
+                        replays[0] += 1
+                        body()
+
+                    return replay
+
+                step = CapturedStep(loaded, p.state, step.network, step.multiple, said.append, record)
+            for number in range(15):  # five an epoch; the last one of each is short
+                epoch, at = divmod(number, p.loader.steps_per_epoch)
+                batch = p.loader.resident_batch(epoch, at) if p.loader.resident else p.loader.host_batch(epoch, at)
+                step(batch, epoch, (number + 1) / p.loader.steps_per_epoch)
+            state = [*p.state.model.parameters(), *p.state.model.buffers(), p.state.losses]
+            found[f"{name}, {recorded}"] = (
+                [tensor.detach().clone() for tensor in state], replays[0], p.state.sync.bytes_sent, said
+            )  # fmt: skip
+            if p.run:
+                p.run.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_replayed_step_computes_what_an_eager_one_does(tmp_path: Path, data_root: Path, size: int) -> None:
+    for rank in on_ranks(_both_ways, size, str(data_root), str(tmp_path)):
+        for name in CASES:
+            (eager, none, sent, _), (replayed, replays, also_sent, said) = rank[f"{name}, False"], rank[f"{name}, True"]
+            # 12 full steps, of which the first 3 run eagerly; gradients and update are recorded apart where NaN is looked for.
+            assert none == 0 and replays == (12 - capture.WARM_UP) * (1 if name == "not looking" else 2), name
+            assert sent == also_sent and said == []
+            for a, b in zip(eager, replayed):
+                torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6, msg=name)  # rates are float32 on the device
+
+
+def _failing(world: World, root: str, run: str) -> Any:
+    loaded = config.load("smoke", [*BASE, *CASES["nesterov"], f"data.root={root}"])
+    p = setup.prepare(loaded, world, Path(run), fresh=False)
+    said: list[str] = []
+
+    def record(body: Any) -> Any:
+        if world.rank == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return body
+
+    step = CapturedStep(loaded, p.state, p.step.network, p.step.multiple, said.append, record)
+    for number in range(8):
+        epoch, at = divmod(number, p.loader.steps_per_epoch)
+        step(p.loader.resident_batch(epoch, at), epoch, number / 4)
+    with torch.no_grad():
+        next(iter(p.state.model.parameters()))[:] = float("nan")
+    try:
+        step(p.loader.resident_batch(0, 0), 0, 1.0)
+    except NonFinite:
+        said.append("nonfinite")
+    if p.run:
+        p.run.close()
+    return said
+
+
+def test_where_one_rank_cannot_record_all_go_on_eagerly_and_say_so_once(tmp_path: Path, data_root: Path) -> None:
+    sentence = (
+        "the step cannot be recorded (rank 1: RuntimeError: operation not permitted when stream is capturing); "
+        "it runs eagerly"
+    )
+    assert on_ranks(_failing, 2, str(data_root), str(tmp_path / "run")) == [[sentence, "nonfinite"]] * 2
+
+
+def _poisoned(world: World, root: str, run: str) -> Any:
+    loaded = config.load("smoke", [*BASE, *CASES["batch statistics"], f"data.root={root}"])
+    p = setup.prepare(loaded, world, Path(run), fresh=False)
+    step = CapturedStep(loaded, p.state, p.step.network, p.step.multiple, print, lambda body: body)
+    for number in range(5):
+        step(p.loader.resident_batch(number, 0), number, 1.0)
+    before = [t.detach().clone() for t in [*p.state.model.parameters(), *p.state.model.buffers(), p.state.losses]]
+    hook = p.state.model.head.weight.register_hook(lambda grad: grad * float("inf"))  # type: ignore[union-attr]
+    try:
+        step(p.loader.resident_batch(6, 0), 6, 1.0)
+        refused = False
+    except NonFinite:
+        refused = True
+    hook.remove()
+    after = [*p.state.model.parameters(), *p.state.model.buffers(), p.state.losses]
+    same = all(torch.equal(a, b) for a, b in zip(before, after))
+    if p.run:
+        p.run.close()
+    return refused, same
+
+
+def test_a_replay_with_an_infinite_gradient_changes_nothing(tmp_path: Path, data_root: Path) -> None:
+    assert on_ranks(_poisoned, 2, str(data_root), str(tmp_path / "run")) == [(True, True)] * 2
+
+
+def test_a_run_says_why_its_steps_are_eager(tmp_path: Path, data_root: Path) -> None:
+    (line,) = on_ranks(_told, 1, str(data_root), str(tmp_path / "run"))
+    assert line == "there is no GPU"
+
+
+def _told(world: World, root: str, run: str) -> Any:
+    loaded = config.load("smoke", [*BASE, *CASES["nesterov"], f"data.root={root}", "capture=auto"])
+    p = setup.prepare(loaded, world, Path(run), fresh=False)
+    reason = capture.why_not(loaded, p.state)
+    assert not isinstance(p.step, CapturedStep)
+    if p.run:
+        p.run.close()
+    return reason

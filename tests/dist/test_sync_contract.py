@@ -1,0 +1,445 @@
+"""Every strategy × {1, 2, 3 ranks} × {MLP, small conv net}, against one plain process. One gang a world size runs them all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tests.nets import SmallConv
+from tests.ranks import on_ranks
+from training import config, sync
+from training.clock import StepClock
+from training.closeness import ReplicasDiffer, check_parameter_closeness
+from training.contract import UserError
+from training.data.order import bounds
+from training.exchange import broadcast_tree, pack, unpack
+from training.optim.ema import Ema
+from training.state import Cursor, TrainState, gather, scatter
+from training.sync.base import GradientSync
+from training.world import World
+
+STEPS, HALF, BATCH = 10, 5, 25
+CASES: dict[str, config.Sync] = {
+    **{name: config.Sync(name=name, bucket_mb=0.001) for name in sync.STRATEGIES},  # type: ignore[arg-type]
+    "powersgd": config.Sync(name="powersgd", bucket_mb=0.001, options={"rank": 2, "start": 3}),
+    "ddp, find_unused": config.Sync(name="ddp", options={"find_unused": True}),
+    "hooks, overlapped": config.Sync(name="hooks", options={"step": "overlapped"}),
+}
+LOSSY = {"powersgd": 0.35, "bf16_compress": 0.01}
+"""Largest distance to the lossless weights after `STEPS` steps, relative to the way they have gone (L2)."""
+RANKLESS = {"data_parallel"}
+ORDER = (1, 3, 2)
+BEFORE: dict[int, tuple[int, ...]] = {1: (), 3: (1,), 2: (3,)}
+"""World size → the one of the gang before it, whose checkpoints it loads."""
+
+
+class Mlp(nn.Module):
+    """Four layers; the third dimension of the first does not divide by 2 or 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [24, 31, 16, 8, 10]
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"mlp": (Mlp, (24,)), "conv": (SmallConv, (3, 8, 8))}
+
+
+class Spare(Mlp):
+    """`nobody` gets no gradient at all, `somebody` only from samples that are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nobody = nn.Linear(5, 3)
+        self.somebody = nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        marked = x[:, 0] > 100
+        if bool(marked.any()):
+            out = out + self.somebody(x) * marked[:, None] / 100
+        return out
+
+
+def _batch(step: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(BATCH, *shape, generator=draw), torch.randint(10, (BATCH,), generator=draw)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.01},
+    ]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.05, momentum=0.9)
+
+
+def _fresh(net: str, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return NETS[net][0]()
+
+
+def _reference(build: Callable[[], nn.Module], shape: tuple[int, ...], steps: int, clip: float = 0.0, mark: int = 0, fill: bool = False) -> nn.Module:
+    """Plain PyTorch in one process. With `fill`, a gradient that is not there counts as zero."""
+    torch.manual_seed(1)
+    model = build()
+    optimizer = _sgd(model.parameters())
+    for step in range(steps):
+        x, y = _batch(step, shape)
+        x[:mark, 0] = 101
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for parameter in model.parameters() if fill else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+class Run:
+    """What a user's own loop over the protocol does."""
+
+    def __init__(self, settings: config.Sync, model: nn.Module, world: World, shape: tuple[int, ...], mark: int = 0) -> None:
+        self.world, self.shape, self.mark = world, shape, mark
+        self.sync: GradientSync = sync.build(settings)
+        self.sync.check(config.load("smoke", ["nonfinite=ignore"]), world)
+        self.network = self.sync.wrap(model, world, torch.zeros(2, *shape))
+        self.optimizer = self.sync.make_optimizer(_sgd)
+        ema = Ema(model, 0.9, 1, self.sync.duplicate())
+        self.state = TrainState(
+            world, model, self.optimizer, self.sync, ema, Cursor(), StepClock(), torch.zeros(2, dtype=torch.float64), {}
+        )
+
+    def step(self, number: int, pieces: int = 1, clip: float = 0.0) -> None:
+        x, y = _batch(number, self.shape)
+        x[: self.mark, 0] = 101
+        low, high = bounds(BATCH, self.world.rank, self.world.size)
+        self.sync.zero_grad()
+        cuts = [low + bounds(high - low, piece, pieces)[0] for piece in range(pieces)] + [high]
+        for piece, (a, b) in enumerate(zip(cuts, cuts[1:])):
+            with contextlib.nullcontext() if piece == pieces - 1 else self.sync.accumulate():
+                loss = F.cross_entropy(self.network(x[a:b]), y[a:b], reduction="sum")
+                if pieces == 1 and number % 2:
+                    self.sync.zero_grad()  # many loops do it here
+                (loss * (self.sync.loss_scale / BATCH)).backward()
+        self.sync.finish(self.state.clock)
+        if clip:
+            self.sync.clip(clip)
+        self.optimizer.step()
+        self.state.ema.update(number + 1)  # type: ignore[union-attr]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.sync.whole(self.state.model).named_parameters()}
+
+
+def _distance(found: dict[str, torch.Tensor], model: nn.Module) -> float:
+    """Largest element of the difference."""
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).detach().abs().max()) for name in found)
+
+
+def _relative(found: dict[str, torch.Tensor], model: nn.Module, start: nn.Module) -> float:
+    off = gone = 0.0
+    begun = dict(start.named_parameters())
+    for name, expected in model.named_parameters():
+        off += float((found[name] - expected).detach().square().sum())
+        gone += float((begun[name] - expected).detach().square().sum())
+    return math.sqrt(off / gone)
+
+
+def _case(world: World, name: str, net: str, folder: Path) -> dict[str, Any]:
+    shape = NETS[net][1]
+    run = Run(CASES[name], _fresh(net, seed=1 + 7 * world.rank), world, shape)
+    file = folder / f"{name}-{net}-{world.size}"
+    for number in range(STEPS):
+        if number == HALF:
+            gathered = gather(run.state)
+            if gathered is not None:
+                file.write_bytes(pack(gathered).numpy().tobytes())
+            half = broadcast_tree(unpack(pack(gathered)) if gathered is not None else None, world)
+        run.step(number)
+    found: dict[str, Any] = {"weights": run.weights(), "bytes": run.sync.bytes_sent}
+    found["average"] = {n: p.clone() for n, p in run.sync.whole(run.state.ema.average).named_parameters()}  # type: ignore[union-attr]
+
+    again = Run(CASES[name], _fresh(net, seed=99 + world.rank), world, shape)
+    scatter(half, again.state)
+    for number in range(HALF, STEPS):
+        again.step(number)
+    found["resumed"] = again.weights()
+    found["resumed average"] = dict(again.sync.whole(again.state.ema.average).named_parameters())  # type: ignore[union-attr]
+
+    for other in BEFORE[world.size]:
+        earlier = folder / f"{name}-{net}-{other}"
+        if earlier.exists():
+            moved = Run(CASES[name], _fresh(net, seed=99 + world.rank), world, shape)
+            scatter(unpack(torch.frombuffer(bytearray(earlier.read_bytes()), dtype=torch.uint8)), moved.state)
+            for number in range(HALF, STEPS):
+                moved.step(number)
+            found[f"moved from {other}"] = moved.weights()
+
+    check_parameter_closeness(run.state.model)
+    found["perturbed"] = None
+    if world.size > 1 and run.sync.replicas:
+        last, parameter = list(run.state.model.named_parameters())[-1]
+        with torch.no_grad():
+            parameter.view(-1)[0] += 1e-6 if world.rank == world.size - 1 else 0.0
+        try:
+            check_parameter_closeness(run.state.model)
+        except ReplicasDiffer as error:
+            found["perturbed"] = (last, str(error))
+    return found
+
+
+def _variants(world: World, name: str) -> dict[str, Any]:
+    """Accumulation, clipping, and parameters without a gradient."""
+    found: dict[str, Any] = {}
+    shape = NETS["conv"][1]
+    run = Run(CASES[name], _fresh("conv"), world, shape)
+    for number in range(4):
+        run.step(number, pieces=3)
+    found["micro-batches"] = run.weights()
+    if name != "hooks, overlapped":
+        run = Run(CASES[name], _fresh("conv"), world, shape)
+        for number in range(4):
+            run.step(number, clip=0.5)
+        found["clipped"] = run.weights()
+    for mark in (0, 2) if world.size == 2 else (2,):
+        torch.manual_seed(1)
+        try:  # marked samples are rank 0's: with mark=2 only that rank has a gradient of `somebody`
+            run = Run(CASES[name], Spare(), world, (24,), mark)
+            for number in range(4):
+                run.step(number)
+            found[f"unused, {mark} marked"] = run.weights()
+        except UserError as error:
+            found[f"unused, {mark} marked"] = str(error)
+    return found
+
+
+def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[str, Any]:
+    """One epoch more of a run that the gangs before have begun."""
+    from training import loop
+
+    settings = CASES[name]
+    options = "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in settings.options.items()) + "}"
+    words = [*base, f"sync.name={settings.name}", f"sync.options={options}", f"epochs={ORDER.index(world.size) + 1}"]
+    words += ["nonfinite=ignore"] if "overlapped" in name else ["optim.clip=3"]
+    run = folder / f"run-{name}"
+    code = loop.train(config.load("smoke", words), world, run)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return {"code": code, "epochs": [event for event in events if event["event"] == "epoch"]}
+
+
+def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in CASES:
+        if name in RANKLESS and world.size > 1:
+            try:
+                Run(CASES[name], _fresh("mlp"), world, (24,))
+            except UserError as error:
+                found[name] = str(error)
+            continue
+        for net in NETS:
+            found[f"{name}, {net}"] = _case(world, name, net, Path(folder))
+        found[f"{name}, variants"] = _variants(world, name)
+        found[f"{name}, run"] = _whole_run(world, name, base, Path(folder))
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_size(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> dict[int, list[dict[str, Any]]]:
+    folder = str(tmp_path_factory.mktemp("states"))
+    base = [
+        f"data.root={data_root}", "data.source=synthetic", "data.options={n: 192, n_test: 50, size: 8, noise: 1.5}",
+        "data.num_shards=3", "augment.crop=1", "augment.flip=random", "model=tests.nets:SmallConv", "model_options={}",
+        "global_batch_size=24", "uneven=drop", "precision=float64", "ema.decay=0.9", "ema.every=3", "accumulate=2",
+        "loss.reduction=mean", "optim.name=adam", "lr=0.002", "bias_lr_factor=1", "weight_decay=0", "schedule=[]",
+        "check_closeness=1",
+    ]  # fmt: skip
+    return {size: on_ranks(_all, size, folder, base, timeout=300) for size in ORDER}
+
+
+RANKED = [name for name in CASES if name not in RANKLESS]
+LOSSLESS = [name for name in RANKED if name not in LOSSY]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, nn.Module]:
+    return {net: _reference(build, shape, STEPS) for net, (build, shape) in NETS.items()}
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_ten_steps_give_the_parameters_of_one_plain_process(by_size: Any, trained: Any, name: str, net: str) -> None:
+    for size in (1, 2, 3):
+        for rank in by_size[size]:
+            assert _distance(rank[f"{name}, {net}"]["weights"], trained[net]) < 1e-6
+    assert _relative(by_size[1][0][f"{name}, {net}"]["weights"], _fresh(net), trained[net]) > 0.1, "nothing was trained"
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_strategy_stays_within_its_bound_and_all_ranks_agree(
+    by_size: Any, trained: Any, name: str, net: str
+) -> None:
+    for size in (2, 3):
+        ranks = by_size[size]
+        off = _relative(ranks[0][f"{name}, {net}"]["weights"], trained[net], _fresh(net))
+        assert 1e-6 < off < LOSSY[name], off
+        for rank in ranks[1:]:
+            for parameter, value in rank[f"{name}, {net}"]["weights"].items():
+                assert torch.equal(value, ranks[0][f"{name}, {net}"]["weights"][parameter])
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_round_trip_is_bit_identical(by_size: Any, name: str, net: str) -> None:
+    for size in (1, 2, 3) if name not in RANKLESS else (1,):
+        for rank in by_size[size]:
+            found = rank[f"{name}, {net}"]
+            for after in ("weights", "average"):
+                resumed = found["resumed" if after == "weights" else "resumed average"]
+                for parameter, value in found[after].items():
+                    assert torch.equal(value, resumed[parameter]), (size, after, parameter)
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", RANKED)
+def test_a_checkpoint_loads_at_another_world_size(by_size: Any, trained: Any, name: str, net: str) -> None:
+    for saved, size in ((1, 3), (3, 2)):
+        for rank in by_size[size]:
+            moved = rank[f"{name}, {net}"][f"moved from {saved}"]
+            if name in LOSSY:
+                assert _relative(moved, trained[net], _fresh(net)) < LOSSY[name]
+            else:
+                assert _distance(moved, trained[net]) < 1e-6
+
+
+def _expected_bytes(name: str, net: str, size: int) -> int:
+    """Of `STEPS` steps, reckoned from the shapes alone."""
+    shapes = [tuple(p.shape) for p in NETS[net][0]().parameters()]
+    once = 4 * sum(math.prod(shape) for shape in shapes)
+    if size == 1:
+        return 0
+    if name.startswith("bf16"):
+        return STEPS * once // 2
+    if name.startswith("zero1"):
+        return STEPS * 2 * once  # gradients to their owners, parameters back
+    if name == "fsdp":  # the same, with the first dimension filled up
+        return STEPS * 2 * 4 * sum(-(-shape[0] // size) * size * math.prod(shape[1:]) for shape in shapes)
+    if name == "powersgd":
+        compressed, start = 0, CASES[name].options["start"]
+        for shape in shapes:
+            n, m = shape[0], math.prod(shape[1:])
+            low = (n + m) * min(n, m, 2)
+            compressed += 4 * (low if low * 2 < n * m else n * m)
+        assert compressed < once
+        return start * once + (STEPS - start) * compressed
+    return STEPS * once
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", RANKED)
+def test_bytes_are_counted(by_size: Any, name: str, net: str) -> None:
+    for size in (1, 2, 3):
+        for rank in by_size[size]:
+            assert rank[f"{name}, {net}"]["bytes"] == _expected_bytes(name, net, size)
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", [name for name in RANKED if name != "fsdp"])
+def test_the_closeness_check_names_the_parameter_that_one_rank_has_changed(by_size: Any, name: str, net: str) -> None:
+    for size in (2, 3):
+        for rank in by_size[size]:
+            last, message = rank[f"{name}, {net}"]["perturbed"]
+            assert last in message and f"rank {size - 1}" in message, message
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(name, variant) for name in LOSSLESS for variant in ("micro-batches", "clipped")
+     if (name, variant) != ("hooks, overlapped", "clipped")],  # refused, see below
+)
+def test_micro_batches_and_clipping(by_size: Any, name: str, variant: str) -> None:
+    build, shape = NETS["conv"]
+    expected = _reference(build, shape, 4, clip=0.5 if variant == "clipped" else 0.0)
+    for size in (1, 2, 3):
+        for rank in by_size[size]:
+            assert _distance(rank[f"{name}, variants"][variant], expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_parameters_without_a_gradient_on_all_or_some_ranks(by_size: Any, name: str) -> None:
+    for size, mark in ((1, 2), (2, 0), (2, 2), (3, 2)):
+        expected = _reference(Spare, (24,), 4, mark=mark, fill=name != "ddp, find_unused")
+        for rank in by_size[size]:
+            found = rank[f"{name}, variants"][f"unused, {mark} marked"]
+            if name == "ddp":
+                assert "nobody" in found and "find_unused: true" in found and "\n" not in found
+            else:
+                assert _distance(found, expected) < 1e-6, (size, mark)
+    for rank in by_size[2]:
+        assert "nobody" in rank["powersgd, variants"]["unused, 2 marked"]
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_a_run_goes_on_at_another_world_size_with_evaluation_average_and_adam(by_size: Any, name: str) -> None:
+    """One epoch on each of 1, 3 and 2 ranks, resumed from the checkpoint before; scored as by `allreduce`."""
+    found, plain = (by_size[ORDER[-1]][0][f"{which}, run"] for which in (name, "allreduce"))
+    assert found["code"] == 0 and [epoch["epoch"] for epoch in found["epochs"]] == [1, 2, 3]
+    for own, expected in zip(found["epochs"], plain["epochs"]):
+        close = 0.05 if name in LOSSY else 1e-9 if "overlapped" not in name else 0.05  # which does not clip
+        assert own["test_loss"] == pytest.approx(expected["test_loss"], rel=close)
+        assert own["train_loss"] == pytest.approx(expected["train_loss"], rel=close)
+    assert found["epochs"][-1]["train_loss"] < found["epochs"][0]["train_loss"]
+
+
+def test_data_parallel_has_one_rank_only(by_size: Any, trained: Any) -> None:
+    for net in NETS:
+        assert _distance(by_size[1][0][f"data_parallel, {net}"]["weights"], trained[net]) < 1e-6
+    for size in (2, 3):
+        for rank in by_size[size]:
+            assert "data_parallel has no ranks" in rank["data_parallel"]
+
+
+REFUSED: dict[str, tuple[config.Sync, list[str], str]] = {
+    "an unknown option": (config.Sync(name="powersgd", options={"rnk": 1}), [], "did you mean 'rank'"),
+    "an option of another strategy": (config.Sync(name="flat", options={"rank": 1}), [], "sync.options.rank"),
+    "an ill-typed option": (config.Sync(name="hooks", options={"step": 3}), [], "after | overlapped"),
+    "a start before the warm-up": (config.Sync(name="powersgd", options={"start": 1}), [], "start at least 2"),
+    "overlapped steps and clipping": (
+        config.Sync(name="hooks", options={"step": "overlapped"}), ["optim.clip=1", "nonfinite=ignore"], "optim.clip=0",
+    ),
+    "overlapped steps and the check for NaN": (
+        config.Sync(name="hooks", options={"step": "overlapped"}), [], "nonfinite=ignore",
+    ),
+    "fsdp and channels_last": (config.Sync(name="fsdp"), ["channels_last=true"], "channels_last=false"),
+    "fsdp and compile": (config.Sync(name="fsdp"), ["compile=true"], "compile=false"),
+    "powersgd and channels_last": (config.Sync(name="powersgd"), ["channels_last=true"], "channels_last=false"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_strategy_cannot_do_is_refused_by_name(case: str) -> None:
+    settings, assignments, message = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        sync.build(settings).check(config.load("smoke", assignments), World(size=2))
+    assert message in str(caught.value) and settings.name in str(caught.value) and "\n" not in str(caught.value)

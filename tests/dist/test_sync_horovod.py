@@ -1,0 +1,242 @@
+"""Horovod's interface: what its functions give, and what goes wrong as it does there."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks import on_ranks
+from training.world import World
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _data(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(n, 6, generator=draw), torch.randint(3, (n,), generator=draw)
+
+
+def _weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def _raised(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _everything(world: World) -> dict[str, Any]:
+    import training.sync.horovod as hvd
+
+    found: dict[str, Any] = {"before": _raised(hvd.rank)}
+    assert hvd.init() == (world.rank, world.device)  # the gang of this test has joined already
+    rank, size = hvd.rank(), hvd.size()
+    found["places"] = (rank, size, hvd.local_rank(), hvd.local_size())
+
+    # Collectives, and their gradients.
+    x = torch.arange(3.0) + rank
+    found["allreduce"] = [
+        hvd.allreduce(x), hvd.allreduce(x, average=False), hvd.allreduce(x, op=hvd.Max, name="x"),
+        hvd.allreduce(torch.tensor([3 + rank])), hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4),
+    ]  # fmt: skip
+    found["allgather"] = hvd.allgather(torch.full((rank + 1, 2), float(rank)))
+    found["broadcast"] = hvd.broadcast(x, root_rank=size - 1)
+    y = x.clone().requires_grad_()
+    (hvd.allreduce(y) * (rank + 1)).sum().backward()
+    found["gradient of allreduce"] = y.grad
+    y = x.clone().requires_grad_()
+    gathered = hvd.allgather(y)
+    (gathered * torch.arange(float(len(gathered)))).sum().backward()
+    found["gradient of allgather"] = y.grad
+    y = x.clone().requires_grad_()
+    hvd.broadcast(y, 0).sum().backward()
+    found["gradient of broadcast"] = y.grad
+
+    # Parameters and optimizer state of rank 0.
+    torch.manual_seed(rank)
+    for number, form in enumerate((lambda m: m, lambda m: m.state_dict(), lambda m: list(m.named_parameters()))):
+        model = _net()
+        hvd.broadcast_parameters(form(model), root_rank=0)
+        found[f"broadcast {number}"] = _weights(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    if rank == 0:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    found["optimizer"] = (optimizer.param_groups[0]["lr"], [e["exp_avg"].sum().item() for e in optimizer.state.values()])
+
+    # Unequal parts, weighted: the gradient of the whole batch. Two passes a step: their sum.
+    images, labels = _data(11)
+    parts = [0, 2, 11] if size == 2 else [0, 1, 1, 11]  # at three ranks one has none
+    torch.manual_seed(0)
+    model = _net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5), model.named_parameters())
+    own = slice(parts[rank], parts[rank + 1])
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.set_samples(len(labels[own]))
+        if len(labels[own]):
+            F.cross_entropy(model(images[own]), labels[own]).backward()
+        optimizer.step()
+    found["weighted"] = _weights(model)
+    torch.manual_seed(0)
+    model = _net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.5, momentum=0.9), model.named_parameters(), backward_passes_per_step=2
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for part in (slice(0, 6), slice(6, 11)):
+            F.cross_entropy(model(images[part]), labels[part], reduction="sum").div(11).backward()
+        optimizer.step()
+        scheduler.step()
+    found["two passes"] = (_weights(model), isinstance(optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"])
+
+    # Clipping between synchronize and step, as the manual has it.
+    torch.manual_seed(0)
+    model = _net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5), model.named_parameters())
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    found["clipped"] = _weights(model)
+
+    # What some ranks lack counts as zero there; no rank waits for ever.
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(2, 2)])
+    hvd.broadcast_parameters(model)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters())
+    before = _weights(model)
+    F.cross_entropy(model[rank % 2](images), labels).backward()
+    optimizer.step()
+    found["some lack"] = [float((_weights(model) - before)[a:b].abs().max()) for a, b in ((0, 21), (21, 42), (42, 48))]
+
+    # The errors.
+    model = _net()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    named = list(model.named_parameters())
+    found["duplicate"] = _raised(lambda: hvd.DistributedOptimizer(sgd, [("w", p) for _, p in named]))
+    found["unnamed"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named[1:]))
+    found["no tuples"] = _raised(lambda: hvd.DistributedOptimizer(sgd, [p for _, p in named]))
+    found["params"] = _raised(lambda: hvd.broadcast_parameters(3))
+    found["both"] = _raised(lambda: hvd.allreduce(x, average=True, op=hvd.Sum))
+    found["LBFGS"] = _raised(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0))
+    found["predivide"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named, op=hvd.Sum, gradient_predivide_factor=2.0))
+    optimizer = hvd.DistributedOptimizer(sgd, named)
+    model(images).sum().backward()
+    found["zero_grad in flight"] = _raised(optimizer.zero_grad)
+    found["third pass"] = _raised(lambda: model(images).sum().backward())
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    model(images).sum().backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    found["twice"] = [str(warning.message) for warning in caught]
+    found["closure"] = _raised(lambda: optimizer.step(lambda: 0))
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_size() -> dict[int, list[dict[str, Any]]]:
+    return {size: on_ranks(_everything, size) for size in (2, 3)}
+
+
+def _plain(steps: int, momentum: float = 0.0, clip: float = 0.0, decay: float = 1.0) -> torch.Tensor:
+    images, labels = _data(11)
+    torch.manual_seed(0)
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=momentum)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= decay
+    return _weights(model)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_and_their_gradients(by_size: Any, size: int) -> None:
+    middle = (size - 1) / 2
+    for rank, found in enumerate(by_size[size]):
+        assert found["before"] == "ValueError: call hvd.init() first"
+        assert found["places"] == (rank, size, rank, size)
+        base = torch.arange(3.0)
+        mean, total, largest, whole, scaled = found["allreduce"]
+        torch.testing.assert_close(mean, base + middle)
+        torch.testing.assert_close(total, size * (base + middle))
+        torch.testing.assert_close(largest, base + size - 1)
+        assert whole.tolist() == [3 + (size - 1) // 2] and whole.dtype == torch.int64
+        torch.testing.assert_close(scaled, 2 * size * (base + middle))
+        rows = [row for other in range(size) for row in [[float(other)] * 2] * (other + 1)]
+        assert found["allgather"].tolist() == rows
+        torch.testing.assert_close(found["broadcast"], base + size - 1)
+        weight = sum(range(1, size + 1)) / size
+        torch.testing.assert_close(found["gradient of allreduce"], torch.full((3,), weight))
+        torch.testing.assert_close(found["gradient of allgather"], size * (base + 3 * rank))
+        torch.testing.assert_close(found["gradient of broadcast"], torch.full((3,), float(size) if rank == 0 else 0.0))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_has_rank_0s_parameters_and_optimizer_state(by_size: Any, size: int) -> None:
+    first = by_size[size][0]
+    for found in by_size[size]:
+        for number in range(3):
+            assert torch.equal(found[f"broadcast {number}"], first[f"broadcast {number}"])
+        assert found["optimizer"] == first["optimizer"] and found["optimizer"][0] == 0.1 and len(found["optimizer"][1]) == 4
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_weighted_form_gives_the_gradient_of_the_whole_batch(by_size: Any, size: int) -> None:
+    for found in by_size[size]:
+        torch.testing.assert_close(found["weighted"], _plain(3), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_passes_schedulers_and_clipping(by_size: Any, size: int) -> None:
+    for found in by_size[size]:
+        weights, is_sgd, lr = found["two passes"]
+        torch.testing.assert_close(weights, _plain(3, momentum=0.9, decay=0.5), rtol=0, atol=1e-6)
+        assert is_sgd and lr == 0.5 / 8
+        torch.testing.assert_close(found["clipped"], _plain(1, clip=0.1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_some_ranks_lack_count_as_zero(by_size: Any, size: int) -> None:
+    for found in by_size[size]:
+        first, second, nobody = found["some lack"]
+        assert found["some lack"] == by_size[size][0]["some lack"]
+        assert first > 0 and second > 0 and nobody == 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_errors_as_horovods(by_size: Any, size: int) -> None:
+    messages = {
+        "duplicate": "ValueError: parameter names in named_parameters must be unique, found duplicates: w",
+        "unnamed": "ValueError: named_parameters leaves 1 parameters of the optimizer without a name",
+        "no tuples": "ValueError: named_parameters must be (name, parameter) tuples",
+        "params": "ValueError: params must be a dict", "both": "ValueError: give average or op",
+        "LBFGS": "ValueError: the state of torch.optim.LBFGS", "predivide": "ValueError: gradient_predivide_factor",
+        "zero_grad in flight": "AssertionError: zero_grad() was called after backward()",
+        "third pass": "AssertionError: 2.bias got a gradient in more than 1 backward passes",
+        "closure": "ValueError: a closure",
+    }  # fmt: skip
+    for found in by_size[size]:
+        for name, message in messages.items():
+            assert found[name].startswith(message), (name, found[name])
+        assert len(found["twice"]) == 1 and "skip_synchronize" in found["twice"][0]

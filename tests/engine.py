@@ -1,0 +1,125 @@
+"""A real container engine for tests: the CPU image, built once a session, and what a test started, removed again.
+
+Where no registry is in reach, `tests/containers/engine.sh` starts an engine and makes the base images; it says where
+they are in BASE_IMAGE, WHEELS and PROMETHEUS_IMAGE, which the Makefile and these fixtures read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT
+
+NAME = f"lockstep-test-{os.getpid()}"
+"""Of this session alone: another one on the same engine must not remove its image."""
+SENTINEL = "lockstep-sentinel-that-no-layer-may-hold"
+
+
+def require(condition: object, reason: str) -> None:
+    """Skips the test with a reason; in CI, where everything has to be there, it fails."""
+    if not condition:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+def docker(*words: str, timeout: float = 120, check: bool = True, env: dict[str, str] | None = None) -> str:
+    """What `docker WORDS` printed, both streams."""
+    done = subprocess.run(
+        ["docker", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=timeout, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    assert not check or done.returncode == 0, f"docker {' '.join(words)}\n{done.stdout}"
+    return done.stdout
+
+
+def inspect(*names: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(docker("inspect", *names))
+    return found
+
+
+def wait_for(container: str, status: str = "exited", timeout: float = 120) -> dict[str, Any]:
+    """The container's state once it is `status`."""
+    deadline = time.monotonic() + timeout
+    while (state := inspect(container)[0]["State"])["Status"] != status:
+        assert time.monotonic() < deadline, f"{container} is {state}\n{docker('logs', container)}"
+        time.sleep(0.2)
+    found: dict[str, Any] = state
+    return found
+
+
+@dataclass(frozen=True)
+class Built:
+    """An image and how it was made."""
+
+    name: str
+    seconds: float
+    output: str
+
+
+def build(target: str, **variables: str) -> Built:
+    """`make TARGET` for the tests' own image name."""
+    began = time.monotonic()
+    # BuildKit's plain progress names each step that was taken from the cache.
+    env = {**os.environ, "BUILDKIT_PROGRESS": "plain"}
+    words = [f"{name}={value}" for name, value in variables.items()]
+    done = subprocess.run(
+        ["make", target, f"IMAGE={NAME}", *words], cwd=ROOT, env=env, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    return Built(f"{NAME}:cpu" if target == "image-cpu" else f"{NAME}:latest", time.monotonic() - began, done.stdout)
+
+
+@pytest.fixture(scope="session")
+def engine() -> str:
+    """The engine's version. Skips where there is none."""
+    try:
+        done = subprocess.run(
+            ["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True, timeout=30
+        )
+        compose = subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        require(False, f"no container engine: {error}")
+        raise
+    require(done.returncode == 0, f"no container engine: {done.stderr.strip()[-200:]}")
+    require(compose.returncode == 0, "docker has no compose plugin")
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def cpu_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    """The CPU image of this source tree, built with this machine's certificates as a secret."""
+    paths = ssl.get_default_verify_paths()
+    known = Path(paths.cafile or paths.openssl_cafile)
+    certificates = tmp_path_factory.mktemp("ca") / "ca.pem"
+    certificates.write_text(f"# {SENTINEL}\n{known.read_text() if known.exists() else ''}")
+    built = build("image-cpu", CA=str(certificates))
+    print(f"\nCPU image: {built.seconds:.0f} s, {inspect(built.name)[0]['Size'] / 1e9:.2f} GB")
+    yield built
+    names = docker("images", "--format", "{{.Repository}}:{{.Tag}}", "--filter", f"reference={NAME}:*").split()
+    docker("image", "rm", "--force", *names)
+
+
+def remove_jobs(*names: str) -> None:
+    """Removes jobs of the Compose backend with their own volumes, whatever state they are in."""
+    for name in names:
+        for listing, removing in (
+            (("ps", "--all", "--quiet"), ("rm", "--force", "--volumes")),
+            (("network", "ls", "--quiet"), ("network", "rm")),
+        ):
+            own = docker(*listing, "--filter", f"label=com.docker.compose.project=lockstep-{name}").split()
+            if own:
+                docker(*removing, *own)
+        own = [item for item in docker("volume", "ls", "--quiet").split() if item in (
+            f"lockstep-{name}-runs", f"lockstep-{name}-cancelled")]  # fmt: skip
+        if own:
+            docker("volume", "rm", "--force", *own)

@@ -1,0 +1,215 @@
+"""Compose files: golden ones, purity, every lint rule provoked, what Docker's own parser says, and doctor."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs import compose_doctor
+from jobs.backends import engine as client
+from jobs.backends.compose_explain import explain
+from jobs.lint import errors, lint, rules
+from jobs.render import compose
+from jobs.render.manifest import to_yaml
+from jobs.spec import JobSpec
+from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
+from tests.processes import ROOT
+from training.contract import UserError
+
+GOLDEN = Path(__file__).parent / "golden"
+PLAIN: dict[str, Any] = {"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2}
+SPECS: dict[str, dict[str, Any]] = {
+    "compose-cpu": PLAIN,
+    "compose-gpu": {
+        **PLAIN, "name": "big", "recipe": "bag_of_tricks", "nodes": 2, "gpus": 2, "ranks_per_node": 2, "cpus": 8, "memory": "32Gi",
+        "shm": "8Gi", "shards": "/data/shards", "secrets": {"WANDB_API_KEY": {"secret": "wandb", "key": "key"}},
+        "env": {"PRICE": "5$ a ${NAME}"}, "time_limit": "2h",
+        "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
+    },
+    "compose-command": {
+        "name": "own", "command": ["python", "train.py", "--price", "$5"], "image": "own:1", "run_dir": "/runs/own",
+        "compose": {"patch": {"services": {"node-0": {"ports": ["127.0.0.1:9470:9470"]}}}},
+    },
+    "compose-elastic": {**PLAIN, "name": "flex", "nodes": 3, "elastic": {"min_nodes": 2, "max_nodes": 3}},
+}  # fmt: skip
+
+
+def spec_of(**changes: Any) -> JobSpec:
+    return JobSpec.of({**PLAIN, **changes})
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_golden(name: str) -> None:
+    """GOLDEN=1 writes them anew; then read the difference."""
+    text = to_yaml([compose.render(JobSpec.of(SPECS[name]))])
+    path = GOLDEN / f"{name}.yaml"
+    if os.environ.get("GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text(), f"GOLDEN=1 writes {path} anew"
+    assert to_yaml([compose.render(JobSpec.of(SPECS[name]))]) == text, "same spec, same bytes"
+    assert not errors(lint(JobSpec.of(SPECS[name]), [yaml.safe_load(text)]))
+
+
+def test_what_a_shell_would_expand_is_literal() -> None:
+    file = compose.render(JobSpec.of(SPECS["compose-gpu"]))
+    node = file["services"]["node-0"]
+    assert node["environment"]["PRICE"] == "5$$ a $${NAME}"
+    assert node["environment"]["WANDB_API_KEY"] is None, "taken from the environment, never written"
+    own = compose.render(JobSpec.of(SPECS["compose-command"]))["services"]["node-0"]
+    assert own["command"][-1] == "$$5" and own["healthcheck"] == {"disable": True}
+
+
+def test_ranks_follow_the_names_of_the_nodes() -> None:
+    """The rendezvous sorts nodes by their names as text."""
+    names = list(compose.render(spec_of(nodes=12))["services"])
+    assert names == sorted(names) and names[0] == "node-00" and len(names) == 12
+
+
+def test_two_nodes_share_no_gpu() -> None:
+    services = compose.render(JobSpec.of(SPECS["compose-gpu"]))["services"].values()
+    ids = [service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for service in services]
+    assert ids == [["0", "1"], ["2", "3"]]
+
+
+def test_prepare_writes_to_the_volume_and_is_no_node() -> None:
+    file = compose.render_prepare(JobSpec.of(SPECS["compose-gpu"]))
+    (service,) = file["services"].values()
+    assert service["entrypoint"] == ["python", "-m", "training", "shard"] and "deploy" not in service
+    assert not any(mount.get("read_only") for mount in service["volumes"]) and "lockstep/job" not in service["labels"]
+    with pytest.raises(UserError, match="names no shards"):
+        compose.render_prepare(spec_of())
+    with pytest.raises(UserError, match="lies on no volume"):
+        compose.render_prepare(spec_of(shards="/elsewhere"))
+
+
+NODE = ("services", "node-0")
+PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("LC001", {"image": None}, {}),
+    ("LC002", {}, {"services": {"node-1": None}}),
+    ("LC002", {}, {"services": {"node-0": {"deploy": {"replicas": 2}}}}),
+    ("LC003", {}, {"services": {"node-0": {"entrypoint": ["sh"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"read_only": False}}}),
+    ("LC004", {}, {"services": {"node-0": {"cap_drop": []}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": []}}}),
+    ("LC004", {}, {"services": {"node-0": {"privileged": True}}}),
+    ("LC004", {}, {"services": {"node-0": {"user": "0:0"}}}),
+    ("LC005", {}, {"services": {"node-0": {"network_mode": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["/var/run/docker.sock:/var/run/docker.sock"]}}}),
+    ("LC006", {"env": {"WANDB_API_KEY": "hunter2"}}, {}),
+    ("LC007", {}, {"services": {"node-0": {"restart": "always"}}}),
+    ("LC008", {}, {"services": {"node-0": {"mem_limit": None}}}),
+    ("LC009", {"run_dir": "runs/x"}, {}),
+    ("LC009", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}]}, {}),
+    ("LC010", {"shards": "/data"}, {}),
+    ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}, {}),
+    ("LC012", {"image": "lockstep:latest"}, {}),
+    ("LC013", {"k8s": {"queue": "gpu"}}, {}),
+    ("LC014", {}, {"services": {"node-0": {"volumes": [{"type": "volume", "source": "x", "target": "/x"}]}}}),
+]
+
+
+@pytest.mark.parametrize(("id", "changes", "patch"), PROVOKED)
+def test_every_rule_is_provoked(id: str, changes: dict[str, Any], patch: dict[str, Any]) -> None:
+    spec = spec_of(**changes, compose={"patch": patch})
+    found = lint(spec, [compose.render(spec)])
+    assert id in {item.id for item in found}, found
+    assert all(item.message and "\n" not in item.message for item in found)
+
+
+def test_a_good_job_provokes_none_and_every_rule_is_tried() -> None:
+    assert lint(spec_of(), [compose.render(spec_of())]) == []
+    ours = {rule.id for rule in rules() if rule.id.startswith("LC")}
+    assert ours == {id for id, *_ in PROVOKED}
+
+
+@pytest.mark.parametrize(
+    "patch", [{"services": None}, {"services": 3}, {"services": {"node-0": 3}}, {"volumes": 3}, {"services": {"node-0": {"volumes": 3}}},
+              {"services": {"node-0": {"labels": []}}}, {"services": {"node-0": {"environment": ["A=1", "TOKEN=x"], "cap_drop": 3}}}]
+)  # fmt: skip
+def test_lint_survives_any_patch(patch: dict[str, Any]) -> None:
+    spec = spec_of(compose={"patch": patch})
+    found = lint(spec, [compose.render(spec)])
+    assert errors(found) or patch["services"] is None or "volumes" in patch, found
+
+
+def container(**changes: Any) -> dict[str, Any]:
+    state = {"Status": "exited", "ExitCode": 0, "OOMKilled": False, "StartedAt": "2026-01-01T00:00:00.5Z", **changes}
+    return {"State": state, "Config": {"Hostname": "node-0"}, "HostConfig": {"Memory": 1 << 30}}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said", "cancelled", "state", "code"),
+    [
+        ([{}, {}], None, False, "succeeded", 0),
+        ([{"ExitCode": 1}, {"ExitCode": 75}], None, False, "failed", 1),
+        ([{"ExitCode": 2}, {"ExitCode": 1}], None, False, "failed", 2),
+        ([{"ExitCode": 75}, {"ExitCode": 75}], None, False, "preempted", 75),
+        ([{"ExitCode": 75}, {"ExitCode": 75}], None, True, "cancelled", 75),
+        ([{"ExitCode": 137}, {"ExitCode": 1}], None, True, "cancelled", 75),
+        ([{"ExitCode": 124}, {"ExitCode": 75}], {"code": 75, "reason": "SIGTERM"}, False, "timed_out", 124),
+        ([{"ExitCode": 1}, {"ExitCode": 1}], {"code": 75, "reason": "SIGTERM"}, False, "preempted", 75),
+        ([{"ExitCode": 137, "OOMKilled": True}, {"ExitCode": 1}], None, False, "failed", 1),
+        ([{"Status": "running"}, {}], {"code": None, "step": 7}, False, "running", 0),
+        ([{"Status": "running"}, {"ExitCode": 137}], None, False, "restarting", 0),
+        ([{"Status": "running"}, {"Status": "paused"}], None, False, "running", 0),
+        ([{"Status": "created"}, {"Status": "created"}], None, False, "pending", 0),
+        ([{"Status": "created", "Error": "no such device"}, {"Status": "created"}], None, False, "failed", 1),
+    ],
+)
+def test_what_containers_mean(nodes: list[dict[str, Any]], said: Any, cancelled: bool, state: str, code: int) -> None:
+    found = explain([container(**node) for node in nodes], spec_of(), said, cancelled)
+    assert (found.state, found.code) == (state, code), found
+    if any(node.get("OOMKilled") for node in nodes):
+        assert "OOMKilled" in found.reason
+
+
+def test_an_engine_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("docker"):
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+        with pytest.raises(UserError, match="no container engine answers at unix://"):
+            client.docker("ps")
+        (only,) = compose_doctor.check(None)
+        assert only.result == "missing"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="there is no program docker"):
+        client.docker("ps")
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("name", [*SPECS, "docker/compose.yaml"])
+def test_docker_reads_it(engine: str, name: str, tmp_path: Path) -> None:  # noqa: F811
+    """Compose's own parser and schema take the file, and what it understood is what was meant."""
+    file = ROOT / name if name.endswith(".yaml") else GOLDEN / f"{name}.yaml"
+    words = ["docker", "compose", "-f", str(file), "--profile", "*", "config", "--format", "json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env={**os.environ, "WANDB_API_KEY": "w"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if name in SPECS:
+        spec = JobSpec.of(SPECS[name])
+        node = found["services"]["node-0"]
+        assert node["mem_limit"] == str(compose.render(spec)["services"]["node-0"]["mem_limit"])
+        assert json.loads(node["labels"]["lockstep/spec"].replace("$$", "$")) == spec.plain()
+    else:
+        assert all(service["read_only"] and service["cap_drop"] == ["ALL"] for service in found["services"].values())
+
+
+@pytest.mark.containers
+def test_doctor(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    spec = spec_of(image="lockstep-test:nowhere", memory="900Gi", cpus=512, gpus=8, secrets={"TOKEN_OF_TEST": {"secret": "a", "key": "b"}},
+                   volumes=[{"claim": "lockstep-test-none", "path": "/runs"}])  # fmt: skip
+    found = {item.name: item for item in compose_doctor.check(spec)}
+    assert found["engine"].result == found["compose"].result == found["limits"].result == "ok"
+    for name in ("memory", "cpus of a node", "secret"):
+        assert found[name].result == "missing", found[name]
+    assert found["image"].result == "warning" and "will be created" in found["volume"].detail
+    monkeypatch.setenv("TOKEN_OF_TEST", "x")
+    found = {item.name: item for item in compose_doctor.check(copy.deepcopy(spec_of(memory="1Mi", cpus=1)))}
+    assert found["memory"].result == "ok"

@@ -1,0 +1,107 @@
+"""A real Prometheus and a real node exporter for tests, on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.processes import ROOT, free_port, poll, started
+
+OBSERVABILITY = ROOT / "deploy/observability"
+RULES = OBSERVABILITY / "prometheus/rules.yaml"
+
+
+def needs(*programs: str) -> None:
+    """Skips where a program is missing; in CI that is a failure."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"{', '.join(missing)} must be installed in CI")
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+
+
+class Prometheus:
+    """Its HTTP interface."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self.url, self.folder = f"http://127.0.0.1:{port}", folder
+        self.targets, self.textfiles = folder / "targets", folder / "textfiles"
+        self.began = time.time()
+
+    def get(self, path: str, **words: Any) -> Any:
+        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(words)}", timeout=20) as answer:
+            value = json.load(answer)
+        assert value["status"] == "success", value
+        return value["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        return self.get("/api/v1/query", query=expression)["result"]
+
+    def value(self, expression: str) -> float | None:
+        """The value of a query that gives one series; None where it gives none."""
+        found = self.query(expression)
+        assert len(found) <= 1, found
+        return float(found[0]["value"][1]) if found else None
+
+    def over_time(self, expression: str) -> list[dict[str, Any]]:
+        return self.get("/api/v1/query_range", query=expression, start=self.began, end=time.time(), step=1)["result"]
+
+    def firing(self, run: str) -> list[dict[str, str]]:
+        """The labels of the alerts that fire for a run."""
+        alerts = self.get("/api/v1/alerts")["alerts"]
+        return [item["labels"] for item in alerts if item["state"] == "firing" and item["labels"].get("run") == run]
+
+
+def quickened(rules: str) -> str:
+    """The rules with windows and waits for a run of seconds."""
+    changed = rules.replace("[2m]", "[10s]").replace("for: 3m", "for: 3s").replace("for: 5m", "for: 3s")
+    assert changed.count("[10s]") >= 6 and changed.count("for: 3s") == 3
+    return changed
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path) -> Iterator[Prometheus]:
+    """Scrapes what stands in `targets` (file_sd) and, through a node exporter, in `textfiles`, once a second."""
+    needs("prometheus", "prometheus-node-exporter")
+    exporter, port = free_port(), free_port()
+    server = Prometheus(port, folder)
+    for path in (server.targets, server.textfiles):
+        path.mkdir()
+    (folder / "rules.yaml").write_text(quickened(RULES.read_text()))
+    config = yaml.safe_load((OBSERVABILITY / "prometheus/slurm.yaml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["scrape_configs"][0]["file_sd_configs"][0]["refresh_interval"] = "1s"
+    config["scrape_configs"].append(
+        {"job_name": "textfile", "static_configs": [{"targets": [f"127.0.0.1:{exporter}"]}]}
+    )
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    with (
+        started([
+            "prometheus-node-exporter", "--collector.disable-defaults", "--collector.textfile",
+            f"--collector.textfile.directory={server.textfiles}", f"--web.listen-address=127.0.0.1:{exporter}",
+        ], env={"PATH": os.environ["PATH"]}) as _,
+        started([
+            "prometheus", f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+        ], env={"PATH": os.environ["PATH"]}) as process,
+    ):  # fmt: skip
+
+        def ready() -> bool:
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/-/ready", timeout=5) as answer:
+                return answer.status == 200
+            return False
+
+        poll(ready, 60, "Prometheus")
+        yield server

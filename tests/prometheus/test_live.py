@@ -1,0 +1,184 @@
+"""Two real ranks under a real Prometheus: what it sees, what it alarms for, and what `lockstep top` says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, clean_env, gang, poll, started, training
+from tests.prometheus.servers import Prometheus, prometheus
+from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    with prometheus(tmp_path_factory.mktemp("prometheus")) as found:
+        yield found
+
+
+def _words(run_dir: Path, tiny: list[str], server: Prometheus, *more: str) -> list[str]:
+    return ["run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, "model=tests.prometheus.slow:Paced", "precision=float32",
+            "log.every=10", "threads=1", f"metrics.textfiles={server.textfiles}", *more]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _running(words: list[str], server: Prometheus, **env: str) -> Iterator[subprocess.Popen[str]]:
+    command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--grace", "20", *words]
+    with started(command, clean_env(LOCKSTEP_FILE_SD=str(server.targets), **env)) as process:
+        yield process
+
+
+def _end(process: subprocess.Popen[str], code: int = 75) -> str:
+    """Preempts the run; what it had said."""
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    return output
+
+
+def _scraped(server: Prometheus, run: str) -> bool:
+    return server.value(f'count(training_step{{run="{run}",job="lockstep"}} > 20)') == 2
+
+
+def _top(run_dir: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [PYTHON, "-c", "from jobs.cli import main; main()", "top", str(run_dir), "--json", "--every", "3"],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, env=clean_env(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_run_in_prometheus(server: Prometheus, tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "quiet"
+    with _running(_words(run_dir, tiny, server, "epochs=40"), server) as process:
+        poll(lambda: process.poll() is not None or _scraped(server, "quiet"), 90, "two scraped ranks")
+        assert server.value('sum(up{job="lockstep"})') == 2
+        info = server.query('training_info{run="quiet",job="lockstep"}')
+        assert {item["metric"]["rank"] for item in info} == {"0", "1"} and info[0]["metric"]["world_size"] == "2"
+        ranks = _top(run_dir)
+        assert [rank["source"] for rank in ranks] == ["live", "live"] and not any(rank["straggler"] for rank in ranks)
+        assert all(rank["images_per_second"] > 0 and 0.3 < rank["compute"] <= 1.01 for rank in ranks), ranks
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    assert list(server.targets.iterdir()) == []
+    summary = json.loads((run_dir / "summary.json").read_text())
+    poll(lambda: server.value('min(training_finished{run="quiet",job="textfile"})') == 1, 20, "the last textfile")
+    last = {
+        name: server.value(f'{how}(training_{name}{{run="quiet",job="textfile"}})')
+        for name, how in (
+            ("samples_total", "sum"),
+            ("step", "min"),
+            ("accuracy", "max"),
+            ("exit_code", "max"),
+            ("attempt", "max"),
+        )
+    }
+    assert last["samples_total"] == summary["examples_seen"] and last["step"] == summary["steps"] == 320
+    assert last["accuracy"] == pytest.approx(summary["accuracy"]) and (last["exit_code"], last["attempt"]) == (0, 1)
+    spent = server.value('training_step_duration_seconds_sum{run="quiet",job="textfile",rank="0"}')
+    assert spent == pytest.approx(summary["trained_seconds"], rel=0.01)
+    # The live series are the same numbers on their way.
+    seen = server.over_time('training_samples_total{run="quiet",job="lockstep",rank="0"}')[0]["values"]
+    assert [float(value) for _, value in seen] == sorted(float(value) for _, value in seen)
+    assert 0 < float(seen[-1][1]) <= summary["examples_seen"]
+    assert server.over_time('ALERTS{run="quiet",alertstate="firing"}') == []
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
+def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, board: Path) -> None:
+    """Over the time of the run above."""
+    for expression in queries(board):
+        if not on_gpu(expression):  # those are promtool's, with made-up series
+            found = server.over_time(filled_in(expression, "quiet"))
+            assert found and found[0]["values"], expression
+    names = {item["name"]: item["query"] for item in json.loads(board.read_text())["templating"]["list"]}
+    assert names["run"]["query"] == "label_values(training_step, run)"
+    assert "quiet" in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
+
+
+@pytest.mark.parametrize(("where", "sync", "cause"), [("backward", "ddp", "compute"), ("data", "flat", "data")])
+def test_a_straggler_is_named(
+    server: Prometheus, tiny: list[str], tmp_path: Path, where: str, sync: str, cause: str
+) -> None:
+    run_dir = tmp_path / f"slow-{where}"
+    words = _words(run_dir, tiny, server, "epochs=400", f"sync.name={sync}")
+    with _running(words, server, LOCKSTEP_TEST_SLOW=f"1:{where}") as process:
+        poll(lambda: process.poll() is not None or server.firing(run_dir.name), 120, "an alert")
+        assert server.firing(run_dir.name), process.poll()
+        ranks = _top(run_dir)
+        firing = server.firing(run_dir.name)
+        shares = {
+            phase: {
+                item["metric"]["rank"]: float(item["value"][1])
+                for item in server.query(f'run_rank:training_{phase}:ratio2m{{run="{run_dir.name}"}}')
+            }
+            for phase in ("sync_wait", "data_wait", "grad_ready")
+        }
+        _end(process)
+    assert {(item["alertname"], item["rank"], item["cause"]) for item in firing} == {("TrainingStraggler", "1", cause)}
+    assert [rank["straggler"] for rank in ranks] == [None, cause], ranks
+    # By metric: step time is the same on both; the slow rank waits least, and its own phase says why.
+    assert shares["sync_wait"]["0"] > 0.4 and shares["sync_wait"]["1"] < 0.3 * shares["sync_wait"]["0"], shares
+    guilty = "data_wait" if where == "data" else "grad_ready"
+    assert shares[guilty]["1"] > shares[guilty]["0"] + 0.3, shares
+    assert ranks[0]["step_seconds"] == pytest.approx(ranks[1]["step_seconds"], rel=0.2)
+
+
+def test_a_run_shorter_than_a_scrape_is_found_through_its_textfile(
+    server: Prometheus, tiny: list[str], tmp_path: Path
+) -> None:
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "short"), "--set", *tiny, "epochs=1"]
+    done = training(
+        *words, f"metrics.textfiles={server.textfiles}", "metrics.run=short one"
+    )  # no file_sd: never scraped
+    assert done.code == 0, done.output
+    poll(lambda: server.value('training_finished{run="short one"}') == 1, 20, "the textfile")
+    summary = json.loads((tmp_path / "short/summary.json").read_text())
+    assert server.value('training_samples_total{run="short one"}') == summary["examples_seen"]
+    assert not server.query('training_step{run="short one",job="lockstep"}')
+
+
+def test_what_is_served_and_written_is_clean(server: Prometheus) -> None:
+    for path in server.textfiles.glob("*.prom"):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=path.read_text(), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and not done.stderr, (path, done.stdout + done.stderr)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of one page."""
+    path = tmp_path / "full"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        reason = f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_taken_port_and_a_full_folder_cost_one_line_each(tiny: list[str], tmp_path: Path, full: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = gang(
+            2, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "metrics.textfile_seconds=0.1",
+            f"metrics.port={port}", f"metrics.textfiles={full}",
+        )  # fmt: skip
+    assert done.code == 0, done.output
+    assert done.output.count(f"port {port} is not free") == 1
+    for rank in (0, 1):
+        assert done.output.count(f"rank-0000{rank}.prom: No space left on device; the run goes on") == 1, done.output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy"] is not None

@@ -1,0 +1,108 @@
+"""Rules, configurations and dashboards without a server: promtool reads them, and Kubernetes gets the same ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.prometheus.servers import OBSERVABILITY, RULES, needs
+from training.metrics import PREFIX, TABLE
+
+BOARDS = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))
+
+
+def _promtool(*words: str, stdin: str | None = None, folder: Path | None = None) -> str:
+    needs("promtool")
+    done = subprocess.run(["promtool", *words], input=stdin, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def queries(board: Path) -> list[str]:
+    return [t["expr"] for panel in json.loads(board.read_text())["panels"] for t in panel.get("targets", [])]
+
+
+def filled_in(expression: str, run: str = ".+") -> str:
+    """A panel's query as Grafana would send it with all ranks chosen."""
+    return expression.replace("$run", run).replace("$rank", ".+")
+
+
+def on_gpu(expression: str) -> bool:
+    return "_gpu_" in expression or "DCGM" in expression
+
+
+def test_the_rules_are_sound_and_each_alert_does_what_it_says(tmp_path: Path) -> None:
+    _promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
+    text = (Path(__file__).parent / "rules_test.yaml").read_text().replace("[RULES]", json.dumps([str(RULES)]))
+    tests = yaml.safe_load(text)
+    gpu = tests["tests"][-1]
+    assert gpu["promql_expr_test"] == "GPU"
+    memory = {'{run="g", rank="0"}': (1000, 2000), '{run="g", rank="3", UUID="GPU-1"}': (87,)}
+    panels = [expression for board in BOARDS for expression in queries(board) if on_gpu(expression)]
+    assert len(panels) == 3
+    gpu["promql_expr_test"] = [
+        {"expr": filled_in(e), "eval_time": "2m", "exp_samples": [{"labels": labels, "value": value}]}
+        for e, (labels, value) in zip(panels, [(k, v) for k, values in memory.items() for v in values])
+    ]
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests))
+    assert "SUCCESS" in _promtool("test", "rules", str(tmp_path / "tests.yaml"))
+    alerts = {rule["alert"] for rule in _rules() if "alert" in rule}
+    tested = {
+        item["alertname"] for test in tests["tests"] for item in test.get("alert_rule_test", []) if item["exp_alerts"]
+    }
+    assert tested == alerts
+
+
+@pytest.mark.parametrize("name", ["compose", "slurm"])
+def test_the_configurations_are_sound(name: str) -> None:
+    _promtool("check", "config", str(OBSERVABILITY / f"prometheus/{name}.yaml"))
+
+
+def _rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def test_kubernetes_gets_the_same_rules() -> None:
+    wrapped = yaml.safe_load((OBSERVABILITY / "kubernetes/rules.yaml").read_text())
+    assert wrapped["kind"] == "PrometheusRule", "run `make rules-k8s`"
+    assert wrapped["spec"] == yaml.safe_load(RULES.read_text()), "run `make rules-k8s`"
+
+
+def test_rules_and_dashboards_name_metrics_that_exist() -> None:
+    known = {PREFIX + name for name in TABLE}
+    known |= {
+        PREFIX + name + end
+        for name, row in TABLE.items()
+        if row.kind == "histogram"
+        for end in ("_sum", "_count", "_bucket")
+    }
+    recorded = {rule["record"] for rule in _rules() if "record" in rule}
+    for expression in [rule["expr"] for rule in _rules()] + [e for board in BOARDS for e in queries(board)]:
+        plain = re.sub(r"\w+:training_\w+:\w+", lambda found: "" if found[0] in recorded else found[0], expression)
+        assert set(re.findall(r"\b[\w:]*training_[\w:]+", plain)) <= known, expression
+
+
+def test_dashboards_are_what_grafana_expects() -> None:
+    boards = [json.loads(path.read_text()) for path in BOARDS]
+    assert len({board["uid"] for board in boards}) == len(boards) == 2
+    provisioned = yaml.safe_load((OBSERVABILITY / "grafana/provisioning/dashboards/lockstep.yaml").read_text())
+    assert provisioned["providers"][0]["type"] == "file"
+    for board in boards:
+        assert [item["name"] for item in board["templating"]["list"]] == ["datasource", "run", "rank"]
+        places = set()
+        for panel in board["panels"]:
+            place = panel["gridPos"]
+            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+            assert not places & cells and place["x"] + place["w"] <= 24, panel["title"]
+            places |= cells
+            if panel["type"] != "row":
+                assert panel["datasource"]["uid"] == "${datasource}" and panel["title"] and panel["targets"]
+                assert panel["fieldConfig"]["defaults"]["unit"]
+    heatmap = next(panel for panel in boards[0]["panels"] if panel["type"] == "heatmap")
+    assert "sync_wait" in heatmap["targets"][0]["expr"] and "by (rank)" in heatmap["targets"][0]["expr"]

@@ -1,0 +1,67 @@
+"""TensorBoard and W&B get what events.jsonl holds; neither can end a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.processes import clean_env, training
+
+NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
+
+
+def _needs(module: str) -> None:
+    if os.environ.get("CI"):
+        __import__(module)
+    pytest.importorskip(module)
+
+
+def test_tensorboard_has_the_numbers_of_the_events(tiny: list[str], tmp_path: Path) -> None:
+    _needs("tensorboard")
+    words = ("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.tensorboard=true", "log.every=4")
+    done = training(*words, "epochs=2")
+    assert done.code == 0, done.output
+    done = training(*words, "epochs=3")
+    assert done.code == 0, done.output
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert set(found.Tags()["scalars"]) >= NAMES | {"lr", "grad_norm", "images_per_second", "sync_wait"}
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    epochs = [event for event in events if event["event"] == "epoch"]
+    for name, key in (("val_acc", "accuracy"), ("elapsed", "trained_seconds"), ("examples_seen", "examples_seen")):
+        logged = [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
+        assert logged == [(event["step"], pytest.approx(event[key], rel=1e-6)) for event in epochs]
+
+
+def test_wandb_offline(tiny: list[str], tmp_path: Path) -> None:
+    _needs("wandb")
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=tests", "log.every=4"]
+    done = training(*words, env=clean_env(WANDB_MODE="offline", HOME=str(tmp_path)))
+    assert done.code == 0 and "warning" not in done.output, done.output
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert all(name.encode() in content for name in NAMES)
+    identity = json.loads((tmp_path / "run/wandb.json").read_text())["id"]
+    assert identity in file.name
+
+
+def test_a_service_that_fails_costs_one_line(tiny: list[str], tmp_path: Path) -> None:
+    _needs("tensorboard")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("in the way")
+    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.tensorboard=true")
+    assert done.code == 0 and done.output.count("tensorboard is off") == 1, done.output
+
+
+def test_a_tracker_that_is_not_installed_is_said_before_the_training(tiny: list[str], tmp_path: Path) -> None:
+    shadow = tmp_path / "shadow/wandb"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text("raise ImportError('not here')")
+    env = clean_env()
+    env["PYTHONPATH"] = f"{shadow.parent}{os.pathsep}{env['PYTHONPATH']}"
+    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=x", env=env)
+    assert done.code == 2 and "pip install wandb" in done.output and done.output.count("error:") == 1, done.output

@@ -1,0 +1,49 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=team
+#SBATCH --array=0-5%6
+#SBATCH --begin=now+1hour
+#SBATCH --comment=lockstep:a79a47607cfb043d
+#SBATCH --cpus-per-task=8
+#SBATCH --gres=gpu:a100:4
+#SBATCH --job-name=big
+#SBATCH --mail-user=a@example.org
+#SBATCH --mem=65536M
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/lockstep/slurm/big/submitit/%j_batch.out
+#SBATCH --partition=gpu
+#SBATCH --requeue
+#SBATCH --signal=USR2@90
+#SBATCH --time=120
+#SBATCH --wckey=lockstep
+
+# setup
+# each task: ["run", "bag_of_tricks", "--run-dir", "/shared/runs/big", "--log-format", "json", "--set", "preempt.grace_seconds=60", "data.shards=/shared/shards/cifar10"]
+[ -O /shared/lockstep/slurm/big/submitit ] && [ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" = 700 ] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
+restarts=${SLURM_RESTART_COUNT:-0}
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+output=/shared/lockstep/slurm/big/submitit/${SLURM_JOB_ID}_batch.out
+begun=$(stat -c %s "$output" || echo 0)
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
+export NCCL_SOCKET_IFNAME=ib0
+export GLOO_SOCKET_IFNAME=ib0
+module load cuda/12.4
+ulimit -l unlimited
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/lockstep/slurm/big/submitit/%A_%a_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 sh -c 'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"' held /shared/venv/bin/python -u -m submitit.core._submit /shared/lockstep/slurm/big/submitit
+
+
+# teardown
+code=$?
+again=no
+# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.
+[ -e "/shared/lockstep/slurm/big/submitit/${job}_requeue_$restarts" ] && again=yes
+# The signal came while a task was being started, before anything could hold it back. Nothing is lost.
+tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && [ "$restarts" -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${job}_cancelled" ] && again=yes
+if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi
+exit $code

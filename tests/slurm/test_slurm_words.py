@@ -1,0 +1,160 @@
+"""From SLURM's words to a status, and who may own the job's folder. Needs no SLURM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.backends import slurm_folder, slurm_query, slurm_words
+from jobs.backends.slurm_explain import SETTLE_SECONDS, explain
+from jobs.backends.slurm_query import FINAL, Found
+from jobs.backends.slurm_task import _last_error
+from jobs.slurm_doctor import _gpus_in, seconds
+from jobs.spec import JobSpec
+from training.contract import UserError
+
+NOW = 1000.0
+SPEC = JobSpec.of({"name": "a", "recipe": "smoke", "nodes": 2, "ranks_per_node": 2, "max_restarts": 3})
+OWN = JobSpec.of({"name": "a", "command": ["x"], "nodes": 2, "ranks_per_node": 2, "max_restarts": 3})
+
+
+def end(rank: int, code: int, reason: str = "", time: float = 0, restart: int = 0) -> dict[str, Any]:
+    return {"rank": rank, "code": code, "reason": reason, "host": f"node{rank // 2}", "time": time, "restart": restart}
+
+
+def told(found: Found | None, **more: Any) -> tuple[str, str, int]:
+    values: dict[str, Any] = {
+        "ends": {},
+        "said": None,
+        "cancelled": False,
+        "since": 0.0,
+        "now": NOW,
+        "spec": SPEC,
+        **more,
+    }
+    status = explain(values.pop("spec"), found, **values)
+    return status.state, status.reason, status.code
+
+
+@pytest.mark.parametrize(
+    ("reason", "restarts", "state", "words"),
+    [
+        ("Resources", 0, "pending", "waits for nodes to be free in partition main"),
+        ("Priority", 0, "queued", "waits behind jobs of higher priority in partition main"),
+        ("BeginTime", 2, "restarting", "restart 2: waits for its start time"),
+        ("DependencyNeverSatisfied", 0, "unschedulable", "the job that it depends on has failed"),
+        ("PartitionTimeLimit", 0, "unschedulable", "time_limit is above the limit of partition main: lower it"),
+        ("QOSMaxGRESPerJob", 0, "unschedulable", "is above a limit of the QOS (QOSMaxGRESPerJob): ask for less"),
+        ("QOSMaxJobsPerUserLimit", 0, "queued", "waits: a limit of the QOS is reached (QOSMaxJobsPerUserLimit)"),
+        ("AssocGrpGRES", 0, "queued", "waits: a limit of your account's association is reached (AssocGrpGRES)"),
+        ("ReqNodeNotAvail,_UnavailableNodes:node2", 0, "pending", "nodes that it needs are down, drained or reserved"),
+        ("JobHeldUser", 0, "pending", "is held: scontrol release 7"),
+        ("launch_failed_requeued_held", 0, "unschedulable", "its start failed on a node and it is held: scontrol release 7"),
+        ("Something_new", 0, "pending", "Something new"),
+        ("", 0, "pending", "waits to be looked at"),
+    ],
+)  # fmt: skip
+def test_reasons_in_words(reason: str, restarts: int, state: str, words: str) -> None:
+    found, text = slurm_words.pending(reason, "main", "7", restarts)
+    assert found == state and text.startswith(words)
+
+
+@pytest.mark.parametrize("state", FINAL)
+@pytest.mark.parametrize("spec", [SPEC, OWN])
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_every_final_state_is_resolved_in_bounded_time(state: str, spec: JobSpec, cancelled: bool) -> None:
+    late = Found("7", state, ended=NOW - SETTLE_SECONDS - 1, nodes="node[1-2]")
+    status = explain(spec, late, {}, None, cancelled, 0.0, NOW)
+    assert status.final and status.code in (1, 4, 75, 124) and status.reason, status
+
+
+def test_the_node_that_failed_may_come_back() -> None:
+    lately = Found("7", "NODE_FAIL", ended=NOW - 1, nodes="node2")
+    assert told(lately) == ("restarting", "a node failed (node2): SLURM starts it again", 0)
+    assert told(lately, cancelled=True)[0] == "cancelled"
+    used = Found("7", "NODE_FAIL", ended=NOW - 1, nodes="node2", restarts=3)
+    assert told(used) == (
+        "lost",
+        "a node failed (node2), and the job was not started again (max_restarts is used up)",
+        4,
+    )
+    never = Found("7", "PREEMPTED", ended=NOW - 1, requeue=False)
+    assert told(never)[0] == "preempted"
+
+
+def test_completed_is_not_believed_without_results() -> None:
+    lately, late = Found("7", "COMPLETED", ended=NOW - 1), Found("7", "COMPLETED", ended=NOW - 100)
+    some = {0: end(0, 0), 1: end(1, 0)}
+    assert told(lately, ends=some)[:2] == ("running", "has ended; the results of ranks 2, 3 are not visible yet")
+    assert told(late, ends=some)[:2] == ("failed", "SLURM says COMPLETED, but ranks 2, 3 left no result")
+    assert told(late, ends={**some, 2: end(2, 0), 3: end(3, 0)})[0] == "succeeded"
+    assert told(late, said={"code": 0, "reason": "complete"})[0] == "succeeded"
+    old = {rank: end(rank, 0, restart=0) for rank in range(4)}
+    again = Found("7", "COMPLETED", ended=NOW - 100, restarts=1)
+    assert told(again, ends=old, spec=OWN)[0] == "failed", "notes of an earlier start do not count"
+
+
+def test_the_cause_is_named_not_what_followed() -> None:
+    failed = Found("7", "FAILED", ended=NOW, exit_code=1)
+    ends = {
+        0: end(0, 1, "step 4: rank 2 did not arrive (last seen at step 3)", time=10),
+        2: end(2, 1, "ZeroDivisionError: division by zero", time=11), 3: end(3, 137, time=9),
+    }  # fmt: skip
+    assert told(failed, ends=ends) == ("failed", "rank 2 on node1: ZeroDivisionError: division by zero", 1)
+    assert told(failed, ends={3: end(3, 137)})[1] == "rank 3 on node1: exit code 137"
+    assert told(Found("7", "FAILED", ended=NOW, exit_code=2), said={"code": 2, "reason": "bad words"})[2] == 2
+    assert told(Found("7", "OUT_OF_MEMORY", ended=NOW))[1].startswith("was killed for memory")
+
+
+def test_what_slurm_does_not_know() -> None:
+    assert told(None, since=NOW - 1)[:2] == ("pending", "SLURM does not know it yet")
+    assert told(None)[0] == "lost"
+    assert told(None, said={"code": 75, "reason": "saved"})[0] == "preempted"
+    assert told(None, ends={rank: end(rank, 0) for rank in range(4)}, spec=OWN)[0] == "succeeded"
+
+
+def test_reading_scontrol() -> None:
+    line = (
+        "JobId=12 ArrayJobId=10 ArrayTaskId=1 JobName=a JobState=PENDING Reason=BeginTime Requeue=1 Restarts=2 ExitCode=1:0 "
+        "EndTime=1700000000 Partition=main NodeList=(null) Comment=lockstep:ab"
+    )
+    found = slurm_query.read(line)
+    assert found == Found("10_1", "PENDING", "BeginTime", 2, 1, "", "main", True, None, "a", "lockstep:ab")
+    assert slurm_query.read("No jobs in the system") is None
+    ended = slurm_query.read("JobId=12 JobState=FAILED EndTime=1700000000 Requeue=0")
+    assert ended is not None and ended.ended == 1700000000 and not ended.requeue
+
+
+def test_the_last_error_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert _last_error(log) == ""
+    log.write_bytes(b"begun\nTraceback\n  File x\nmod.OddError: a \x1b[31mred\x1b[0m thing\nsubmitit INFO - bye\n")
+    assert _last_error(log) == "mod.OddError: a [31mred[0m thing"
+    log.write_bytes(b"error: recipe: unknown setting\xff\n")
+    assert _last_error(log).startswith("recipe: unknown setting")
+
+
+def test_folders_that_somebody_else_could_write(tmp_path: Path) -> None:
+    good = slurm_folder.make(tmp_path / "a/b")
+    assert oct(good.stat().st_mode & 0o777) == "0o700"
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o770)
+    with pytest.raises(UserError, match=r"open to others \(mode 770\): chmod 700"):
+        slurm_folder.make(tmp_path / "open")
+    (tmp_path / "link").symlink_to(good)
+    with pytest.raises(UserError, match="is no folder of its own"):
+        slurm_folder.make(tmp_path / "link")
+    if os.geteuid() == 0:
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        os.chown(tmp_path / "theirs", 12345, 12345)
+        with pytest.raises(UserError, match="belongs to user 12345"):
+            slurm_folder.make(tmp_path / "theirs")
+
+
+def test_doctors_units() -> None:
+    assert [seconds(text) for text in ("30:00", "12:30:00", "1-00:00:00", "infinite")] == [1800, 45000, 86400, 0]
+    assert _gpus_in("gpu:a100:4(S:0-1),shm:1", None) == 4 and _gpus_in("gpu:a100:4,gpu:t4:2", "t4") == 2
+    assert _gpus_in("gpu:4", "a100") == 0 and _gpus_in("(null)", None) == 0

@@ -1,0 +1,113 @@
+"""Under a real mpiexec (Open MPI): Horovod's interface, a script of a user's own, and the package's own command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, Result, clean_env, run
+
+EXAMPLES = ROOT / "examples"
+
+
+def _missing() -> str | None:
+    if not shutil.which("mpiexec"):
+        return "there is no mpiexec: install Open MPI (Debian: openmpi-bin)"
+    told = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=60).stdout
+    return None if "Open MPI" in told or "OpenRTE" in told else "mpiexec is not Open MPI's"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _open_mpi() -> None:
+    reason = _missing()
+    if reason and os.environ.get("CI"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+def _mpiexec(ranks: int, *words: str, timeout: float = 120) -> Result:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    # Open MPI binds each rank to a core of its own, and mistakes a container's share for the whole machine.
+    command = ["mpiexec", *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), PYTHON, *words]
+    return run(command, clean_env(), timeout)
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+import training.sync.horovod as hvd
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for step in range(20):
+    x = torch.randn(16, 8)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+    optimizer.step()
+loss = hvd.allreduce(F.cross_entropy(model(x), x[:, :3].argmax(1)).detach(), name="loss")
+weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+every = hvd.allgather(weights[None])
+sys.stdout.write(f"rank {hvd.rank()} of {hvd.size()}, local {hvd.local_rank()}: same {bool((every == every[0]).all())}, loss {loss:.4f}\\n")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_horovod_script_under_mpiexec(ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = _mpiexec(ranks, str(script))
+    assert done.code == 0, done.output
+    found = sorted(re.findall(r"rank (\d) of (\d), local (\d): same (\w+), loss (\d\.\d+)", done.output))
+    assert [(int(r), int(s), int(local), same) for r, s, local, same, _ in found] == [
+        (rank, ranks, rank, "True") for rank in range(ranks)
+    ]
+    assert len({loss for *_, loss in found}) == 1 and float(found[0][-1]) < 0.9
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_resnet9_script_under_mpiexec(ranks: int) -> None:
+    words = ["--data", "digits", "--width", "4", "--epochs", "2", "--log-every", "5"]
+    done = _mpiexec(ranks, str(EXAMPLES / "horovod_resnet9.py"), *words, timeout=180)
+    assert done.code == 0, done.output
+    assert f"12 batches of 128, {128 // ranks} on this rank" in done.output
+    found = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
+    assert len(found) == 6 and float(found[-1][0]) > 0.6 and done.output.count("Training Time: ") == 1, done.output
+
+
+def test_any_strategy_under_mpiexec_gives_what_one_process_gives() -> None:
+    plain = run([PYTHON, str(EXAMPLES / "plain.py")])
+    done = _mpiexec(3, str(EXAMPLES / "parallel.py"), "hooks")
+    losses = [[float(loss) for loss in re.findall(r"loss (\d\.\d+)", each.output)] for each in (plain, done)]
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-3), done.output
+
+
+def test_a_recipe_under_mpiexec(tmp_path: Path, tiny: list[str]) -> None:
+    done = _mpiexec(
+        2, "-m", "training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "sync.name=horovod"
+    )
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["world_size"], summary["sync"]) == (2, "horovod")
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    failing = SCRIPT.replace(
+        "    x = torch.randn(16, 8)\n", "    x = torch.randn(16, 8)\n    assert hvd.rank() or step < 3\n"
+    )
+    script.write_text(failing)
+    done = _mpiexec(2, str(script), timeout=60)
+    assert done.code != 0 and "AssertionError" in done.output and "same True" not in done.output

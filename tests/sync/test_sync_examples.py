@@ -1,0 +1,174 @@
+"""Scripts of a user's own: 15 lines make one parallel, under every strategy; how they are started."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, free_port, run
+from tests.ranks import on_ranks
+from training import sync
+from training.contract import UserError
+from training.world import World
+
+EXAMPLES = ROOT / "examples"
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LINE = re.compile(r"epoch (\d): loss (\d\.\d+), accuracy (\d\.\d+)")
+
+
+def _lines(output: str) -> list[tuple[float, float]]:
+    return [(float(loss), float(accuracy)) for _, loss, accuracy in LINE.findall(output)]
+
+
+def _every_strategy(world: World) -> dict[str, str]:
+    sys.path.insert(0, str(EXAMPLES))
+    import parallel
+
+    found = {}
+    for name in sync.STRATEGIES:
+        sys.argv = ["parallel.py", name]
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                parallel.main(world)
+        except (RuntimeError, UserError) as error:
+            printed.write(str(error))
+        found[name] = printed.getvalue()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[float, float]]:
+    done = run([PYTHON, str(EXAMPLES / "plain.py")])
+    assert done.code == 0, done.output
+    lines = _lines(done.output)
+    assert len(lines) == 3 and lines[-1][1] > 0.8
+    return lines
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[dict[str, str]]:
+    return on_ranks(_every_strategy, 2)
+
+
+def test_at_most_15_lines_make_a_script_parallel() -> None:
+    before, after = ((EXAMPLES / name).read_text().partition('"""\n')[2] for name in ("plain.py", "parallel.py"))
+    changes = difflib.ndiff(before.splitlines(), after.splitlines())
+    added = [line for line in changes if line.startswith("+ ") and line[2:].strip()]
+    assert 0 < len(added) <= 15, added
+
+
+@pytest.mark.parametrize("name", sync.STRATEGIES)
+def test_a_script_of_ones_own_trains_its_own_network_with(
+    name: str, printed: list[dict[str, str]], plain: object
+) -> None:
+    found = _lines(printed[0][name])
+    assert printed[1][name] == "" or name == "data_parallel"
+    if name == "powersgd":  # sends whole gradients for its first 100 steps, which are more than these
+        assert found == plain
+    elif name == "bf16_compress":
+        assert len(found) == 3 and all(abs(a[0] - b[0]) < 0.05 for a, b in zip(found, plain))  # type: ignore[call-overload]
+    elif name == "data_parallel":
+        assert "nn.DataParallel" not in printed[0][name] or found
+    else:
+        assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(found, plain, strict=True))  # type: ignore[call-overload]
+
+
+def test_under_torchrun(plain: list[tuple[float, float]]) -> None:
+    done = run([*TORCHRUN, str(EXAMPLES / "parallel.py"), "hooks"])
+    assert done.code == 0, done.output
+    assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(_lines(done.output), plain, strict=True)), done.output
+
+
+SPAWNING = """
+import os, sys
+import torch.multiprocessing as mp
+
+def work(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    sys.argv = ["parallel.py", "flat"]
+    sys.path.insert(0, {examples!r})
+    import parallel
+    from training import world
+    from training.contract import UserError
+    try:
+        with world.joined() as me:
+            parallel.main(me)
+    except UserError as error:
+        print("error:", error, flush=True)
+        sys.exit(2)
+
+if __name__ == "__main__":
+    mp.spawn(work, ({port!r},), nprocs=2)
+"""
+
+
+@pytest.fixture
+def spawning(tmp_path: Path) -> str:
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING.format(examples=str(EXAMPLES), port=str(free_port())))
+    return str(script)
+
+
+def test_spawned_by_the_script_itself(spawning: str, plain: list[tuple[float, float]]) -> None:
+    done = run([PYTHON, spawning])
+    assert done.code == 0, done.output
+    assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(_lines(done.output), plain, strict=True)), done.output
+
+
+def test_a_script_that_spawns_is_refused_inside_torchrun(spawning: str) -> None:
+    done = run([*TORCHRUN, spawning])
+    assert done.code != 0
+    told = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert told and all("was spawned (mp.spawn) by rank" in line and "plain python" in line for line in told), (
+        done.output
+    )
+
+
+DEAF = """
+import torch
+from torch import nn
+from training import sync, world
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.always(x) + (self.sometimes(x) if x.sum() > 0 else 0)
+
+with world.joined(timeout=60) as me:
+    strategy = sync.build("ddp")
+    network = strategy.wrap(Net(), me, torch.ones(2, 4))
+    for step in range(3):
+        strategy.zero_grad()
+        network(torch.ones(2, 4) * (-1 if me.rank == 1 and step == 1 else 1)).sum().backward()
+        strategy.synchronize()
+print("went through")
+"""
+
+
+def test_ddp_names_the_parameter_that_one_rank_left_out_and_nobody_waits(tmp_path: Path) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text(DEAF)
+    done = run([*TORCHRUN, str(script)], timeout=50)  # less than the collectives' own timeout
+    assert done.code != 0 and "went through" not in done.output
+    assert (
+        "sometimes.bias, sometimes.weight got none" in done.output
+        or "sometimes.weight, sometimes.bias got none" in done.output
+    ), done.output
+
+
+def test_the_resnet9_script_prints_what_its_module_prints() -> None:
+    words = ["--data", "digits", "--width", "4", "--epochs", "2", "--log-every", "5"]
+    done = run([*TORCHRUN, str(EXAMPLES / "horovod_resnet9.py"), *words])
+    assert done.code == 0, done.output
+    found = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
+    assert len(found) == 6 and len(re.findall(r"^Training Time: \d+\.\d+ s$", done.output, re.M)) == 1
+    assert float(found[-1][0]) > 0.6 and float(found[-1][1]) < float(found[0][1])

@@ -1,0 +1,254 @@
+"""The metric table, the step clock, readings, and a rank's exporter over real sockets and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from tests.processes import ROOT, free_port
+from training import config, contract
+from training.clock import StepClock
+from training.contract import UserError
+from training.exporter import Exporter
+from training.metrics import BUCKETS, LATER, PREFIX, TABLE, Metrics
+from training.reading import Reading
+from training.world import World
+
+CPU = torch.device("cpu")
+TIMES = {"step_duration": 0.02, "data_wait": 0.0005, "grad_ready": 0.011, "sync_wait": 0.004}
+
+
+def _filled() -> Metrics:
+    """Every series that a writing rank can have on the CPU."""
+    metrics = Metrics("cifar", 3, CPU)
+    metrics.describe("smoke", "flat", 4, "0.1.0", attempt=2, step=10, planned=24, preemptions=1)
+    metrics.step([TIMES, TIMES], step=12, lr=0.1, samples=64, sync_bytes=1000)
+    metrics.step([], step=13, lr=0.1, samples=64, sync_bytes=1500)
+    metrics.reading(1.5, 2.5)
+    metrics.accuracy(0.75)
+    metrics.nonfinite()
+    metrics.preempted()
+    metrics.checkpoint_written(0.2)
+    metrics.checkpoint_failed("disk")
+    metrics.corrupt_file("shard")
+    metrics.ended(75)
+    return metrics
+
+
+def _samples(text: str) -> dict[str, float]:
+    return {
+        name + "".join(f"[{v}]" for k, v in sorted(labels.items()) if k not in ("run", "rank")): value
+        for family in parse(text)
+        for name, labels, value, *_ in family.samples
+    }
+
+
+def test_every_row_of_the_table_is_a_series_and_nothing_else_is() -> None:
+    text = _filled().text().decode()
+    families = {family.name: family for family in parse(text)}
+    expected = {PREFIX + name.removesuffix("_total") for name in TABLE if not name.startswith(("rank_gpu", "gpu_"))}
+    assert families.keys() == expected
+    for family in families.values():
+        assert family.documentation
+        for sample in family.samples:
+            assert sample.labels["run"] == "cifar" and sample.labels["rank"] == "3"
+    values = _samples(text)
+    assert values["training_step"] == 13 and values["training_samples_total"] == 128
+    assert values["training_sync_bytes_total"] == 1500 and values["training_preemptions_total"] == 2
+    assert values["training_step_duration_seconds_count"] == 2 and values["training_exit_code"] == 75
+    assert values["training_grad_ready_seconds_bucket[0.03]"] == 2
+    assert values["training_grad_ready_seconds_bucket[0.01]"] == 0
+    assert (
+        values["training_corrupt_files_total[shard]"] == 1 and values["training_corrupt_files_total[checkpoint]"] == 0
+    )
+
+
+def test_the_documentation_has_every_metric_with_its_help() -> None:
+    text = (ROOT / "docs/metrics.md").read_text()
+    for name, row in TABLE.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"| {row.kind} | {row.help} |" in line
+        assert all(label in line for label in row.labels)
+
+
+def test_at_most_100_series_a_rank_and_no_created_ones() -> None:
+    series = [line for line in _filled().text().decode().splitlines() if not line.startswith("#")]
+    assert len(series) + 4 <= 100  # a GPU adds four
+    assert not any("_created" in line for line in series)
+    assert BUCKETS[0] == 0.001 and BUCKETS[-1] == 60
+
+
+def test_what_has_no_value_yet_is_absent_and_counters_begin_at_zero() -> None:
+    values = _samples(Metrics("x", 0, CPU).text().decode())
+    assert not [name for name in values if name.removeprefix(PREFIX).startswith(LATER)]
+    assert values["training_nonfinite_steps_total"] == 0 and values["training_checkpoint_failures_total[timeout]"] == 0
+
+
+def test_the_clock_tells_each_closed_step_once() -> None:
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    for at, point in ((1, clock.begin), (2, clock.data_ready), (5, lambda: clock.grad_ready(4.0)), (8, clock.synced)):
+        now[0] = at
+        point()
+    now[0] = 10.0
+    clock.end()
+    assert clock.measured() == [{"data_wait": 1.0, "grad_ready": 2.0, "sync_wait": 4.0, "step_duration": 9.0}]
+    assert clock.measured() == []
+
+
+def test_a_reading_is_the_mean_since_the_last_one() -> None:
+    losses = torch.tensor([6.0, 3.0], dtype=torch.float64)  # resumed in the middle of an epoch
+    reading = Reading(losses)
+    losses += torch.tensor([8.0, 2.0])
+    reading.take(losses, torch.tensor(3.0), step=5)
+    losses += torch.tensor([1.0, 1.0])  # after the reading was asked for
+    assert list(reading.ready()) == [{"step": 5, "train_loss": 4.0, "grad_norm": 3.0}]
+    losses.zero_()
+    reading.new_epoch()
+    losses += torch.tensor([10.0, 4.0])
+    reading.take(losses, None, step=6)
+    assert list(reading.ready()) == [{"step": 6, "train_loss": 2.5, "grad_norm": None}]
+    reading.take(losses, None, step=7)  # a rank without a sample
+    assert next(reading.ready())["train_loss"] is None
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Iterator[Exporter]:
+    made = Exporter(config.Metrics(port=0, stale_seconds=5, textfile_seconds=0), World(), tmp_path / "run", {})
+    yield made
+    made.close(0)
+
+
+def _endpoint(run_dir: Path) -> dict[str, object]:
+    return json.loads(contract.endpoint_file(run_dir, 0).read_text())
+
+
+def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_a_rank_serves_and_says_where(exporter: Exporter, tmp_path: Path) -> None:
+    where = _endpoint(tmp_path / "run")
+    assert where == {"host": socket.gethostname(), "port": where["port"], "pid": os.getpid()}
+    code, kind, text = _get(where["port"], "/metrics")
+    assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
+    code, kind, text = _get(where["port"], "/metrics", "application/openmetrics-text;version=1.0.0")
+    assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
+    assert "training_step_duration_seconds" in {family.name for family in parse_openmetrics(text)}
+    assert _get(where["port"], "/elsewhere")[0] == 404
+    exporter.begin()
+    exporter.close(75)
+    with pytest.raises(urllib.error.URLError):
+        _get(where["port"], "/metrics")
+    assert not contract.endpoint_file(tmp_path / "run", 0).exists()
+    assert _samples(contract.textfile(tmp_path / "run", 0).read_text())["training_exit_code"] == 75
+
+
+def test_health_goes_with_progress(exporter: Exporter, tmp_path: Path) -> None:
+    port = _endpoint(tmp_path / "run")["port"]
+    assert _get(port, "/healthz")[0] == 200
+    exporter.metrics.alive_at -= 6
+    code, _, text = _get(port, "/healthz")
+    assert code == 503 and json.loads(text)["seconds_since_progress"] > 5
+    exporter.metrics.alive()
+    assert _get(port, "/healthz")[0] == 200
+    exporter.metrics.alive_at -= 6
+    exporter.metrics.ended(0)
+    assert _get(port, "/healthz")[0] == 200
+
+
+def test_a_taken_port_is_replaced_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        made = Exporter(config.Metrics(), World(), tmp_path, {contract.ENV_METRICS_PORT: str(port)})
+        found = _endpoint(tmp_path)["port"]
+        assert found != port and _get(found, "/metrics")[0] == 200
+        made.close(0)
+    assert capsys.readouterr().err.count(f"port {port} is not free") == 1
+
+
+def test_the_port_is_the_base_and_the_local_rank(tmp_path: Path) -> None:
+    base = free_port()
+    made = Exporter(config.Metrics(port=base - 1), World(rank=5, size=6, local_rank=1, local_size=2), tmp_path, {})
+    assert json.loads(contract.endpoint_file(tmp_path, 5).read_text())["port"] == base
+    made.close(0)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "65536", "99999", "9470 "])
+def test_a_port_that_is_none(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="LOCKSTEP_METRICS_PORT"):
+        Exporter(config.Metrics(), World(), tmp_path / "run", {contract.ENV_METRICS_PORT: text})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_refuses_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics").write_text("no folder")
+    made = Exporter(config.Metrics(port=0, textfile_seconds=0.01), World(), tmp_path, {})
+    made.begin()
+    for _ in range(3):
+        made._write_textfile()
+    made.close(0)
+    said = capsys.readouterr().err
+    assert said.count("rank-00000.prom") == 1 and "the run goes on" in said
+
+
+def test_ranks_of_a_larger_world_are_forgotten_and_half_written_files_removed(tmp_path: Path) -> None:
+    for path in (contract.endpoint_file(tmp_path, 7), contract.textfile(tmp_path, 7), contract.textfile(tmp_path, 1)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    (tmp_path / "metrics" / ".rank-00000.prom.99").write_text("half")
+    made = Exporter(config.Metrics(port=0), World(size=2, local_size=2), tmp_path, {})
+    made.begin()
+    made.close(0)
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["rank-00000.prom", "rank-00001.prom"]
+
+
+def test_a_folder_shared_by_runs_holds_their_names(tmp_path: Path) -> None:
+    made = Exporter(config.Metrics(port=0, textfiles=str(tmp_path / "all")), World(), tmp_path / "my run", {})
+    made.metrics.corrupt_file("shard")
+    made.close(2)
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["my_run-rank-00000.prom"]
+    assert 'run="my run"' in (tmp_path / "all" / "my_run-rank-00000.prom").read_text()
+
+
+def test_prometheus_finds_a_rank_through_file_sd_while_it_lives(tmp_path: Path) -> None:
+    folder = tmp_path / "targets"
+    made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {contract.ENV_FILE_SD: str(folder)})
+    where = _endpoint(tmp_path / "run")
+    assert json.loads((folder / "run-rank-00000.json").read_text()) == [
+        {"targets": [f"{where['host']}:{where['port']}"], "labels": {}}
+    ]
+    made.close(0)
+    assert list(folder.iterdir()) == []
+
+
+def test_wrong_words_leave_nothing_behind(tmp_path: Path) -> None:
+    made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {})
+    assert _endpoint(tmp_path / "run")
+    made.close(2)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_metrics_can_be_off(tmp_path: Path) -> None:
+    made = Exporter(config.Metrics(enabled=False), World(), tmp_path / "run", {})
+    made.begin()
+    made.close(1)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,81 @@
+"use strict";
+// Draws the charts of the report. Runs differ by dash and by point, phases by hatching: colour only helps.
+(() => {
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const COLOURS = { light: ["#0b62c4", "#b3440a", "#157a3c", "#8a2fb0", "#8a6500", "#b01b52"], dark: ["#6db3ff", "#ff9f66", "#6fdc94", "#d79bf5", "#f0c84a", "#ff85ae"] };
+  const PHASES = { light: ["#e0a100", "#2f8f57", "#3572c6", "#9aa1aa"], dark: ["#d9a520", "#57b87f", "#6ca0ec", "#767d86"] };
+  const DASHES = [[], [10, 3], [3, 3], [10, 3, 3, 3], [16, 6], [2, 6]];
+  const SHAPES = ["circle", "rect", "triangle", "rectRot", "star", "crossRot"];
+  const MOMENTS = {
+    start: ["triangle", 6], restart: ["triangle", 9], resumed: ["triangle", 7], checkpoint: ["rect", 4], "checkpoint failed": ["crossRot", 8],
+    preempted: ["rectRot", 9], "NaN or infinite": ["star", 9], "corrupt checkpoint": ["crossRot", 9], done: ["circle", 7],
+  };
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const drawn = [];
+
+  function hatched(colour, ink, number) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 10;
+    const pen = tile.getContext("2d");
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 10, 10);
+    pen.strokeStyle = pen.fillStyle = ink;
+    pen.lineWidth = 1.4;
+    pen.globalAlpha = 0.55;
+    const line = (a, b, c, d) => { pen.beginPath(); pen.moveTo(a, b); pen.lineTo(c, d); pen.stroke(); };
+    if (number === 0) { line(-2, 12, 12, -2); line(-7, 7, 7, -7); line(3, 17, 17, 3); }
+    if (number === 2) { line(5, 0, 5, 10); }
+    if (number === 3) { pen.beginPath(); pen.arc(5, 5, 1.5, 0, 7); pen.fill(); }
+    return pen.createPattern(tile, "repeat");
+  }
+
+  function line(chart, item, theme) {
+    const timeline = chart.kind === "timeline";
+    const colour = COLOURS[theme][item.run % 6];
+    const shape = (point) => (timeline ? (MOMENTS[point[2]] || [false, 0]) : [SHAPES[item.run % 6], item.points.length > 60 ? 0 : item.dashed ? 4 : 3]);
+    return {
+      label: item.label, data: item.points.map(([x, y]) => ({ x, y })), borderColor: colour, backgroundColor: item.dashed ? "transparent" : colour,
+      borderDash: item.dashed ? [4, 4] : DASHES[item.run % 6], borderWidth: timeline ? 1.5 : 2, tension: 0,
+      pointStyle: item.points.map((p) => shape(p)[0]), pointRadius: item.points.map((p) => shape(p)[1]), pointBorderColor: colour, pointBorderWidth: 1.5,
+      moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
+    };
+  }
+
+  function settings(chart) {
+    const theme = dark.matches ? "dark" : "light";
+    const style = getComputedStyle(document.documentElement);
+    const [ink, soft, rule, panel] = ["--ink", "--soft", "--rule", "--panel"].map((name) => style.getPropertyValue(name).trim());
+    const stack = chart.kind === "stack";
+    const axis = (text) => ({ title: { display: Boolean(text), text, color: soft }, ticks: { color: soft, maxRotation: 0 }, grid: { color: rule }, border: { color: soft } });
+    const [x, y] = [axis(chart.x), axis(chart.y)];
+    if (!stack) { x.type = "linear"; }
+    x.beginAtZero = stack || chart.kind === "timeline";
+    y.beginAtZero = Boolean(chart.zero);
+    x.stacked = y.stacked = stack;
+    const labels = stack ? chart.lines[0].points.map(([name]) => name) : undefined;
+    const datasets = chart.lines.map((item) => (stack
+      ? { label: item.label, data: item.points.map(([, value]) => value), backgroundColor: hatched(PHASES[theme][item.run], theme === "dark" ? "#000" : "#fff", item.run), borderColor: panel, borderWidth: 1, maxBarThickness: 30 }
+      : line(chart, item, theme)));
+    return {
+      type: stack ? "bar" : "line", data: { labels, datasets },
+      options: {
+        animation: false, responsive: true, maintainAspectRatio: false, indexAxis: stack ? "y" : "x", color: ink,
+        font: { family: getComputedStyle(document.body).fontFamily }, interaction: { mode: stack ? "index" : "nearest", axis: stack ? "y" : "xy", intersect: false },
+        scales: { x, y },
+        plugins: {
+          legend: { position: "bottom", labels: { color: ink, boxWidth: 34, boxHeight: 12, ...(stack ? {} : { usePointStyle: true, pointStyle: "line", pointStyleWidth: 40 }) } },
+          tooltip: { callbacks: { afterLabel: (at) => (at.dataset.moments ? at.dataset.moments[at.dataIndex].filter(Boolean) : []) } },
+        },
+      },
+    };
+  }
+
+  function draw() {
+    drawn.splice(0).forEach((chart) => chart.destroy());
+    charts.forEach((chart, number) => drawn.push(new Chart(document.getElementById(`chart-${number}`), settings(chart))));
+    document.documentElement.dataset.drawn = String(drawn.length);
+  }
+
+  dark.addEventListener("change", draw);
+  draw();
+})();

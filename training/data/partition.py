@@ -1,0 +1,50 @@
+"""A data set shared out over the ranks for a loop of one's own: every rank sees its part of each global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from training.data.order import bounds, global_ids, part
+
+
+class PartitionedLoader:
+    """Batches (inputs, targets) of one rank's part of each global batch, on the device.
+
+    A pass draws a new order, the same at every world size. The last batch of a pass is short where the batch size does
+    not divide the data, and left out where it would leave a rank without a sample. Parts differ by at most one sample.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batch_size: int, rank: int, size: int,
+        device: torch.device | str, dtype: torch.dtype, seed: int = 0, shuffle: bool = True,
+    ) -> None:  # fmt: skip
+        """`batch_size` is the global one. Floating-point inputs become `dtype`; targets keep their type.
+
+        Raises:
+            ValueError: a rank would have no sample.
+        """
+        self.dataset, self.batch_size, self.rank, self.size = dataset, batch_size, rank, size
+        self.device, self.dtype, self.seed, self.shuffle = device, dtype, seed, shuffle
+        self.passes = 0
+        self.count = len(dataset)  # type: ignore[arg-type]
+        if batch_size < size or self.count < size:
+            raise ValueError(
+                f"a batch of {batch_size} out of {self.count} samples leaves some of {size} ranks without one"
+            )
+        low, high = bounds(batch_size, rank, size)
+        self.per_rank = high - low
+        """Samples of this rank in a full batch."""
+
+    def __len__(self) -> int:
+        return self.count // self.batch_size + (self.count % self.batch_size >= self.size)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        number, self.passes = self.passes, self.passes + 1
+        for step in range(len(self)):
+            ids = global_ids(self.count, self.seed, number, step, self.batch_size, "weight", self.shuffle)
+            inputs, targets = default_collate([self.dataset[i] for i in part(ids, self.rank, self.size).tolist()])
+            yield inputs.to(device=self.device, dtype=self.dtype), targets.to(self.device)

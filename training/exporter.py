@@ -1,0 +1,210 @@
+"""Gives a rank's metrics out: an HTTP server, the file that says where it is, and a textfile for runs that end first.
+
+    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711}, for as long as the rank lives
+    RUN/metrics/rank-00003.prom     what it would serve, every few seconds and at the end
+    FILE_SD/RUN-rank-00003.json     the same place for Prometheus' file_sd, where a cluster has no discovery of its own
+
+Nothing here may end the training, or hold it up: what fails is said once, on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.exposition import choose_encoder
+
+from training import config as configuration
+from training import contract, files
+from training.contract import UserError
+from training.metrics import Metrics
+from training.world import World
+
+
+class Exporter:
+    """One rank's metrics and how they leave the process. `close` ends it; it may be called twice.
+
+    Raises:
+        UserError: the port is not one.
+    """
+
+    def __init__(self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]) -> None:
+        run_dir = run_dir.resolve()
+        self.metrics = Metrics(settings.run or run_dir.name, world.rank, world.device)
+        self.enabled, self._rank, self._settings = settings.enabled, world.rank, settings
+        self._warned: set[str] = set()
+        self._begun, self._closed = False, threading.Event()
+        self._server: _Server | None = None
+        self._endpoint = contract.endpoint_file(run_dir, world.rank)
+        self._textfile = contract.textfile(run_dir, world.rank)
+        # In a folder that other runs use, too, the name of this one comes first.
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
+        if settings.textfiles is not None:
+            self._textfile = Path(settings.textfiles) / f"{name}-{self._textfile.name}"
+        file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
+        self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
+        port = base_port(settings, env)
+        if self.enabled:
+            if world.leader:
+                _forget_ranks(run_dir, world.size)
+            self._serve(settings.address, port + world.local_rank if port else 0)
+
+    def begin(self) -> None:
+        """The training begins: from here on there is something to write. (A complete run keeps what it wrote last.)"""
+        self._begun = True
+        if self.enabled:
+            self._write_textfile()
+            if self._settings.textfile_seconds:
+                threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
+
+    def _serve(self, address: str | None, port: int) -> None:
+        for attempt in (port, 0):
+            try:
+                self._server = _Server(address, attempt, self.metrics, self._settings.stale_seconds)
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                continue
+            break
+        if self._server is None:
+            self._warn("serve", f"cannot serve metrics ({reason})")
+            return
+        if port not in (0, self._server.port):
+            self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
+        threading.Thread(target=self._server.run, name="metrics", daemon=True).start()
+        host, port = address or socket.gethostname(), self._server.port
+        self._publish(self._endpoint, json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode() + b"\n")
+        if self._target is not None:
+            target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._publish(self._target, json.dumps([{"targets": [target], "labels": {}}]).encode() + b"\n")
+
+    def _write_often(self) -> None:
+        while not self._closed.wait(self._settings.textfile_seconds):
+            self._write_textfile()
+
+    def _write_textfile(self) -> None:
+        self._publish(self._textfile, self.metrics.text())
+
+    def _publish(self, path: Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.remove_stale(path.parent, (path.name,))
+            files.publish(path, data)
+        except OSError as error:
+            self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
+
+    def _warn(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            print(f"warning: rank {self._rank}: {message}; the run goes on", file=sys.stderr, flush=True)
+
+    def close(self, code: int) -> None:
+        """The attempt has ended: the last textfile, then the end of the server."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self.metrics.ended(code)
+        if self.enabled:
+            if self._begun or self.metrics.found_corrupt:  # wrong words leave nothing behind
+                self._write_textfile()
+            with contextlib.suppress(OSError):
+                if self._target is not None:
+                    self._target.unlink(missing_ok=True)
+                self._endpoint.unlink(missing_ok=True)
+                self._endpoint.parent.rmdir()  # the last rank
+        if self._server is not None:
+            self._server.stop()
+
+
+def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
+    """The port of local rank 0; 0 for any. Raises `UserError`."""
+    text = env.get(contract.ENV_METRICS_PORT, "")
+    if settings.port is not None or not text:
+        return contract.METRICS_PORT if settings.port is None else settings.port
+    if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
+        raise UserError(f"{contract.ENV_METRICS_PORT}={text!r} is not a port (0 … 65535)")
+    return int(text)
+
+
+def _forget_ranks(run_dir: Path, size: int) -> None:
+    """Removes what ranks of a larger world left behind, so that nobody takes them for ranks of this one."""
+    for path in [
+        *(run_dir / contract.ENDPOINTS).glob("rank-*.json"),
+        *(run_dir / contract.METRICS).glob("rank-*.prom"),
+    ]:
+        number = path.stem.removeprefix("rank-")
+        if number.isdigit() and int(number) >= size:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
+        self.metrics, self.stale_seconds, self.stopped = metrics, stale_seconds, False
+        self._both = address is None and socket.has_dualstack_ipv6()
+        self.address_family = socket.AF_INET6 if self._both or ":" in (address or "") else socket.AF_INET
+        super().__init__((address or ("::" if self._both else ""), port), _Handler)
+        self.port: int = self.server_address[1]
+
+    def server_bind(self) -> None:
+        if self._both:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self.socket.bind(
+            self.server_address
+        )  # HTTPServer's own also asks the DNS for this host's name, which may block
+        self.server_address = self.socket.getsockname()
+
+    def run(self) -> None:
+        while not self.stopped:
+            self.handle_request()
+
+    def stop(self) -> None:
+        """At once: a shutdown of the socket wakes the thread that waits on it (`serve_forever` would poll)."""
+        self.stopped = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is nothing to print."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 5.0  # seconds for a client that connects and says nothing
+    protocol_version = "HTTP/1.0"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, kind, encode(self.server.metrics.registry))
+        elif path == "/healthz":
+            metrics = self.server.metrics
+            age = time.monotonic() - metrics.alive_at
+            well = metrics.finished or age <= self.server.stale_seconds
+            body = {"ok": well, "seconds_since_progress": round(age, 3), "finished": metrics.finished}
+            self._answer(200 if well else 503, "application/json", json.dumps(body).encode() + b"\n")
+        else:
+            self._answer(404, "text/plain; charset=utf-8", b"/metrics or /healthz\n")
+
+    def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape is nothing to print."""

@@ -1,0 +1,125 @@
+"""Reads what a run has left in its directory: the one place that turns its files into numbers to show.
+
+Every file may be missing, cut off or damaged: what can be read is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training import contract, files, settings
+from training.contract import UserError
+
+_MOST_LINES = 2_000_000
+PHASES = ("data_wait", "grad_ready", "sync_wait")
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """One run. Times are Unix seconds."""
+
+    name: str
+    path: Path
+    about: dict[str, Any]
+    """run.yaml as it stands."""
+    status: dict[str, Any]
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+    ranks: list[dict[str, float]]
+    """By rank: mean seconds a step of each phase, `rest`, `step_duration`, and `steps` of the last attempt."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Settings by their dotted names."""
+        found = self.about.get("config")
+        return flat(found) if isinstance(found, dict) else {}
+
+    @property
+    def began(self) -> float:
+        return float(self.events[0]["time"]) if self.events else 0.0
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] in kinds]
+
+
+def read(path: Path) -> RunFiles:
+    """Raises `UserError` where `path` is no run directory."""
+    run_file = path / contract.RUN_FILE
+    if not run_file.is_file():
+        raise UserError(f"{path} holds no run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
+    path = path.resolve()
+    return RunFiles(
+        path.name, path, settings.read_yaml(run_file), _mapping(path / contract.STATUS_FILE),
+        _mapping(path / contract.SUMMARY_FILE), _events(path / contract.EVENTS_FILE), _ranks(path / contract.METRICS),
+    )  # fmt: skip
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    value = files.read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The events in their order. Steps that were lost with a kill and taken again count once, as they went last."""
+    found: list[dict[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file):
+                if number >= _MOST_LINES:
+                    break
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue  # cut off by a kill
+                if isinstance(value, dict) and isinstance(value.get("event"), str) and number_of(value.get("time")):
+                    found.append(value)
+    except OSError:
+        return []
+    last = {(event["event"], event.get("step")): index for index, event in enumerate(found)}
+    return [
+        event for index, event in enumerate(found)
+        if event["event"] not in ("step", "epoch") or last[event["event"], event.get("step")] == index
+    ]  # fmt: skip
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _ranks(folder: Path) -> list[dict[str, float]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = []
+    for path in sorted(folder.glob("rank-*.prom")):
+        try:
+            families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
+        except Exception:  # noqa: BLE001, S112 - the parser raises whatever a damaged file makes it trip over
+            continue
+        values = {
+            s.name.removeprefix("training_"): s.value for f in families for s in f.samples if "le" not in s.labels
+        }
+        steps, spent = values.get("step_duration_seconds_count", 0.0), values.get("step_duration_seconds_sum", 0.0)
+        digits = path.stem.removeprefix("rank-")
+        if steps > 0 and digits.isdigit():
+            row = {phase: values.get(f"{phase}_seconds_sum", 0.0) / steps for phase in PHASES}
+            row |= {"rest": max(0.0, spent / steps - sum(row.values())), "step_duration": spent / steps}
+            found.append({"rank": float(digits), "steps": steps, **row})
+    return found

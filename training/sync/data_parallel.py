@@ -1,0 +1,38 @@
+"""torch's DataParallel: one process, whose threads run a replica a GPU and gather at the first. For comparison.
+
+It has no ranks, so it refuses a world above one. Where there is no GPU, or one, it passes everything through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from training.clock import StepClock
+from training.config import Config
+from training.sync.base import GradientSync
+from training.world import World
+
+
+class DataParallel(GradientSync):
+    def check(self, config: Config, world: World) -> None:
+        if world.size > 1:
+            raise self.refuse(
+                f"has no ranks, and was started on {world.size}", "start one process, or use sync.name=ddp"
+            )
+        if config.compile:
+            raise self.refuse("replicates the module in every step, which compile=true cannot follow", "leave one out")
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self.model = model
+        # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.
+        return model if world.device.type == "cpu" and torch.cuda.is_available() else nn.DataParallel(model)
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self, clock: StepClock) -> None:
+        clock.grad_ready()
+        clock.synced()

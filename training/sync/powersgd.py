@@ -1,0 +1,124 @@
+"""Gradients as low-rank products: torch's PowerSGD hook under DDP. For models of many MB on slow networks.
+
+Lossy: what a rank's compression leaves out is added to its next gradient (error feedback), so it arrives later, not
+never. That memory differs by rank and is part of the checkpoint, beside the warm start and the step count: a resumed
+run compresses as the uninterrupted one does. At another world size every rank starts from the mean of the errors, which
+keeps their sum over the ranks.
+
+T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression" (2019).
+"""
+
+# No `from __future__ import annotations`: torch compares the annotations of a hook with its classes.
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from training.clock import StepClock
+from training.config import Config
+from training.sync.ddp import Ddp, DdpOptions
+from training.world import World
+
+
+@dataclass(kw_only=True, slots=True)
+class PowerSgdOptions(DdpOptions):
+    rank: int = 2
+    """Rank of the approximation: bytes and accuracy rise with it."""
+    start: int = 100
+    """Steps that send whole gradients first; about a tenth of the run. At least 2."""
+    error_feedback: bool = True
+    """Add to the next gradient what compression left out of this one."""
+    warm_start: bool = True
+    """Begin each approximation with the last one."""
+    min_rate: float = 2.0
+    """Send a matrix whole where compression would save less than this factor."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.start < 2 or self.min_rate < 1:
+            raise ValueError(
+                f"rank must be at least 1, start at least 2, min_rate at least 1, got {self.rank}, {self.start}, {self.min_rate}"
+            )
+
+
+class PowerSgd(Ddp):
+    Options = PowerSgdOptions
+
+    def check(self, config: Config, world: World) -> None:  # noqa: ARG002
+        if config.channels_last:
+            raise self.refuse(
+                "reads gradients as matrices, which channels_last ones are not", "set channels_last=false"
+            )
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
+        scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
+        if scalars:
+            raise self.refuse(
+                f"cannot take a parameter without dimensions, and {scalars[0]} is one", "give it the shape [1]"
+            )
+        self._world = world
+        options = self.options
+        self._state = PowerSGDState(
+            None, matrix_approximation_rank=options.rank, start_powerSGD_iter=options.start,
+            min_compression_rate=options.min_rate, use_error_feedback=options.error_feedback,
+            warm_start=options.warm_start,
+        )  # fmt: skip
+        return super().wrap(model, world, example)
+
+    def _warm_up(self, example: torch.Tensor) -> None:
+        self.network.register_comm_hook(self._state, self._compress)
+        super()._warm_up(example)
+        self._state.iter = self.bytes_sent = 0  # the pass that was undone does not count
+
+    def _compress(self, state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        before, compresses = state.total_numel_after_compression, state.iter >= state.start_powerSGD_iter
+        # torch's hook starts its second and third collective from callbacks, whose order among several buckets differs
+        # by rank. So each bucket is waited for before the next one starts.
+        done = powerSGD_hook(state, bucket).wait()
+        sent = state.total_numel_after_compression - before if compresses else bucket.buffer().numel()
+        if self._world.size > 1:
+            self.bytes_sent += sent * bucket.buffer().element_size()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(done[0] if isinstance(done, list) else done)
+        return future
+
+    def finish(self, clock: StepClock) -> None:
+        sent = self.bytes_sent
+        super().finish(clock)
+        self.bytes_sent = sent
+
+    def abandon(self) -> None:
+        """A gradient that is not finite has spoilt what its bucket remembers: that starts over."""
+        super().abandon()
+        memories = (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict)
+        for index in list(self._state.p_memory_dict):
+            bad = [not bool(torch.isfinite(memory[index]).all()) for memory in memories if index in memory]
+            for memory in memories if any(bad) else ():
+                memory.pop(index, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._state
+        kind, keys, position, has_gauss, cached = cast(tuple[Any, ...], state.rng.get_state())
+        return {
+            "step": state.iter, "errors": dict(state.error_dict), "p": dict(state.p_memory_dict),
+            "q": dict(state.q_memory_dict),
+            "rng": [str(kind), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own, device = self._state, self._world.device
+        own.iter = state["step"]
+        own.error_dict, own.p_memory_dict, own.q_memory_dict = (
+            {index: tensor.to(device) for index, tensor in state[name].items()} for name in ("errors", "p", "q")
+        )
+        kind, keys, position, has_gauss, cached = state["rng"]
+        own.rng.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+
+    def load_resized(self, states: list[dict[str, Any]]) -> None:
+        errors = {
+            index: torch.stack([state["errors"][index].double() for state in states]).mean(0).to(error.dtype)
+            for index, error in states[0]["errors"].items()
+        }
+        self.load_state_dict({**states[0], "errors": errors})

@@ -1,0 +1,118 @@
+"""The optimizer's state sharded over the ranks: each keeps, and updates, its own part of the parameters.
+
+The gradients of a part are summed on its owner alone, while the backward pass still runs; the owner updates its
+parameters and sends them to the others. A ring moves as many bytes for this as for one all-reduce. The checkpoint holds
+the whole state in the layout of the plain optimizer, so it loads at any world size.
+
+After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.clock import StepClock
+from training.exchange import all_gather_trees, gather_trees
+from training.sync.base import BuildOptimizer, global_norm, nbytes
+from training.sync.flat import Bucket, Flat
+
+
+class Zero1(Flat):
+    capturable = False
+
+    def _groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        self._owner = _shares(params, self._world.size)
+        self._shared: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in params:
+            self._shared.setdefault((self._owner[parameter], parameter.dtype), []).append(parameter)
+        return list(self._shared.values())
+
+    def _send(self, bucket: Bucket) -> dist.Work | None:
+        self.bytes_sent += nbytes(bucket.buffer)
+        return dist.reduce(bucket.buffer, self._owner[bucket.params[0]], async_op=True)
+
+    def finish(self, clock: StepClock) -> None:
+        super().finish(clock)
+        for parameter, owner in self._owner.items():
+            if owner != self._world.rank:
+                parameter.grad = None  # a partial sum, which only its owner has completed
+
+    @property
+    def _own_flats(self) -> list[torch.Tensor]:
+        return [flat for flat, (owner, _) in zip(self._flats, self._shared) if owner == self._world.rank]
+
+    def grad_norm(self) -> torch.Tensor:
+        return global_norm(self._own_flats, self._world)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        norm = self.grad_norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for flat in self._own_flats:
+            flat.mul_(factor)
+        return norm
+
+    def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        optimizer = build(self.model.parameters())
+        self._all = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if self._owner.get(p) == self._world.rank]
+        optimizer.register_step_post_hook(lambda *_: self._share())
+        return optimizer
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Every owner sends its parameters to the others."""
+        if self._world.size == 1:
+            return
+        flying = []
+        for (owner, _), params in self._shared.items():
+            flat = torch.cat([p.detach().reshape(-1) for p in params])
+            flying.append((dist.broadcast(flat, owner, async_op=True), flat, owner, params))
+            self.bytes_sent += nbytes(flat)
+        for work, flat, owner, params in flying:
+            if work is not None:
+                work.wait()
+            if owner != self._world.rank:
+                for parameter, piece in zip(params, flat.split([p.numel() for p in params])):
+                    parameter.copy_(piece.view(parameter.shape))
+
+    def _numbered(self) -> list[list[int]]:
+        """The numbers that the plain optimizer's `state_dict` gives to the parameters of each group."""
+        counter = itertools.count()
+        return [[next(counter) for _ in group] for group in self._all]
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
+        number = {p: n for params, numbers in zip(self._all, self._numbered()) for p, n in zip(params, numbers)}
+        own = {number[p]: state for p, state in optimizer.state.items()}
+        parts = all_gather_trees(own, self._world) if everywhere else gather_trees(own, self._world)
+        if parts is None:
+            return None
+        groups = optimizer.state_dict()["param_groups"]
+        whole = [{**group, "params": numbers} for group, numbers in zip(groups, self._numbered())]
+        state = {n: entry for part in parts for n, entry in part.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": whole}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        groups = []
+        if len(self._all) != len(state["param_groups"]):
+            raise ValueError(f"the optimizer has {len(self._all)} groups, the checkpoint {len(state['param_groups'])}")
+        for group, params in zip(state["param_groups"], self._all):
+            own = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self._world.rank]
+            groups.append({**group, "params": own})
+        kept = {n for group in groups for n in group["params"]}
+        entries = {n: entry for n, entry in state["state"].items() if n in kept}
+        optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _shares(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
+    """Parameter → owner. Each rank owns a contiguous stretch, so that the first stretch is complete early in backward."""
+    total, before, owner = sum(p.numel() for p in params), 0, {}
+    for parameter in params:
+        owner[parameter] = min((2 * before + parameter.numel()) * size // (2 * total), size - 1)
+        before += parameter.numel()
+    return owner
