@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.nets import NormedConv
-from tests.processes import clean_env, gang
+from tests.processes import clean_env, gang, training
 from tests.ranks import on_ranks
 from training.closeness import ReplicasDiffer, check_parameter_closeness
 from training.world import World
@@ -89,5 +89,5 @@ def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str],
 
 
 def test_an_interval_that_is_none(tmp_path: Path) -> None:
-    done = gang(1, "run", "smoke", "--check-closeness", "often", "--run-dir", str(tmp_path / "x"))
+    done = training("run", "smoke", "--check-closeness", "often", "--run-dir", str(tmp_path / "x"))
     assert done.code == 2 and "check_closeness must be a whole number, got 'often'" in done.output, done.output

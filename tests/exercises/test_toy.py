@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.processes import gang
+from tests.processes import gang, training
 from tests.ranks import on_ranks
 from training import toy
 from training.world import World
@@ -41,7 +41,7 @@ def test_the_comparison_sees_a_gradient_that_was_not_summed() -> None:
 
 @pytest.mark.parametrize("tensor", ["2", "0"])
 def test_a_mesh_that_does_not_divide(tensor: str) -> None:
-    done = gang(1, "toy", "--tensor", tensor)
+    done = training("toy", "--tensor", tensor)
     assert done.code == 2 and ("must divide 1 ranks" if tensor == "2" else "from 1, got '0'") in done.output, (
         done.output
     )
