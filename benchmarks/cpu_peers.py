@@ -31,7 +31,7 @@ FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "speedrun": 0.708e9}
 _OPEN: list[Any] = []
 
 
-def ours(recipe: str, batch: int, threads: int, extra: list[str]) -> Callable[[], None]:
+def ours(recipe: str, batch: int, threads: int, extra: list[str]) -> Callable[[], Any]:
     memory.keep_freed()  # as a run on a CPU does
     world = joined(detect({}), "cpu")
     _OPEN.append(world)  # the group stays open for as long as the worker lives

@@ -1,0 +1,143 @@
+"""python benchmarks/allreduce.py [--rounds 7] [--ranks 2] [--batch 64] [--no-steps] [--out FILE]
+
+What gradient communication costs on this machine, over gloo, the ranks taking turns at nothing else:
+
+- the gradients of airbench's network and of the bag of tricks, summed by one call a tensor, in one flat float32 or
+  bfloat16 buffer, by torch's coalesced all-reduce, and in the buckets of 25 MB that DDP would use;
+- the *exposed* part of it in a real training step of bag_of_tricks under `ddp`, `flat` and `bf16_compress`: the seconds
+  from a rank's last own gradient to the sum's arrival, by the run's own step clock (the median over the rounds of the
+  rank that waits least, since the others also wait for it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cpu_step import our_step
+from benchmarks.measure import interleaved, machine, write
+from training import models
+from training.world import detect, joined
+
+STRATEGIES = ("ddp", "flat", "bf16_compress")
+BUCKET = 25_000_000
+
+
+def payload(model: str) -> list[torch.Tensor]:
+    return [torch.randn(p.shape) for p in models.build(model, {}, 10).parameters() if p.requires_grad]
+
+
+def ways(grads: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    small = flat.bfloat16()
+    buckets, held = [[]], 0
+    for grad in reversed(grads):
+        if held >= BUCKET:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(grad.reshape(-1))
+        held += grad.numel() * grad.element_size()
+    joint = [torch.cat(bucket) for bucket in buckets]
+
+    def rounded() -> None:
+        small.copy_(flat)
+        dist.all_reduce(small)
+        flat.copy_(small)
+
+    return {
+        "per tensor": lambda: [dist.all_reduce(grad) for grad in grads],
+        "flat float32": lambda: dist.all_reduce(flat),
+        "flat bfloat16": rounded,
+        "coalesced": lambda: dist.all_reduce_coalesced(grads),
+        "buckets of 25 MB": lambda: [work.wait() for work in [dist.all_reduce(b, async_op=True) for b in joint]],
+    }
+
+
+def _rank(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
+    size = args.ranks
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with joined(detect(os.environ), "cpu") as world:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        alone = {
+            model: {
+                name: [s * 1e3 for s in seconds]
+                for name, seconds in interleaved(ways(payload(model)), args.rounds * 3).items()
+            }
+            for model in ("speedrun", "bag_of_tricks")
+        }
+        exposed: dict[str, list[float]] = {}
+        steps: dict[str, list[float]] = {}
+        if not args.no_steps:
+            runs = {name: our_step("bag_of_tricks", args.batch, world, name) for name in STRATEGIES}
+            for number in range(args.rounds + 1):
+                for name, run in runs.items():
+                    dist.barrier()
+                    times = run()
+                    waits: list[Any] = [None] * size
+                    dist.all_gather_object(waits, (times["sync_wait"], times["step_duration"]))
+                    if number:  # the first round warms up
+                        exposed.setdefault(name, []).append(min(wait for wait, _ in waits) * 1e3)
+                        steps.setdefault(name, []).append(max(step for _, step in waits) * 1e3)
+        if world.leader:
+            results.put({"alone_ms": alone, "exposed_ms": exposed, "step_ms": steps})
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, args, port, results)) for rank in range(args.ranks)]
+    for process in ranks:
+        process.start()
+    found = results.get(timeout=1800)
+    for process in ranks:
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
+    parser.add_argument("--no-steps", action="store_true", help="only the collectives alone")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = machine()
+    found = measure(args)
+    print(
+        f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {args.ranks} ranks over gloo, {args.rounds} rounds"
+    )
+    for model, rows in found["alone_ms"].items():
+        size = sum(tensor.numel() for tensor in payload(model)) * 4 / 1e6
+        print(f"{model}: {size:.1f} MB of float32 gradient")
+        for name, values in rows.items():
+            print(f"  {name:18} {statistics.median(values):8.2f} ms  (least {min(values):.2f})")
+    if found["exposed_ms"]:
+        print(f"exposed in a step of bag_of_tricks, batch {args.batch} a rank")
+        base = statistics.median(found["exposed_ms"]["ddp"])
+        for name, values in found["exposed_ms"].items():
+            wait = statistics.median(values)
+            step = statistics.median(found["step_ms"][name])
+            print(f"  {name:18} {wait:8.2f} ms of {step:.0f} ms   {wait / base:.3f} of ddp's")
+    result = {"machine": about, "ranks": args.ranks, "rounds": args.rounds, "batch": args.batch, **found}
+    print(f"written to {write('allreduce', result, args.out)}")
+
+
+if __name__ == "__main__":
+    main()
