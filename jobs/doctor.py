@@ -59,7 +59,9 @@ def run(
 
         return compose_doctor.check(spec)
     if backend not in ("k8s", "kubernetes"):
-        raise UserError(f"doctor knows k8s, slurm and compose, got {backend!r}")
+        from jobs import options
+
+        raise options.no_cluster("doctor", backend)
     wanted = namespace or (spec.k8s.namespace if spec else None)
     return check(KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None)), spec)
 

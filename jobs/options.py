@@ -88,7 +88,7 @@ def manifests(spec: JobSpec, backend: str, command: str) -> list[Manifest]:
         from jobs.render import compose
 
         return [compose.render(spec)]
-    raise UserError(f"{command} knows k8s, slurm and compose, got {backend!r}")
+    raise no_cluster(command, backend)
 
 
 def preparation(spec: JobSpec, backend: str) -> tuple[str, object, Callable[[], Submitted]]:
@@ -116,4 +116,14 @@ def preparation(spec: JobSpec, backend: str) -> tuple[str, object, Callable[[], 
 
         project = [compose.render_prepare(spec)]
         return to_yaml(project), project, lambda: ComposeBackend().prepare(spec)
-    raise UserError(f"prepare knows k8s, slurm and compose, got {backend!r}")
+    raise no_cluster("prepare", backend)
+
+
+def no_cluster(command: str, backend: str) -> UserError:
+    """The error of a command that renders or checks, for a backend that has nothing of the kind."""
+    from jobs.backends import NAMES
+    from training import settings
+
+    if backend not in NAMES:
+        return UserError(f"unknown backend {backend!r}{settings.nearest(backend, NAMES)}")
+    return UserError(f"{command} knows k8s, slurm and compose, got {backend!r}")
