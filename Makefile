@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench clean
+.PHONY: help setup train test lint bench bench-gpu clean
 .PHONY: test-exercises test-sync test-k8s test-prometheus test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
@@ -155,6 +155,9 @@ bench: $(READY) ## time a training step on this machine's CPU against torch's DD
 	$(RUN) benchmarks/cpu_step.py
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/metrics.py
+
+bench-gpu: $(READY) ## ten minutes on one GPU: steps, profile, projection, trainings: DATA=… [BAG=… AIRBENCH=… HIVERGE=…: checkouts]
+	$(RUN) benchmarks/gpu.py --data-root $(or $(DATA),data) $(if $(BAG),--bag $(BAG)) $(if $(AIRBENCH),--airbench $(AIRBENCH)) $(if $(HIVERGE),--hiverge $(HIVERGE))
 
 clean: ## remove caches; runs/, data/ and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.cpu_step import our_step
 from benchmarks.measure import interleaved, machine, write
+from benchmarks.our_step import our_step
 from training import models
 from training.world import detect, joined
 

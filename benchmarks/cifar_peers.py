@@ -22,7 +22,7 @@ def bag_of_tricks(checkout: str, batch: int, threads: int) -> Callable[[], None]
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     sys.path.insert(0, checkout)
-    model, train = _load(checkout, "model"), _load(checkout, "train")
+    model, train = imported(checkout, "model"), imported(checkout, "train")
     images, labels = torch.randn(4096, 3, 40, 40), torch.randint(0, 10, (4096,))
     net = model.Model(model.patch_whitening(images[:100, :, 4:-4, 4:-4]), c_in=3, c_out=10, scale_out=0.125)
     average = model.Model(torch.zeros(27, 3, 3, 3), c_in=3, c_out=10, scale_out=0.125)
@@ -52,7 +52,7 @@ def airbench(checkout: str, batch: int, threads: int) -> Callable[[], None]:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     sys.argv[0] = os.path.join(checkout, "airbench94_muon.py")  # it reads its own source
-    code = _load(checkout, "airbench94_muon")
+    code = imported(checkout, "airbench94_muon")
     images, labels = torch.randn(4000, 3, 36, 36), torch.randint(0, 10, (4000,))
     images = images.to(memory_format=torch.channels_last)
     net = code.CifarNet().float().to(memory_format=torch.channels_last)
@@ -79,7 +79,7 @@ def airbench(checkout: str, batch: int, threads: int) -> Callable[[], None]:
     return step
 
 
-def _load(checkout: str, name: str) -> Any:
+def imported(checkout: str, name: str) -> Any:
     path = Path(checkout) / f"{name}.py"
     if not path.exists():
         raise FileNotFoundError(f"{path}: give the folder of a checkout that holds it")

@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks import cifar_peers
-from benchmarks.cpu_step import our_step, sgemm
+from benchmarks.cpu_step import sgemm
 from benchmarks.measure import Worker, interleaved, machine, ratio, write
+from benchmarks.our_step import our_step
 from training import memory
 from training.world import detect, joined
 

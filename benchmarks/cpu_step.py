@@ -23,14 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.measure import interleaved, machine, ratio, write
-from training import config, optim, sync
-from training.clock import StepClock, Times
-from training.data.loader import Batch
-from training.models import batch_multiple, build
-from training.optim.ema import Ema
-from training.state import Cursor, TrainState
-from training.step import Step
-from training.world import World, detect, joined
+from benchmarks.our_step import our_step
+from training.world import detect, joined
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
@@ -89,41 +83,6 @@ def plain_step(batch: int) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-def our_step(
-    recipe: str, batch: int, world: World, strategy: str, compiled: bool = False, extra: list[str] | None = None
-) -> Callable[[], Times]:
-    """The recipe's own step, from uint8 images to averaged weights; gives back the phases' seconds."""
-    torch.manual_seed(0)
-    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}", *(extra or [])])
-    model = build(settings.model, settings.model_options, 10)
-    model = model.to(memory_format=torch.channels_last) if settings.channels_last else model
-    synchroniser = sync.build(settings.sync)
-    network = synchroniser.wrap(model, world, torch.randn(batch, 3, 32, 32))
-    network = torch.compile(network) if compiled else network
-    optimizer = synchroniser.make_optimizer(
-        lambda parameters: optim.build(parameters, settings, batch * world.size, model)
-    )
-    ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
-    losses = torch.zeros(2, dtype=torch.float64)
-    state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), StepClock(), losses, {})
-    step = Step(settings, state, network, batch_multiple(model))
-    images = torch.randint(0, 256, (4096, 32, 32, 3), dtype=torch.uint8)
-    rows = torch.arange(batch)
-    part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)), batch * world.size)
-    count = [0]
-
-    def run() -> Times:
-        state.clock.begin()
-        state.clock.data_ready()
-        step(part, 0, 0.001)
-        count[0] += 1
-        if ema:
-            ema.update(count[0])
-        return state.clock.end()
-
-    return run
 
 
 def sgemm(size: int = 2048) -> Callable[[], None]:

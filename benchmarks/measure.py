@@ -43,7 +43,7 @@ class Worker:
         build: importable function that returns the callable to time; it runs in the worker.
     """
 
-    def __init__(self, build: Callable[..., Callable[[], Any]], *args: Any) -> None:
+    def __init__(self, build: Callable[..., Callable[..., Any]], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, build, args), daemon=True)
@@ -53,17 +53,21 @@ class Worker:
 
     def __call__(self) -> float:
         """Runs the callable once and returns its seconds, taken inside the worker. Raises `RuntimeError` where it failed."""
-        self._pipe.send("run")
+        return self.run()[0]
+
+    def run(self, *args: Any) -> tuple[float, Any]:
+        """The seconds of one call with `args`, and what it gave back. Raises `RuntimeError` where it failed."""
+        self._pipe.send(args)
         return self._answer()
 
-    def _answer(self) -> float:
+    def _answer(self) -> tuple[float, Any]:
         try:
-            kind, value = self._pipe.recv()
+            kind, seconds, value = self._pipe.recv()
         except EOFError:
             raise RuntimeError("a worker ended without an answer (out of memory?)") from None
         if kind == "failed":
             raise RuntimeError(value)
-        return float(value)
+        return float(seconds), value
 
     def close(self) -> None:
         self._pipe.close()
@@ -72,18 +76,19 @@ class Worker:
             self._process.kill()
 
 
-def _serve(pipe: Any, build: Callable[..., Callable[[], Any]], args: tuple[Any, ...]) -> None:
+def _serve(pipe: Any, build: Callable[..., Callable[..., Any]], args: tuple[Any, ...]) -> None:
     try:
         run = build(*args)
-        pipe.send(("ready", 0.0))
-        while pipe.recv() == "run":
+        pipe.send(("ready", 0.0, None))
+        while True:
+            words = pipe.recv()
             began = time.perf_counter()
-            run()
-            pipe.send(("seconds", time.perf_counter() - began))
+            value = run(*words)
+            pipe.send(("done", time.perf_counter() - began, value))
     except EOFError:
         pass
     except Exception:  # noqa: BLE001 - told to the parent
-        pipe.send(("failed", traceback.format_exc()))
+        pipe.send(("failed", 0.0, traceback.format_exc()))
 
 
 def ratio(times: Mapping[str, list[float]], numerator: str, denominator: str) -> float:

@@ -1,0 +1,198 @@
+"""python benchmarks/gpu.py --data-root DATA [--bag CHECKOUT] [--airbench CHECKOUT] [--hiverge CHECKOUT] [--seconds 600]
+
+What one GPU can tell in ten minutes (`make bench-gpu`):
+
+- steps: milliseconds of a whole training step of bag_of_tricks and speedrun, eager, compiled and recorded as CUDA graphs, in turn,
+  at the recipe's batch and at 1/2 … 1/8 of it; the share of the floor, which is the step's arithmetic at the rate of a
+  large half-precision matrix product measured in the same rounds; and the kernels that take the time of an eager step
+- same numbers: how far the weights of recorded and eager steps are apart after 20 steps
+- projection: the step on 1 … 64 GPUs by `scaling_model.py`
+- trainings against the published codes, by `speedrun.py`, for the time that is left
+
+`--device cpu --small` runs every line of it that needs no GPU, on small batches: to see that it works, not to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from benchmarks import speedrun
+from benchmarks.cpu_peers import FLOP_PER_IMAGE
+from benchmarks.measure import RESULTS, interleaved, machine, write
+from benchmarks.our_step import our_step
+from benchmarks.scaling_model import PARAMETERS, project
+from training import config
+from training.capture import capture_stream
+from training.world import World, detect, joined
+
+BATCH = {"bag_of_tricks": 512, "speedrun": 2000}
+REPEATS = 10
+"""Steps between two readings of the clock."""
+
+
+def repeated(step: Callable[[], Any], device: torch.device, repeats: int) -> Callable[[], None]:
+    """`repeats` steps, ended by a synchronisation."""
+
+    def run() -> None:
+        for _ in range(repeats):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def matmul(device: torch.device, size: int) -> Callable[[], Any]:
+    kind = torch.float16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, dtype=kind, device=device) for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def forms(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Name → arguments of `our_step`."""
+    if device.type == "cpu":
+        return {"eager": {}}
+    plain = [word for word in speedrun.ON_GPU if not word.startswith("capture")]
+    return {
+        "eager": {"extra": plain}, "compiled": {"extra": plain, "compiled": True},
+        "recorded": {"extra": [*plain, "capture=auto"]},
+        "recorded, compiled": {"extra": [*plain, "capture=auto"], "compiled": True},
+    }  # fmt: skip
+
+
+def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of each form at each part of the batch, and the share of the floor at the whole one."""
+    device, repeats = world.device, 1 if args.small else REPEATS
+    size = 512 if args.small else 8192
+    whole = 64 if args.small else BATCH[recipe]
+    found: dict[str, Any] = {"batch": whole, "milliseconds": {}, "share_of_floor": {}}
+    for part in (1, 2) if args.small else (1, 2, 4, 8):
+        batch = whole // part
+        variants = {"matmul": repeated(matmul(device, size), device, repeats)}
+        for name, settings in forms(device).items():
+            try:
+                step = our_step(recipe, batch, world, "flat", **settings)
+                for _ in range(5):  # compiles, or records
+                    step()
+            except Exception as error:  # noqa: BLE001 - one form that fails is a result too
+                found.setdefault("failed", {})[f"{name}, batch {batch}"] = f"{type(error).__name__}: {error}"[:500]
+                continue
+            variants[name] = repeated(step, device, repeats)
+        times = interleaved(variants, args.rounds)
+        rate = 2 * size**3 * repeats / statistics.median(times["matmul"])
+        found.setdefault("matmul_tflops", rate / 1e12)
+        for name in variants:
+            if name == "matmul":
+                continue
+            seconds = statistics.median(times[name]) / repeats
+            found["milliseconds"].setdefault(name, {})[batch] = seconds * 1e3
+            if part == 1:
+                found["share_of_floor"][name] = batch * FLOP_PER_IMAGE[recipe] / rate / seconds
+    return found
+
+
+def kernels(recipe: str, world: World, batch: int) -> list[dict[str, Any]]:
+    """The twelve kernels (operators, on a CPU) that take most of an eager step, with their share of its time."""
+    step = our_step(recipe, batch, world, "flat", **forms(world.device)["eager"])
+    for _ in range(3):
+        step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        repeated(step, world.device, 3)()
+    field = "self_device_time_total" if world.device.type == "cuda" else "self_cpu_time_total"
+    rows = sorted(((getattr(row, field), row.key, row.count) for row in profile.key_averages()), reverse=True)
+    total = sum(time for time, *_ in rows)
+    return [{"name": key[:120], "share": time / total, "calls": count / 3} for time, key, count in rows[:12]]
+
+
+def drift(recipe: str, world: World, batch: int) -> float:
+    """The largest difference of the summed loss of 20 recorded and 20 eager steps, relative to it."""
+    losses = []
+    for name in ("eager", "recorded"):
+        torch.manual_seed(0)
+        step = our_step(recipe, batch, world, "flat", **forms(world.device)[name])
+        for _ in range(20):
+            step()
+        losses.append(step.losses.clone())  # type: ignore[attr-defined]
+    return float(((losses[0] - losses[1]).abs() / losses[0].abs()).max())
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    deadline = time.monotonic() + args.seconds
+    found: dict[str, Any] = {"machine": machine(), "gpu": gpu_name(args.device), "recipes": {}}
+    recorded = config.load("speedrun", ["capture=auto"])
+    # Recording happens on a stream of its own, where the sync strategy's hooks live too.
+    with joined(detect({}), args.device) as world, capture_stream(recorded, world.device):
+        for recipe in BATCH:
+            row = found["recipes"][recipe] = steps(recipe, world, args)
+            row["kernels"] = kernels(recipe, world, row["batch"])
+            if world.device.type == "cuda":
+                row["recorded_against_eager"] = drift(recipe, world, row["batch"])
+            best = min(row["milliseconds"].values(), key=lambda times: times[row["batch"]])
+            points = [(float(batch), ms / 1e3) for batch, ms in best.items()]
+            payload = PARAMETERS[recipe] * 2
+            row["projection_ms"] = {
+                gpus: {name: s * 1e3 for name, s in project(points, row["batch"], payload, "h200", gpus).items()}
+                for gpus in (1, 2, 4, 8, 16, 32, 64)
+            }
+            show(recipe, row)
+    args.seconds = max(deadline - time.monotonic(), 30)
+    found["trainings"] = speedrun.measure(args)
+    return found
+
+
+def show(recipe: str, row: dict[str, Any]) -> None:
+    print(f"{recipe}: matmul {row['matmul_tflops']:.3g} TFLOP/s")
+    for name, times in row["milliseconds"].items():
+        share = row["share_of_floor"].get(name)
+        cells = "   ".join(f"{batch}: {ms:.2f} ms" for batch, ms in times.items())
+        print(f"  {name:20} {cells}   share of the floor {share:.2f}" if share else f"  {name:20} {cells}")
+    for name, text in row.get("failed", {}).items():
+        print(f"  {name}: {text}")
+    for kernel in row["kernels"][:6]:
+        print(f"  {kernel['share']:6.1%}  {kernel['calls']:5.1f} calls  {kernel['name']}")
+
+
+def gpu_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    )
+    parser.add_argument("-h", "--help", action="help")
+    parser.add_argument("--small", action="store_true", help="small batches, to see that everything runs")
+    parser.add_argument("--rounds", type=int, default=7, help="of each step form")
+    own, rest = parser.parse_known_args()
+    args = speedrun.arguments([*rest, *([] if "--seconds" in rest else ["--seconds", "600"])])
+    args.small, args.rounds = own.small, own.rounds
+    if args.device == "cpu" and not args.small:
+        raise SystemExit("error: no GPU here: run this where one is, or see that it works with --device cpu --small")
+    if "--out" not in rest:
+        name = re.sub(r"[^a-z0-9]+", "-", gpu_name(args.device).lower()).strip("-")
+        args.out = RESULTS / f"{name}-{machine()['date']}.json"
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    result = measure(args)
+    print(f"written to {write('gpu', result, args.out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The whole training step of a recipe, ready to be timed: augmentation, forward, backward, update and average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from training import config, optim, sync
+from training.capture import CapturedStep, why_not
+from training.clock import Times, step_clock
+from training.data.loader import Batch
+from training.models import batch_multiple, build
+from training.optim.ema import Ema
+from training.state import Cursor, TrainState
+from training.step import Step, real_type
+from training.world import World
+
+
+def our_step(
+    recipe: str, batch: int, world: World, strategy: str, compiled: bool = False, extra: list[str] | None = None
+) -> Callable[[], Times]:
+    """The recipe's own step, from uint8 images on the device to averaged weights; gives back the phases' seconds.
+
+    Args:
+        batch: images of this rank.
+        extra: settings; with `capture=auto` the step is recorded, and has to run on `capture_stream`.
+    """
+    torch.manual_seed(0)
+    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}", *(extra or [])])
+    device = world.device
+    model = build(settings.model, settings.model_options, 10).to(device, real_type(settings.precision))
+    model = model.to(memory_format=torch.channels_last) if settings.channels_last else model
+    synchroniser = sync.build(settings.sync)
+    network = synchroniser.wrap(model, world, torch.randn(batch, 3, 32, 32, device=device))
+    network = torch.compile(network) if compiled else network
+    optimizer = synchroniser.make_optimizer(
+        lambda parameters: optim.build(parameters, settings, batch * world.size, model)
+    )
+    ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
+    losses = torch.zeros(2, dtype=torch.float64, device=device)
+    state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), step_clock(device), losses, {})
+    step = Step(settings, state, network, batch_multiple(model))
+    if settings.capture == "auto" and why_not(settings, state) is None:
+        step = CapturedStep(settings, state, network, batch_multiple(model), print)
+    images = torch.randint(0, 256, (max(4096, batch + 1), 32, 32, 3), dtype=torch.uint8).to(device)
+    rows = torch.arange(batch, device=device)
+    part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)).to(device), batch * world.size)
+    count = [0]
+
+    def run() -> Times:
+        state.clock.begin()
+        state.clock.data_ready()
+        step(part, 0, 0.001)
+        count[0] += 1
+        if ema:
+            ema.update(count[0])
+        return state.clock.end()
+
+    run.losses = losses  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,105 @@
+"""The programs of benchmarks/ that compare with other code: their arithmetic, and one small run through all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import contestants, scaling_model, speedrun
+from benchmarks.contestants import Outcome
+
+ROOT = Path(__file__).parents[2]
+
+
+def outcomes(seconds: float, *accuracies: float) -> list[Outcome]:
+    return [Outcome(seconds, 2 * seconds, accuracy) for accuracy in accuracies]
+
+
+def test_the_gate_asks_for_confidence_not_for_luck() -> None:
+    steady = [0.940, 0.941, 0.939, 0.940] * 5
+    assert speedrun.gate(steady, steady)["passed"] is True
+    slightly_worse = speedrun.gate([value - 0.0015 for value in steady], steady)
+    assert slightly_worse["passed"] is False and slightly_worse["points"] == pytest.approx(-0.15)
+    scattered = speedrun.gate([0.90, 0.98], [0.90, 0.98])  # no difference, and no confidence that there is none
+    assert scattered["passed"] is False
+    assert speedrun.gate([0.94], [0.90])["passed"] is None
+
+
+def test_each_peer_is_compared_by_the_clock_that_it_has_itself() -> None:
+    runs = {"bag_of_tricks": outcomes(1, 0.94, 0.94), "speedrun": outcomes(1, 0.94, 0.94)}
+    runs |= {"bag": outcomes(3, 0.94, 0.94), "airbench": outcomes(3, 0.93, 0.93)}
+    rows = {row["ours"]: row for row in speedrun.compared(runs, {"speedrun": [2.0], "airbench": [8.0]})}
+    assert rows["bag_of_tricks"]["own"] == 3 and rows["bag_of_tricks"]["whole"] == 3
+    # airbench's own clock ends after its last evaluation: ours beside it is the whole.
+    assert rows["speedrun"]["own"] == 1.5 and rows["speedrun"]["cold"] == 4
+    assert rows["speedrun"]["accuracy"]["passed"] is True and "gate passed" in speedrun.table(
+        runs, {}, list(rows.values())
+    )
+
+
+def test_the_projection_is_its_table_at_its_points_and_never_below_the_smallest_step() -> None:
+    steps = [(2000.0, 8e-3), (250.0, 1e-3), (125.0, 1e-3)]
+    eight = scaling_model.project(steps, 2000, 4e6, "h200", 8)
+    assert eight["compute"] == pytest.approx(1e-3) and eight["slowest"] == pytest.approx(1e-3 + 68e-6)
+    assert scaling_model.project(steps, 2000, 4e6, "h200", 64)["compute"] == 1e-3
+
+
+def test_a_published_script_reads_images_from_the_device_and_its_clock_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script in the form of the published ones; they themselves are given by path and are not here."""
+    data = _cifar10(tmp_path / "data")
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "train.py").write_text(
+        "import torch\n"
+        "def preprocess_data(data, device, dtype):\n    return data.to(dtype).permute(0, 3, 1, 2)\n"
+        "def load_cifar10(device, dtype):\n    raise RuntimeError('from the network')\n"
+        "def train(seed):\n"
+        "    x, y, test, answers = load_cifar10(torch.device('cpu'), torch.float32)\n"
+        "    print(x.shape[-1], len(y), len(test), len(answers))\n    print('    1       97       12.50    0.4')\n    return 0.4\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = contestants.bag(str(checkout), str(data))(3)
+    assert found.own == 12.5 and found.accuracy == 0.4 and 0 < found.whole < 10
+    command = [sys.executable, str(ROOT / "benchmarks" / "contestants.py"), "bag", str(checkout), str(data)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["accuracy"] == 0.4
+
+
+def _cifar10(root: Path, count: int = 64) -> Path:
+    folder = root / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        pixels = draw.integers(0, 256, (count, 3073), dtype=np.uint8)
+        pixels[:, 0] = np.arange(count) % 10
+        (folder / f"{name}.bin").write_bytes(pixels.tobytes())
+    return root
+
+
+def test_both_kinds_of_runs_end_in_a_table_and_a_file(tmp_path: Path) -> None:
+    words = ["--data-root", str(_cifar10(tmp_path / "data")), "--ours", "bag_of_tricks", "--runs", "2", "--cold", "1"]
+    words += ["--device", "cpu", "--out", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
+    words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "speedrun.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    ((own, whole, accuracy), *_) = result["runs"]["bag_of_tricks"]
+    assert 0 < own < whole and 0 <= accuracy <= 1 and result["cold"]["bag_of_tricks"][0] > whole
+    assert "bag_of_tricks" in done.stdout and (tmp_path / "out.png").stat().st_size > 1000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_gpu_benchmark_says_so(tmp_path: Path) -> None:
+    for words in ([], ["--device", "cpu", "--airbench", str(tmp_path)]):
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--data-root", str(tmp_path), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode != 0 and "GPU" in done.stderr and "Traceback" not in done.stderr
