@@ -101,8 +101,38 @@ PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LC004", {}, {"services": {"node-0": {"security_opt": []}}}),
     ("LC004", {}, {"services": {"node-0": {"privileged": True}}}),
     ("LC004", {}, {"services": {"node-0": {"user": "0:0"}}}),
+    ("LC004", {}, {"services": {"node-0": {"cap_add": ["SYS_ADMIN"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"devices": ["/dev/sda:/dev/sda"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"device_cgroup_rules": ["b *:* rwm"]}}}),
+    (
+        "LC004",
+        {},
+        {"services": {"node-0": {"deploy": {"resources": {"reservations": {"devices": [{"capabilities": ["tpu"]}]}}}}}},
+    ),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "seccomp:unconfined"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "apparmor=unconfined"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "label:disable"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "no-new-privileges:false"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"extends": {"file": "other.yaml", "service": "node"}}}}),
+    ("LC004", {}, {"services": {"node-0": {"post_start": [{"command": ["id"], "privileged": True}]}}}),
     ("LC005", {}, {"services": {"node-0": {"network_mode": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"network_mode": "container:other"}}}),
+    ("LC005", {}, {"services": {"node-0": {"pid": "container:other"}}}),
+    ("LC005", {}, {"services": {"node-0": {"pid": "service:node-1"}}}),
+    ("LC005", {}, {"services": {"node-0": {"ipc": "shareable"}}}),
+    ("LC005", {}, {"services": {"node-0": {"uts": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"cgroup": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"userns_mode": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes_from": ["container:other"]}}}),
     ("LC005", {}, {"services": {"node-0": {"volumes": ["/var/run/docker.sock:/var/run/docker.sock"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["/:/host"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["./src:/app"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["~/.ssh:/keys:ro"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["${HOME}:/home"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": [{"type": "bind", "source": "/", "target": "/host"}]}}}),
+    ("LC005", {}, {"volumes": {"host": {"driver_opts": {"type": "none", "o": "bind", "device": "/"}}}}),
+    ("LC005", {}, {"networks": {"default": {"name": "host", "external": True}}}),
+    ("LC005", {}, {"include": ["other.yaml"]}),
     ("LC006", {"env": {"WANDB_API_KEY": "hunter2"}}, {}),
     ("LC007", {}, {"services": {"node-0": {"restart": "always"}}}),
     ("LC008", {}, {"services": {"node-0": {"mem_limit": None}}}),
@@ -128,6 +158,30 @@ def test_a_good_job_provokes_none_and_every_rule_is_tried() -> None:
     assert lint(spec_of(), [compose.render(spec_of())]) == []
     ours = {rule.id for rule in rules() if rule.id.startswith("LC")}
     assert ours == {id for id, *_ in PROVOKED}
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {
+            "deploy": {
+                "resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}}
+            }
+        },
+        {
+            "volumes": [
+                {"type": "volume", "source": "run_directory", "target": "/runs"},
+                {"type": "tmpfs", "target": "/cache"},
+            ]
+        },
+        {"volumes": ["run_directory:/runs", "/cache"]},
+        {"network_mode": "none", "ipc": "private"},
+        {"security_opt": ["no-new-privileges=true", "seccomp:profile.json"]},
+    ],
+)
+def test_what_opens_no_door_is_let_through(patch: dict[str, Any]) -> None:
+    spec = spec_of(compose={"patch": {"services": {"node-0": patch}}})
+    assert not {"LC004", "LC005"} & {item.id for item in lint(spec, [compose.render(spec)])}
 
 
 @pytest.mark.parametrize(
