@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import yaml
 
 from jobs import compose_doctor
 from jobs.backends import engine as client
+from jobs.backends.compose import ComposeBackend
 from jobs.backends.compose_explain import explain
 from jobs.lint import errors, lint, rules
 from jobs.render import compose
@@ -235,6 +238,25 @@ def test_an_engine_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no program docker"):
         client.docker("ps")
+
+
+def test_followed_logs_end_with_whatever_error_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program `docker` that says what nobody expects: not a refusal of ours, and not a wait without end."""
+    program = tmp_path / "docker"
+    program.write_text('#!/bin/sh\ncase $1 in ps) echo c0ffee;; inspect) echo "{not json";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ended: Queue[BaseException | None] = Queue()
+
+    def read() -> None:
+        try:
+            list(ComposeBackend(interval=0.01)._lines("small", ["c0ffee", "decaf"], None, follow=True))
+            ended.put(None)
+        except Exception as error:
+            ended.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    assert isinstance(ended.get(timeout=30), json.JSONDecodeError)
 
 
 @pytest.mark.containers
