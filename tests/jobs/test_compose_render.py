@@ -70,6 +70,34 @@ def test_what_a_shell_would_expand_is_literal() -> None:
     assert own["command"][-1] == "$$5" and own["healthcheck"] == {"disable": True}
 
 
+@pytest.mark.parametrize(
+    ("changes", "port", "checked"),
+    [
+        ({}, None, True),
+        ({"metrics_port": 9500}, "9500", True),
+        ({"overrides": {"metrics.port": 9600}}, "9600", True),
+        ({"overrides": {"metrics.port": 9600}, "env": {"LOCKSTEP_METRICS_PORT": "9700"}}, "9600", True),
+        ({"env": {"LOCKSTEP_METRICS_PORT": "9700"}}, "9700", True),
+        ({"overrides": {"metrics.address": "0.0.0.0"}}, None, True),
+        ({"overrides": {"metrics.enabled": False}}, None, False),
+        ({"overrides": {"metrics.port": 0}}, "0", False),
+        ({"env": {"LOCKSTEP_METRICS_PORT": "0"}}, "0", False),
+        ({"overrides": {"metrics.address": "10.0.0.7"}}, None, False),
+    ],
+)
+def test_health_is_asked_for_where_it_is_served(changes: dict[str, Any], port: str | None, checked: bool) -> None:
+    for node in compose.render(spec_of(**changes))["services"].values():
+        assert node["environment"].get("LOCKSTEP_METRICS_PORT") == port
+        assert ("healthcheck" not in node) == checked
+
+
+def test_what_was_compiled_can_be_loaded_from_tmp() -> None:
+    """A tmpfs of Docker's is noexec unless told otherwise; `test_the_dev_target_compiles` shows that this is enough."""
+    files = [compose.render(spec_of()), yaml.safe_load((ROOT / "docker/compose.yaml").read_text())]
+    nodes = [service for file in files for name, service in file["services"].items() if name.startswith("node")]
+    assert len(nodes) == 3 and all("exec" in node["tmpfs"][0].partition(":")[2].split(",") for node in nodes)
+
+
 def test_ranks_follow_the_names_of_the_nodes() -> None:
     """The rendezvous sorts nodes by their names as text."""
     names = list(compose.render(spec_of(nodes=12))["services"])
