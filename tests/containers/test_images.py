@@ -291,7 +291,10 @@ def registry(engine: str) -> Iterator[str]:
     ).strip()  # fmt: skip
     try:
         address = docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
-        poll(lambda: answers(f"http://{address}/v2/"), 60, f"a registry on {address}")
+        try:
+            poll(lambda: answers(f"http://{address}/v2/"), 60, f"a registry on {address}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {docker('logs', container)}") from None
         yield address
     finally:
         docker("rm", "--force", "--volumes", container)
