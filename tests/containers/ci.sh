@@ -35,9 +35,10 @@ have() {
   docker image inspect "$1" > /dev/null 2>&1 && return
   timeout 60 docker pull -q "$1" > /dev/null 2>&1 && made+=("$1")
 }
-# make_image NAME COMMAND…: makes an image that is gone afterwards, unless it was there before.
+# make_image NAME COMMAND…: makes an image that is gone afterwards, unless it is there.
 make_image() {
-  docker image inspect "$1" > /dev/null 2>&1 || made+=("$1")
+  docker image inspect "$1" > /dev/null 2>&1 && return
+  made+=("$1")
   "${@:2}" > /dev/null
 }
 trap cleanup EXIT

@@ -20,8 +20,8 @@ case "$1 $2" in
     "image inspect") [ -e "$(name "$3")" ] ;;
     "image rm") shift 3; for image; do rm "$(name "$image")" || exit 1; done ;;
     pull*) exit 1 ;;
-    import*) for image; do :; done; touch "$(name "$image")" ;;
-    build*) cat > /dev/null; touch "$(name "$4")" ;;
+    import*) for image; do :; done; echo made > "$(name "$image")" ;;
+    build*) cat > /dev/null; echo made > "$(name "$4")" ;;
 esac
 """
 OURS = ["lockstep-base_bookworm", "lockstep-prometheus_debian"]
@@ -67,6 +67,7 @@ def test_what_was_made_for_the_tests_is_gone_afterwards(images: Path, code: int)
 
 
 def test_what_was_there_before_stays(images: Path) -> None:
-    (images / OURS[0]).touch()
+    (images / OURS[0]).write_text("theirs")
     assert ci(images, "true") == 0
     assert names(images) == [OURS[0], "somebody_1"]
+    assert (images / OURS[0]).read_text() == "theirs", "it is not made anew under somebody's feet"
