@@ -106,6 +106,24 @@ def test_the_clock_tells_each_closed_step_once() -> None:
     assert clock.measured() == []
 
 
+def test_waiting_before_the_own_gradients_is_no_work() -> None:
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    for at, point in (
+        (0, clock.begin),
+        (1, clock.data_ready),
+        (2, lambda: clock.waited(1.5, 3.5)),
+        (6, clock.grad_ready),
+    ):
+        now[0] = at
+        point()
+    now[0] = 7.0
+    clock.synced()
+    assert clock.end() == {"data_wait": 1.0, "grad_ready": 3.0, "sync_wait": 3.0, "step_duration": 7.0}
+    clock.begin()
+    assert clock.end()["sync_wait"] == 0.0
+
+
 def test_a_reading_is_the_mean_since_the_last_one() -> None:
     losses = torch.tensor([6.0, 3.0], dtype=torch.float64)  # resumed in the middle of an epoch
     reading = Reading(losses)
