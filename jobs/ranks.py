@@ -131,8 +131,9 @@ def parse(text: str) -> dict[str, float]:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name in _SINGLE and math.isfinite(sample.value):
-                    values[sample.name.removeprefix("training_")] = sample.value
+                value = float(sample.value)
+                if sample.name in _SINGLE and math.isfinite(value):
+                    values[sample.name.removeprefix("training_")] = value
     except Exception as error:  # noqa: BLE001 - the parser raises whatever a damaged text makes it trip over
         raise ValueError(f"not Prometheus' text format: {error}") from None
     return values

@@ -15,6 +15,8 @@ from training import contract, files, settings
 from training.contract import UserError
 
 _MOST_LINES = 2_000_000
+_MOST = 1e15
+"""No count and no seconds of a rank come near it."""
 _LATEST = 253_402_300_800.0
 """Unix time at the end of the year 9999, beyond which there are no dates."""
 PHASES = ("data_wait", "grad_ready", "sync_wait")
@@ -127,11 +129,11 @@ def _ranks(folder: Path) -> list[dict[str, float]]:
         values = {
             s.name.removeprefix("training_"): s.value for f in families for s in f.samples if "le" not in s.labels
         }
-        # Not finite, or not a number of times or seconds: damaged. (A loss may be NaN.)
-        values = {name: value for name, value in values.items() if 0 <= value < math.inf}
+        # What is no number of times or seconds is damaged. (A loss may be NaN.)
+        values = {name: float(value) for name, value in values.items() if 0 <= value < _MOST}
         steps, spent = values.get("step_duration_seconds_count", 0.0), values.get("step_duration_seconds_sum", 0.0)
         digits = path.stem.removeprefix("rank-")
-        if steps > 0 and spent > 0 and digits.isascii() and digits.isdigit():
+        if steps >= 1 and spent > 0 and digits.isascii() and digits.isdigit():
             row = {phase: values.get(f"{phase}_seconds_sum", 0.0) / steps for phase in PHASES}
             row |= {"rest": max(0.0, spent / steps - sum(row.values())), "step_duration": spent / steps}
             found.append({"rank": float(digits), "steps": steps, **row})
