@@ -105,11 +105,19 @@ def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, board: 
     assert "quiet" in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
 
 
-@pytest.mark.parametrize(("where", "sync", "cause"), [("backward", "ddp", "compute"), ("data", "flat", "data")])
+@pytest.mark.parametrize(
+    ("where", "sync", "cause"),
+    [
+        ("backward", "ddp", "compute"),
+        ("data", "flat", "data"),
+        ("backward", "fsdp", "compute"),
+        ("data", "fsdp", "data"),
+    ],
+)
 def test_a_straggler_is_named(
     server: Prometheus, tiny: list[str], tmp_path: Path, where: str, sync: str, cause: str
 ) -> None:
-    run_dir = tmp_path / f"slow-{where}"
+    run_dir = tmp_path / f"slow-{where}-{sync}"
     words = _words(run_dir, tiny, server, "epochs=400", f"sync.name={sync}")
     with _running(words, server, LOCKSTEP_TEST_SLOW=f"1:{where}") as process:
         poll(lambda: process.poll() is not None or server.firing(run_dir.name), 120, "an alert")
