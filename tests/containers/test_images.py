@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
 import os
 import shutil
 import subprocess
 import tarfile
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine import SENTINEL, Built, docker, inspect, require
-from tests.processes import ROOT
+from tests.processes import ROOT, poll
 
 pytestmark = pytest.mark.containers
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "tcc", "nvcc", "ld", "as"}
@@ -225,8 +228,17 @@ def registry(engine: str) -> Iterator[str]:
         "run", "--detach", "--publish", "127.0.0.1::5000", "lockstep-test-registry", "docker-registry", "serve", "/registry.yml",
     ).strip()  # fmt: skip
     try:
-        yield docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
+        address = docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return bool(urllib.request.urlopen(f"http://{address}/v2/", timeout=5).status == 200)
+            return False
+
+        poll(answers, 60, "the registry answers")  # the engine's proxy accepts, and hangs up, before it does
+        yield address
     finally:
+        print(docker("logs", "--tail", "30", container, check=False))
         docker("rm", "--force", "--volumes", container)
         docker("image", "rm", "--force", "lockstep-test-registry")
 
