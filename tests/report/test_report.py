@@ -137,6 +137,52 @@ def test_a_report_of_what_is_left(runs: tuple[Path, Path], tmp_path: Path, damag
     assert len(_charts((path / "report.html").read_text())) <= 5
 
 
+EVENT = '{"event": "epoch", "time": 1700000000, "step": 8, "epoch": 1, "accuracy": 0.5}\n'
+DAMAGED = {
+    "no world": ("run.yaml", "config: {recipe: x}\nworld: null\n"),
+    "no config": ("run.yaml", "config: null\nworld: [1]\n"),
+    "a config of another kind": ("run.yaml", "config: [1]\nworld: 3\nversions: 2020-01-01\n"),
+    "dates, sets and bytes": ("run.yaml", "config: {recipe: 2020-01-01, a: !!set {b}, c: !!binary aGk=, d: [{2020-01-01: .inf}]}\n"),
+    "deep": ("run.yaml", "config: " + "{a: " * 60 + "1" + "}" * 60),
+    "a code of another kind": ("status.json", '{"code": [], "reason": {}}'),
+    "a code that is none": ("status.json", '{"code": 1e300, "reason": [1]}'),
+    "a list as a step": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": [1]}\n' * 2),
+    "milliseconds": ("events.jsonl", '{"event": "start", "time": 1e12}\n' + EVENT),
+    "a time out of the world": ("events.jsonl", '{"event": "start", "time": 1e300}\n{"event": "x", "time": -1}\n' + EVENT),
+    "400 digits": ("events.jsonl", EVENT + EVENT.replace("8", "9" * 400).replace("0.5", "8" * 400)),
+    "400 digits at the end": ("summary.json", f'{{"accuracy": {"9" * 400}, "steps": {"9" * 400}, "config_hash": 7, "epochs": []}}'),
+    "huge": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": 1e308, "epoch": 1e-308, "examples_seen": 1e308, '
+             '"trained_seconds": 1e-308}\n'),
+    "infinite seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum +Inf\n"),
+    "no seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_sync_wait_seconds_sum NaN\n"),
+    "negative seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n"
+                         "training_sync_wait_seconds_sum -1e308\ntraining_data_wait_seconds_sum +Inf\n"),
+    "another digit": ("metrics/rank-²²²²².prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n"),
+}  # fmt: skip
+"""What is damaged → (file, its content)."""
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_no_damaged_file_keeps_the_report_from_being_written(tmp_path: Path, damage: str) -> None:
+    """In a run directory that is otherwise well; two runs of it are compared, too."""
+    name, content = DAMAGED[damage]
+    well = {
+        "run.yaml": "config: {recipe: smoke}\nworld: {size: 2}\n", "events.jsonl": EVENT, "status.json": '{"code": 0}',
+        "summary.json": '{"accuracy": 0.5}',
+        "metrics/rank-00001.prom": "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n",
+    }  # fmt: skip
+    for file, text in {**well, name: content}.items():
+        path = tmp_path / "run" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    report.write([tmp_path / "run"], tmp_path / "one.html")
+    report.write([tmp_path / "run"] * 2, tmp_path / "two.html")
+    charts = {chart["title"]: chart for chart in _charts((tmp_path / "one.html").read_text())}
+    # Of what is not damaged, nothing is lost.
+    assert charts["Test accuracy"]["lines"][0]["points"][0][1] == 0.5
+    assert ["rank 1", 750.0] in charts["Where a step goes, by rank"]["lines"][3]["points"]
+
+
 def test_repeated_steps_count_once_and_many_points_are_thinned(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("config: {recipe: x}\n")
     lines = [{"event": "step", "time": 10 + n, "step": n, "train_loss": 9.0} for n in range(1, 2001)]
