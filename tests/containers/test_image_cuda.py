@@ -83,7 +83,8 @@ def test_the_dev_target_compiles(cpu_image: Built) -> None:
             "compile=true",
             "threads=2",
         )
-        code, output = run("lockstep-test-dev:cpu", *words, timeout=500)
+        closed = ("--read-only", "--tmpfs", "/tmp:mode=1777,exec", "--cap-drop", "ALL")
+        code, output = run("lockstep-test-dev:cpu", *words, options=closed, timeout=500)
         assert code == 0 and "Final validation accuracy" in output, output
     finally:
         docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", "lockstep-test-dev").split()[:1])
