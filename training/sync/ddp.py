@@ -82,6 +82,7 @@ class Ddp(GradientSync):
     def finish(self, clock: StepClock) -> None:
         self._check_all_used()
         clock.grad_ready(None if self._missing else self._ready)
+        self._missing = set(self._names)  # also for loops that forget the gradients through their optimizer
         clock.synced()
         self.bytes_sent += self._step_bytes
 

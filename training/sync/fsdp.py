@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state sharded over the ranks: torch's `fully_shard` (FSDP2, ZeRO stage 3).
 
-Between steps a rank holds its share of everything; a forward pass gathers the parameters, all in one piece, and the
-backward pass sums each gradient where its part is kept. The checkpoint and evaluation see whole parameters, so a run may
+Between steps a rank holds its share of everything; the first forward pass gathers the parameters, all in one piece, and
+the last backward pass sums each gradient where its part is kept. The checkpoint and evaluation see whole parameters, so a run may
 go on at any world size; the average is sharded as the model is.
 
 After S. Rajbhandari et al., "ZeRO" (2020), and Y. Zhao et al., "PyTorch FSDP" (2023).
@@ -50,10 +50,8 @@ class _Gathered(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.passes = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passes += 1
         output = self.module(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise UserError(f"sync.name=fsdp needs a network that returns a tensor, got {type(output).__name__}")
@@ -101,18 +99,21 @@ class Fsdp(GradientSync):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
+        # The parameters stay gathered until the pass that sends: ranks may differ in how many passes come before it,
+        # and a gather in each of them would wait for ranks that have none left.
         network = cast(FSDPModule, self.network)
         network.set_requires_gradient_sync(False)
+        network.set_reshard_after_backward(False)
         try:
             yield
         finally:
             network.set_requires_gradient_sync(True)
+            network.set_reshard_after_backward(True)
 
     def finish(self, clock: StepClock) -> None:
         clock.grad_ready()
         clock.synced()
-        self.bytes_sent += self.network.passes * self._gather_bytes + self._sum_bytes
-        self.network.passes = 0
+        self.bytes_sent += self._gather_bytes + self._sum_bytes
 
     def _own_grads(self) -> list[torch.Tensor]:
         return [_local(p.grad) for p in self._sharded if p.grad is not None]
