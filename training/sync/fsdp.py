@@ -54,7 +54,6 @@ class _Gathered(nn.Module):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module, self._device = module, device
-        self.passes = 0
         self.gathered: list[tuple[Mark, Mark]] = []
         self.ready: Mark | None = None
         self._watched: set[torch.Tensor] = set()
@@ -78,7 +77,6 @@ class _Gathered(nn.Module):
             self.ready = mark(self._device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passes += 1
         if torch.is_grad_enabled():
             self.gathered.append((self._since, mark(self._device)))
             self._watch()
