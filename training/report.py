@@ -291,7 +291,8 @@ def _drawn(chart: dict[str, Any]) -> dict[str, Any]:
 def _figure(number: int, chart: dict[str, Any]) -> str:
     units = f"{chart['y']} over {chart['x']}" if chart["y"] else chart["x"]
     label = _text(f"{chart['title']}: {units}. The numbers are in the table beneath.")
-    tall = f' style="--rows: {len(chart["lines"][0]["points"])}"' if chart["kind"] == "stack" else ""
+    lines = [line for line in chart["lines"] if line["points"]]  # each has its place in the legend
+    tall = f' style="--rows: {len(lines[0]["points"])}; --lines: {len(lines)}"'
     key = f"<p>{_text(chart['key'])}</p>" if "key" in chart else ""
     kind = f"{chart['kind']} wide" if chart.get("wide") else chart["kind"]
     return (

@@ -224,6 +224,62 @@ INK = """() => [...document.querySelectorAll("canvas")].map((canvas) => {
 """Of each canvas: pixels that something was drawn on, how many colours they have, and their hash."""
 
 
+def _drawn(page: Any, scheme: str) -> None:
+    """Playwright's own waiting needs `eval`, which the page forbids."""
+    poll(lambda: page.evaluate("document.documentElement.dataset.scheme") == scheme, 30, f"the {scheme} charts")
+
+
+STYLES = """() => [...document.querySelectorAll("canvas")].map((canvas) => {
+  const chart = Chart.getChart(canvas);
+  if (chart.config.type !== "line") { return null; }
+  return chart.data.datasets.map((set, number) => {
+    const drawn = chart.getDatasetMeta(number).data.map((point) => point.options);
+    const marks = drawn.filter((options) => options.radius > 0);
+    return { dash: set.borderDash.join(), width: set.borderWidth, marks: marks.length, at: drawn.findIndex((o) => o.radius > 0),
+             shapes: [...new Set(marks.map((o) => o.pointStyle + o.rotation + (o.backgroundColor === o.borderColor)))].join() };
+  });
+})"""
+"""Of each chart's lines: how they are told apart without their colour, as Chart.js has resolved it."""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_lines_of_many_long_runs_differ_without_colour(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    paths, names, epochs = [], [f"run-{number}" for number in range(8)], 90
+    for number, name in enumerate(names):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "run.yaml").write_text("config: {recipe: x}\n")
+        events = [{"event": "start", "time": 1.7e9, "attempt": 1}]
+        events += [
+            {"event": "epoch", "time": 1.7e9 + epoch, "epoch": epoch, "step": 10 * epoch, "accuracy": 1 - 1 / (epoch + 1 + number),
+             "train_loss": (2 + number / 8) / epoch**0.5, "test_loss": (2.4 + number / 8) / epoch**0.4,
+             "examples_seen": 100 * epoch, "trained_seconds": epoch * (1 + number / 20)}
+            for epoch in range(1, epochs + 1)
+        ]  # fmt: skip
+        (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        paths.append(path)
+    report.write(paths, tmp_path / "many.html")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto((tmp_path / "many.html").as_uri())
+    _drawn(page, scheme)
+    loss, accuracy, speed, timeline = page.evaluate(STYLES)
+    assert len(loss) == 16 and len(accuracy) == len(speed) == 8
+    for chart in (loss, accuracy, speed):
+        looks = [(line["shapes"], line["dash"]) for line in chart]
+        assert len(set(looks)) == len(chart), looks
+        assert all("," not in line["shapes"] and 8 <= line["marks"] <= 20 for line in chart), chart
+    # Two runs that run together: each has marks, and they do not cover one another.
+    assert len({line["at"] for line in loss[:6]}) > 2
+    assert len({(line["dash"], line["width"]) for line in timeline}) == 8
+    for first, second in zip(loss[::2], loss[1::2]):
+        assert first["shapes"].endswith("true") and second["shapes"] == first["shapes"].replace("true", "false")
+    if SCREENSHOTS:
+        Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=str(Path(SCREENSHOTS) / f"many-{width}-{scheme}.png"), full_page=True)
+    context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("which", ["one", "both", "hostile"])
@@ -243,7 +299,7 @@ def test_in_chromium(
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(out.as_uri())
-    page.wait_for_function("document.documentElement.dataset.drawn")
+    _drawn(page, scheme)
     expected = 6 if which == "both" else 5
     assert page.locator("canvas").count() == expected == int(page.locator("html").get_attribute("data-drawn"))
     drawn = page.evaluate(INK)
@@ -262,7 +318,9 @@ def test_in_chromium(
     if SCREENSHOTS:
         Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
         page.screenshot(path=str(Path(SCREENSHOTS) / f"{which}-{width}-{scheme}.png"), full_page=True)
-    page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")  # while it is open
+    other = "light" if scheme == "dark" else "dark"
+    page.emulate_media(color_scheme=other)  # while it is open
+    _drawn(page, other)  # told with the next frame
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
     assert all(new[2] != old[2] for new, old in zip(page.evaluate(INK), drawn))
     assert said == [] and [url for url in asked if not url.startswith("data:")] == [out.as_uri()]
