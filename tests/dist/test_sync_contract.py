@@ -23,6 +23,7 @@ from training.closeness import ReplicasDiffer, check_parameter_closeness
 from training.contract import UserError
 from training.data.order import bounds
 from training.exchange import broadcast_tree, pack, unpack
+from training.optim import Muon
 from training.optim.ema import Ema
 from training.state import Cursor, TrainState, gather, scatter
 from training.sync.base import GradientSync
@@ -267,6 +268,50 @@ def _variants(world: World, name: str) -> dict[str, Any]:
     return found
 
 
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters)
+
+
+def _muon(parameters: Any) -> torch.optim.Optimizer:
+    return Muon(parameters, lr=0.01, normalise_every=4)
+
+
+def _built(name: str, world: World, build: Any = _sgd, change: Any = lambda model: model) -> GradientSync:
+    strategy = sync.build(CASES[name])
+    strategy.wrap(change(_fresh("conv")), world, torch.zeros(2, *NETS["conv"][1]))
+    strategy.make_optimizer(build)
+    return strategy
+
+
+MISUSED: dict[str, tuple[Callable[[World], object], str]] = {
+    "data_parallel among ranks": (lambda world: _built("data_parallel", world), "has no ranks, and was started on 2"),
+    "fsdp, channels_last": (
+        lambda world: _built("fsdp", world, change=lambda model: model.to(memory_format=torch.channels_last)), "channels_last=false",
+    ),
+    "fsdp, compiled": (lambda world: _built("fsdp", world, change=torch.compile), "compile=false"),
+    "powersgd, channels_last": (
+        lambda world: _built("powersgd", world, change=lambda model: model.to(memory_format=torch.channels_last)),
+        "channels_last=false",
+    ),
+    "overlapped steps and clipping": (lambda world: _built("hooks, overlapped", world).clip(1.0), "optim.clip=0"),
+    "overlapped steps and the norm": (lambda world: _built("hooks, overlapped", world).grad_norm(), "nonfinite=ignore"),
+    "overlapped steps that are counted": (lambda world: _built("hooks, overlapped", world, _muon), "normalise_every=1"),
+    "overlapped steps and LBFGS": (lambda world: _built("hooks, overlapped", world, _lbfgs), "LBFGS mixes them"),
+    "zero1 and LBFGS": (lambda world: _built("zero1", world, _lbfgs), "LBFGS mixes them"),
+}  # fmt: skip
+"""What a script of one's own, which has no config to check, does wrong on two ranks."""
+
+
+def _misused(world: World) -> dict[str, str]:
+    found = {}
+    for name, (action, _) in MISUSED.items():
+        try:
+            action(world)
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
 def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[str, Any]:
     """One epoch more of a run that the gangs before have begun."""
     from training import loop
@@ -296,6 +341,7 @@ def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:
         found[f"{name}, run"] = _whole_run(world, name, base, Path(folder))
         dist.barrier()
     found |= {f"{name}, variants": _variants(world, name) for name in FURTHER}
+    found["misused"] = _misused(world) if world.size == 2 else {}
     return found
 
 
@@ -490,6 +536,10 @@ REFUSED: dict[str, tuple[config.Sync, list[str], str]] = {
     "overlapped steps and the check for NaN": (
         config.Sync(name="hooks", options={"step": "overlapped"}), [], "nonfinite=ignore",
     ),
+    "overlapped steps and Muon that counts them": (
+        config.Sync(name="hooks", options={"step": "overlapped"}),
+        ["nonfinite=ignore", "optim.clip=0", "optim.name=muon", "optim.normalise_every=2"], "optim.normalise_every=1",
+    ),
     "fsdp and channels_last": (config.Sync(name="fsdp"), ["channels_last=true"], "channels_last=false"),
     "fsdp and compile": (config.Sync(name="fsdp"), ["compile=true"], "compile=false"),
     "powersgd and channels_last": (config.Sync(name="powersgd"), ["channels_last=true"], "channels_last=false"),
@@ -502,3 +552,10 @@ def test_what_a_strategy_cannot_do_is_refused_by_name(case: str) -> None:
     with pytest.raises(UserError) as caught:
         sync.build(settings).check(config.load("smoke", assignments), World(size=2))
     assert message in str(caught.value) and settings.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_what_a_script_of_ones_own_cannot_do_is_refused_by_name_on_every_rank(by_size: Any, case: str) -> None:
+    for rank in by_size[2]:
+        message = rank["misused"].get(case, "went through")
+        assert message.startswith("sync.name=") and MISUSED[case][1] in message and "\n" not in message, message
