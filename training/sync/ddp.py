@@ -95,6 +95,7 @@ class Ddp(GradientSync):
         for since, until in self._waits:
             clock.waited(since, until)
         clock.grad_ready(self._ready)
+        self._missing = set(self._names)  # also for loops that forget the gradients through their optimizer
         clock.synced()
         self._ready, self._waits = None, []
         self.bytes_sent += self._step_bytes

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import GradientSync, broadcast_module, global_norm
+from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, scattered
 from training.world import World
 
 
@@ -54,7 +54,6 @@ class _Gathered(nn.Module):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module, self._device = module, device
-        self.passes = 0
         self.gathered: list[tuple[Mark, Mark]] = []
         self.ready: Mark | None = None
         self._watched: set[torch.Tensor] = set()
@@ -78,7 +77,6 @@ class _Gathered(nn.Module):
             self.ready = mark(self._device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passes += 1
         if torch.is_grad_enabled():
             self.gathered.append((self._since, mark(self._device)))
             self._watch()
@@ -92,14 +90,21 @@ class Fsdp(GradientSync):
     replicas = False
 
     def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        if config.channels_last:
-            raise self.refuse("shards contiguous parameters only", "set channels_last=false")
-        if config.compile:
+        self._refuse(config.channels_last, config.compile)
+
+    def _refuse(self, channels_last: bool, compiled: bool) -> None:
+        if channels_last:
+            raise self.refuse(
+                "shards contiguous parameters only",
+                "set channels_last=false (in a script: memory_format=torch.contiguous_format)",
+            )
+        if compiled:
             raise self.refuse(
                 "is not shown to work with compile=true here", "set compile=false, or use sync.name=zero1"
             )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self._refuse(scattered(model) is not None, is_compiled(model))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
                 raise self.refuse(

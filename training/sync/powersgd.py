@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from training.clock import StepClock, mark
 from training.config import Config
+from training.sync.base import scattered
 from training.sync.ddp import Ddp, DdpOptions
 from training.world import World
 
@@ -47,12 +48,17 @@ class PowerSgd(Ddp):
     Options = PowerSgdOptions
 
     def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        if config.channels_last:
+        self._refuse(config.channels_last)
+
+    def _refuse(self, channels_last: bool) -> None:
+        if channels_last:
             raise self.refuse(
-                "reads gradients as matrices, which channels_last ones are not", "set channels_last=false"
+                "reads gradients as matrices, which channels_last ones are not",
+                "set channels_last=false (in a script: memory_format=torch.contiguous_format)",
             )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
+        self._refuse(scattered(model) is not None)
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
         if scalars:
             raise self.refuse(
