@@ -81,7 +81,7 @@ def test_the_dev_target_compiles(cpu_image: Built) -> None:
             "compile=true",
             "threads=2",
         )
-        closed = ("--read-only", "--tmpfs", "/tmp:mode=1777,exec", "--cap-drop", "ALL")
+        closed = ("--read-only", "--tmpfs", "/tmp:mode=1777,exec", "--cap-drop", "ALL", "--volume", "/runs")
         code, output = run("lockstep-test-dev:cpu", *words, options=closed, timeout=500)
         assert code == 0 and "Final validation accuracy" in output, output
     finally:
@@ -92,6 +92,7 @@ def test_without_buildkit_and_its_mounts(cpu_image: Built) -> None:
     """`make image-cpu BUILDKIT=0`: packages come from an index of your own, over HTTP, because nothing can be mounted."""
     wheels = os.environ.get("WHEELS", "")
     require(wheels, "WHEELS names no folder of packages to serve")
+    before = untagged()
     gateway = (
         docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip() or "172.17.0.1"
     )
@@ -111,3 +112,9 @@ def test_without_buildkit_and_its_mounts(cpu_image: Built) -> None:
         assert code == 0 and "usage" in output
     finally:
         docker("image", "rm", "--force", inspect("lockstep-test-plain:cpu")[0]["Id"])
+        # The old builder leaves an image of each stage that it copied from.
+        docker("image", "rm", "--force", *(untagged() - before), check=False)
+
+
+def untagged() -> set[str]:
+    return set(docker("images", "--quiet", "--filter", "dangling=true").split())
