@@ -1,4 +1,4 @@
-"""`plain.py` in data parallel: torchrun --nproc-per-node 2 examples/parallel.py flat (or mpiexec, srun, python)."""
+"""`plain.py` in data parallel: torchrun --nproc-per-node 2 examples/parallel.py STRATEGY [OPTION=VALUE …] (or mpiexec, srun)."""
 
 import sys
 
@@ -27,7 +27,7 @@ def main(me):
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
     model = Net()
-    strategy = sync.build(sys.argv[1])
+    strategy = sync.from_words(sys.argv[1:])
     net = strategy.wrap(model, me, images[:2])
     optimizer = strategy.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     for epoch in range(3):
@@ -46,5 +46,5 @@ def main(me):
 
 
 if __name__ == "__main__":
-    with world.joined() as me:
+    with world.script() as me:
         main(me)

@@ -40,6 +40,15 @@ class NormedConv(SmallConv):
         return self.head(F.relu(x).mean((2, 3)))
 
 
+class Sociable(SmallConv):
+    """Works among several ranks, and fails alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_world_size() == 1:
+            raise ArithmeticError("nobody is here")
+        return super().forward(x)
+
+
 class _Fated:
     """Runs into what `LOCKSTEP_TEST_FATE` says: `rank:n:what`, e.g. `1:7:KILL` in rank 1's 7th training forward pass.
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from training.arguments import Parser, positive
-from training.contract import EXIT_DONE, EXIT_FAILED
-from training.exchange import gather_trees
+from training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from training.exchange import agree, gather_trees, split
 from training.world import World, detect, joined, set_threads
 
 
@@ -113,9 +113,19 @@ def gather_objects(value: Any, world: World | None = None) -> list[Any] | None:
     Tensors arrive on the CPU.
 
     Raises:
-        TypeError: a value of another type.
+        TypeError: some rank has a value of another type; raised on all of them.
     """
-    return gather_trees(value, _here(world))
+    world = _here(world)
+    refused: TypeError | None = None
+    try:
+        split(value)
+    except TypeError as error:
+        refused = error
+    try:
+        agree(refused, world)
+    except RuntimeError as error:
+        raise TypeError(str(error)) from refused
+    return gather_trees(value, world)
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -150,9 +160,7 @@ def main(argv: list[str]) -> int:
 
 def _compare(sizes: tuple[int, int, int], repeat: int, world: World, threads: str) -> bool:
     m, k, n = sizes
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(m, k, generator=generator).to(world.device) if world.leader else None
-    b = torch.randn(k, n, generator=generator).to(world.device) if world.leader else None
+    a, b = _inputs(sizes, world)
     if world.leader:
         print(
             f"C [{m}, {n}] = A [{m}, {k}] · B [{k}, {n}] on {world.size} ranks, {world.device.type}, {threads}",
@@ -185,6 +193,33 @@ def _compare(sizes: tuple[int, int, int], repeat: int, world: World, threads: st
     flag = torch.tensor(int(right))
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag)
+
+
+def _inputs(sizes: tuple[int, int, int], world: World) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A and B on rank 0, None elsewhere. Collective. Raises `UserError` on all ranks where one has too little memory."""
+    m, k, n = sizes
+    a = b = None
+    error: UserError | None = None
+    # All that a rank holds at once, in one piece: Linux refuses what is beyond the machine, and does not touch the rest.
+    rows, inner = -(-m // world.size), -(-k // world.size)
+    elements = max(rows * (k + n) + k * n, inner * (m + n) + m * n)
+    elements += 2 * (m * k + k * n + m * n) if world.leader else 0
+    try:
+        for device in {torch.device("cpu"), world.device}:
+            torch.empty(elements, device=device)
+        if world.leader:
+            generator = torch.Generator().manual_seed(0)
+            a = torch.randn(m, k, generator=generator).to(world.device)
+            b = torch.randn(k, n, generator=generator).to(world.device)
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # TypeError: not even a 64-bit number of elements; an allocator has no error type of its own
+        error = UserError(
+            f"--sizes {m} {k} {n} needs {4 * elements / 1e9:,.0f} GB on a rank, more than it can have: take smaller ones"
+        )
+    agree(error, world)
+    return a, b
 
 
 def _timed(form: Callable[[], Any], repeat: int) -> tuple[Any, float]:

@@ -31,7 +31,7 @@ def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPE_NAMES:
-                raise TypeError(f"a checkpoint cannot hold {value.dtype}")
+                raise TypeError(f"a tree cannot hold {value.dtype}")
             tensors.append(value.detach())
             return {"$tensor": len(tensors) - 1}
         if isinstance(value, dict):
@@ -44,7 +44,7 @@ def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
             return [walk(inner) for inner in value]
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
+        raise TypeError(f"a tree cannot hold a {type(value).__name__}")
 
     return walk(tree), tensors
 

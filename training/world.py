@@ -14,6 +14,7 @@ import dataclasses
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.contract import ENV_THREADS, MASTER_PORT, UserError
+from training.contract import ENV_THREADS, EXIT_USAGE, MASTER_PORT, UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,6 +288,18 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         yield world
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def script() -> Iterator[World]:
+    """`joined` for a program of one's own: an error that its user can mend is one line, and exit code 2."""
+    try:
+        with joined() as world:
+            yield world
+    except UserError as error:
+        if not error.shared or os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
 
 
 def _refuse_spawned_by_a_rank() -> None:

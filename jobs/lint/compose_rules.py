@@ -22,6 +22,8 @@ NAMESPACES = {
 """Keys that share a namespace of the host or of another container → what shares none."""
 HOST_PATHS = ("/", ".", "~", "$")
 """How a path of the host begins; Compose expands `~` and `$NAME`."""
+LISTED = 2
+"""Ports that deploy/observability/prometheus/compose.yaml lists."""
 
 
 def _words(value: Any) -> list[str]:
@@ -209,6 +211,16 @@ def ignored_settings(subject: Subject) -> Iterator[str]:
     given = sorted(subject.spec.k8s.model_dump(exclude_defaults=True))
     if given:
         yield f"k8s.{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"
+
+
+@rule("LC015", "warning", kinds=KIND)
+def scraped(subject: Subject) -> Iterator[str]:
+    """DNS tells Prometheus the nodes, not how many ranks they have."""
+    if subject.spec.ranks > LISTED:
+        yield (
+            f"{subject.spec.ranks} ranks a node, and deploy/observability/prometheus/compose.yaml scrapes the first {LISTED}: "
+            "add a line a rank to yours"
+        )
 
 
 @rule("LC014", kinds=KIND)

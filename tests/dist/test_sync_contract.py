@@ -23,6 +23,7 @@ from training.closeness import ReplicasDiffer, check_parameter_closeness
 from training.contract import UserError
 from training.data.order import bounds
 from training.exchange import broadcast_tree, pack, unpack
+from training.optim import Muon
 from training.optim.ema import Ema
 from training.state import Cursor, TrainState, gather, scatter
 from training.sync.base import GradientSync
@@ -35,10 +36,14 @@ CASES: dict[str, config.Sync] = {
     "ddp, find_unused": config.Sync(name="ddp", options={"find_unused": True}),
     "hooks, overlapped": config.Sync(name="hooks", options={"step": "overlapped"}),
 }
-LOSSY = {"powersgd": 0.35, "bf16_compress": 0.01}
+FURTHER = {"powersgd, find_unused": config.Sync(name="powersgd", options={"rank": 2, "start": 3, "find_unused": True})}
+"""Cases for `_variants` alone."""
+LOSSY = {"powersgd": 0.35, "powersgd, find_unused": 0.35, "bf16_compress": 0.01}
 """Largest distance to the lossless weights after `STEPS` steps, relative to the way they have gone (L2)."""
 RANKLESS = {"data_parallel"}
 ORDER = (1, 3, 2)
+FEW = 1
+"""The step of `_variants` that has so few samples that ranks differ in their micro-batches."""
 BEFORE: dict[int, tuple[int, ...]] = {1: (), 3: (1,), 2: (3,)}
 """World size → the one of the gang before it, whose checkpoints it loads."""
 
@@ -76,6 +81,11 @@ class Spare(Mlp):
         return out
 
 
+def _few(size: int) -> int:
+    """One sample on rank 0, two on the others."""
+    return max(2 * size - 1, 2)
+
+
 def _batch(step: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(1000 + step)
     return torch.randn(BATCH, *shape, generator=draw), torch.randint(10, (BATCH,), generator=draw)
@@ -95,13 +105,21 @@ def _fresh(net: str, seed: int = 1) -> nn.Module:
     return NETS[net][0]()
 
 
-def _reference(build: Callable[[], nn.Module], shape: tuple[int, ...], steps: int, clip: float = 0.0, mark: int = 0, fill: bool = False) -> nn.Module:
-    """Plain PyTorch in one process. With `fill`, a gradient that is not there counts as zero."""
+def _reference(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], steps: int, clip: float = 0.0, mark: int = 0,
+    fill: bool = False, few: tuple[int, int] = (-1, 0),
+) -> nn.Module:  # fmt: skip
+    """Plain PyTorch in one process. With `fill`, a gradient that is not there counts as zero.
+
+    `few` is a step, and the number of samples that it has instead of `BATCH`.
+    """
     torch.manual_seed(1)
     model = build()
     optimizer = _sgd(model.parameters())
     for step in range(steps):
         x, y = _batch(step, shape)
+        if step == few[0]:
+            x, y = x[: few[1]], y[: few[1]]
         x[:mark, 0] = 101
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -127,18 +145,23 @@ class Run:
             world, model, self.optimizer, self.sync, ema, Cursor(), StepClock(), torch.zeros(2, dtype=torch.float64), {}
         )
 
-    def step(self, number: int, pieces: int = 1, clip: float = 0.0) -> None:
+    def step(
+        self, number: int, pieces: int = 1, clip: float = 0.0, samples: int = BATCH, forget: bool = True,
+        announce: bool = True,
+    ) -> None:  # fmt: skip
+        """With `forget` unset the optimizer is told to forget the gradients, with `announce` unset `accumulate` is left out."""
         x, y = _batch(number, self.shape)
         x[: self.mark, 0] = 101
-        low, high = bounds(BATCH, self.world.rank, self.world.size)
-        self.sync.zero_grad()
+        low, high = bounds(samples, self.world.rank, self.world.size)
+        (self.sync if forget else self.optimizer).zero_grad()
         cuts = [low + bounds(high - low, piece, pieces)[0] for piece in range(pieces)] + [high]
-        for piece, (a, b) in enumerate(zip(cuts, cuts[1:])):
-            with contextlib.nullcontext() if piece == pieces - 1 else self.sync.accumulate():
+        parts = [(a, b) for a, b in zip(cuts, cuts[1:]) if a < b]
+        for a, b in parts:
+            with self.sync.accumulate() if announce and (a, b) != parts[-1] else contextlib.nullcontext():
                 loss = F.cross_entropy(self.network(x[a:b]), y[a:b], reduction="sum")
-                if pieces == 1 and number % 2:
+                if pieces == 1 and number % 2 and forget:
                     self.sync.zero_grad()  # many loops do it here
-                (loss * (self.sync.loss_scale / BATCH)).backward()
+                (loss * (self.sync.loss_scale / samples)).backward()
         self.sync.finish(self.state.clock)
         if clip:
             self.sync.clip(clip)
@@ -211,25 +234,81 @@ def _case(world: World, name: str, net: str, folder: Path) -> dict[str, Any]:
 def _variants(world: World, name: str) -> dict[str, Any]:
     """Accumulation, clipping, and parameters without a gradient."""
     found: dict[str, Any] = {}
+    settings = {**CASES, **FURTHER}[name]
     shape = NETS["conv"][1]
-    run = Run(CASES[name], _fresh("conv"), world, shape)
-    for number in range(4):
-        run.step(number, pieces=3)
+    run = Run(settings, _fresh("conv"), world, shape)
+    for number in range(4):  # in one step rank 0 has fewer samples, and so passes, than the others
+        run.step(number, pieces=3, samples=_few(world.size) if number == FEW else BATCH)
     found["micro-batches"] = run.weights()
+    run = Run(settings, _fresh("conv"), world, shape)
+    for number in range(4):
+        run.step(number, forget=False)
+    found["optimizer.zero_grad"] = run.weights()
+    run = Run(settings, _fresh("conv"), world, shape)
+    try:
+        for number in range(4):
+            run.step(number, pieces=2, announce=False)
+        found["two passes"] = run.weights()
+    except (UserError, AssertionError) as error:
+        found["two passes"] = str(error)
     if name != "hooks, overlapped":
-        run = Run(CASES[name], _fresh("conv"), world, shape)
+        run = Run(settings, _fresh("conv"), world, shape)
         for number in range(4):
             run.step(number, clip=0.5)
         found["clipped"] = run.weights()
     for mark in (0, 2) if world.size == 2 else (2,):
         torch.manual_seed(1)
         try:  # marked samples are rank 0's: with mark=2 only that rank has a gradient of `somebody`
-            run = Run(CASES[name], Spare(), world, (24,), mark)
+            run = Run(settings, Spare(), world, (24,), mark)
             for number in range(4):
                 run.step(number)
             found[f"unused, {mark} marked"] = run.weights()
         except UserError as error:
             found[f"unused, {mark} marked"] = str(error)
+    return found
+
+
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters)
+
+
+def _muon(parameters: Any) -> torch.optim.Optimizer:
+    return Muon(parameters, lr=0.01, normalise_every=4)
+
+
+def _built(name: str, world: World, build: Any = _sgd, change: Any = lambda model: model) -> GradientSync:
+    strategy = sync.build(CASES[name])
+    strategy.wrap(change(_fresh("conv")), world, torch.zeros(2, *NETS["conv"][1]))
+    strategy.make_optimizer(build)
+    return strategy
+
+
+MISUSED: dict[str, tuple[Callable[[World], object], str]] = {
+    "data_parallel among ranks": (lambda world: _built("data_parallel", world), "has no ranks, and was started on 2"),
+    "fsdp, channels_last": (
+        lambda world: _built("fsdp", world, change=lambda model: model.to(memory_format=torch.channels_last)), "channels_last=false",
+    ),
+    "fsdp, compiled": (lambda world: _built("fsdp", world, change=torch.compile), "compile=false"),
+    "powersgd, channels_last": (
+        lambda world: _built("powersgd", world, change=lambda model: model.to(memory_format=torch.channels_last)),
+        "channels_last=false",
+    ),
+    "overlapped steps and clipping": (lambda world: _built("hooks, overlapped", world).clip(1.0), "optim.clip=0"),
+    "overlapped steps and the norm": (lambda world: _built("hooks, overlapped", world).grad_norm(), "nonfinite=ignore"),
+    "overlapped steps that are counted": (lambda world: _built("hooks, overlapped", world, _muon), "normalise_every=1"),
+    "overlapped steps and LBFGS": (lambda world: _built("hooks, overlapped", world, _lbfgs), "LBFGS mixes them"),
+    "zero1 and LBFGS": (lambda world: _built("zero1", world, _lbfgs), "LBFGS mixes them"),
+}  # fmt: skip
+"""What a script of one's own, which has no config to check, does wrong on two ranks."""
+
+
+def _misused(world: World) -> dict[str, str]:
+    found = {}
+    for name, (action, _) in MISUSED.items():
+        try:
+            action(world)
+        except UserError as error:
+            found[name] = str(error)
     return found
 
 
@@ -261,6 +340,8 @@ def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:
         found[f"{name}, variants"] = _variants(world, name)
         found[f"{name}, run"] = _whole_run(world, name, base, Path(folder))
         dist.barrier()
+    found |= {f"{name}, variants": _variants(world, name) for name in FURTHER}
+    found["misused"] = _misused(world) if world.size == 2 else {}
     return found
 
 
@@ -296,7 +377,7 @@ def test_ten_steps_give_the_parameters_of_one_plain_process(by_size: Any, traine
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", [name for name in LOSSY if name in CASES])
 def test_a_lossy_strategy_stays_within_its_bound_and_all_ranks_agree(
     by_size: Any, trained: Any, name: str, net: str
 ) -> None:
@@ -345,7 +426,7 @@ def _expected_bytes(name: str, net: str, size: int) -> int:
         return STEPS * 2 * once  # gradients to their owners, parameters back
     if name == "fsdp":  # the same, with the first dimension filled up
         return STEPS * 2 * 4 * sum(-(-shape[0] // size) * size * math.prod(shape[1:]) for shape in shapes)
-    if name == "powersgd":
+    if name.startswith("powersgd"):
         compressed, start = 0, CASES[name].options["start"]
         for shape in shapes:
             n, m = shape[0], math.prod(shape[1:])
@@ -373,31 +454,55 @@ def test_the_closeness_check_names_the_parameter_that_one_rank_has_changed(by_si
             assert last in message and f"rank {size - 1}" in message, message
 
 
+def _check(name: str, size: int, found: dict[str, torch.Tensor], expected: nn.Module, start: nn.Module) -> None:
+    if name in LOSSY:
+        off = _relative(found, expected, start)
+        assert off < LOSSY[name], off
+        assert off > 1e-6 or size == 1, "nothing was compressed"
+    else:
+        assert _distance(found, expected) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(name, variant) for name in LOSSLESS for variant in ("micro-batches", "clipped")
+    [(name, variant) for name in [*RANKED, *FURTHER] for variant in ("micro-batches", "clipped", "optimizer.zero_grad")
      if (name, variant) != ("hooks, overlapped", "clipped")],  # refused, see below
 )
 def test_micro_batches_and_clipping(by_size: Any, name: str, variant: str) -> None:
     build, shape = NETS["conv"]
-    expected = _reference(build, shape, 4, clip=0.5 if variant == "clipped" else 0.0)
+    for size in (1, 2, 3):
+        few = (FEW, _few(size)) if variant == "micro-batches" else (-1, 0)
+        expected = _reference(build, shape, 4, clip=0.5 if variant == "clipped" else 0.0, few=few)
+        for rank in by_size[size]:
+            _check(name, size, rank[f"{name}, variants"][variant], expected, _fresh("conv"))
+
+
+@pytest.mark.parametrize("name", [*LOSSLESS, "bf16_compress"])
+def test_two_backward_passes_that_are_not_announced_are_summed_or_refused(by_size: Any, name: str) -> None:
+    expected = _reference(*NETS["conv"], 4)
     for size in (1, 2, 3):
         for rank in by_size[size]:
-            assert _distance(rank[f"{name}, variants"][variant], expected) < 1e-6
+            found = rank[f"{name}, variants"]["two passes"]
+            if CASES[name].name in ("flat", "zero1", "bf16_compress"):
+                assert "head.bias got another" in found and "accumulate()" in found
+            elif CASES[name].name in ("hooks", "horovod"):
+                assert "head.bias got a gradient in more than 1 backward passes" in found
+            else:
+                assert _distance(found, expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", [*RANKED, *FURTHER])
 def test_parameters_without_a_gradient_on_all_or_some_ranks(by_size: Any, name: str) -> None:
+    torch.manual_seed(1)
+    start = Spare()
     for size, mark in ((1, 2), (2, 0), (2, 2), (3, 2)):
-        expected = _reference(Spare, (24,), 4, mark=mark, fill=name != "ddp, find_unused")
+        expected = _reference(Spare, (24,), 4, mark=mark, fill="find_unused" not in name)
         for rank in by_size[size]:
             found = rank[f"{name}, variants"][f"unused, {mark} marked"]
-            if name == "ddp":
+            if name in ("ddp", "powersgd"):
                 assert "nobody" in found and "find_unused: true" in found and "\n" not in found
             else:
-                assert _distance(found, expected) < 1e-6, (size, mark)
-    for rank in by_size[2]:
-        assert "nobody" in rank["powersgd, variants"]["unused, 2 marked"]
+                _check(name, size, found, expected, start)
 
 
 @pytest.mark.parametrize("name", RANKED)
@@ -431,6 +536,10 @@ REFUSED: dict[str, tuple[config.Sync, list[str], str]] = {
     "overlapped steps and the check for NaN": (
         config.Sync(name="hooks", options={"step": "overlapped"}), [], "nonfinite=ignore",
     ),
+    "overlapped steps and Muon that counts them": (
+        config.Sync(name="hooks", options={"step": "overlapped"}),
+        ["nonfinite=ignore", "optim.clip=0", "optim.name=muon", "optim.normalise_every=2"], "optim.normalise_every=1",
+    ),
     "fsdp and channels_last": (config.Sync(name="fsdp"), ["channels_last=true"], "channels_last=false"),
     "fsdp and compile": (config.Sync(name="fsdp"), ["compile=true"], "compile=false"),
     "powersgd and channels_last": (config.Sync(name="powersgd"), ["channels_last=true"], "channels_last=false"),
@@ -443,3 +552,10 @@ def test_what_a_strategy_cannot_do_is_refused_by_name(case: str) -> None:
     with pytest.raises(UserError) as caught:
         sync.build(settings).check(config.load("smoke", assignments), World(size=2))
     assert message in str(caught.value) and settings.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_what_a_script_of_ones_own_cannot_do_is_refused_by_name_on_every_rank(by_size: Any, case: str) -> None:
+    for rank in by_size[2]:
+        message = rank["misused"].get(case, "went through")
+        assert message.startswith("sync.name=") and MISUSED[case][1] in message and "\n" not in message, message

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import training
-from training.bench.gang import PHASES, Measured
+from benchmarks import metrics
+from tests.processes import PYTHON, run, training
+from training.bench.gang import PHASES, Job, Measured
 from training.bench.inference import _verdict
-from training.bench.scaling import table, why
+from training.bench.scaling import _each_strategy, against_ddp, table, why
 
 
 def _made(step: float, **phases: float) -> Measured:
@@ -36,7 +37,15 @@ def test_the_table_and_the_sentence_are_arithmetic_on_what_was_measured() -> Non
 
 def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path: Path) -> None:
     words = ["bench", "scaling", "--ranks", "2,1", "--steps", "3", "--warm-up", "1", "--rounds", "1", "--batch", "12"]
-    words += ["--strategies", "flat", "--out", str(tmp_path / "out"), "--set", *[w for w in tiny if "epochs" not in w]]
+    words += ["--threads", "1"]
+    words += [
+        "--strategies",
+        "flat,ddp,data_parallel",
+        "--out",
+        str(tmp_path / "out"),
+        "--set",
+        *[w for w in tiny if "epochs" not in w],
+    ]
     done = training(*words, timeout=240)
     assert done.code == 0, done.output
     assert "Why is it not 2×?" in done.output and "global batch 12" in done.output and "flat" in done.output
@@ -47,7 +56,40 @@ def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path:
             assert set(row["phases"]) == set(PHASES) and all(seconds >= 0 for seconds in row["phases"].values())
             assert 0.2 < sum(row["phases"].values()) / row["step"] <= 1.05
     assert found["strategies"]["flat"]["sent_bytes"] == 8 * sum((8 * 27 + 8, 16 * 72 + 16, 160 + 10))
+    one, ddp = (found["strategies"][name] for name in ("data_parallel", "ddp"))
+    assert (one["ranks"], one["threads"], ddp["ranks"], ddp["threads"]) == (1, 2, 2, 1)  # the same part of the machine
+    ratio = one["images_per_second"] / ddp["images_per_second"]
+    sentence = (
+        f"data_parallel (1 process × 2 CPU thread(s)) is {ratio:.2f}× as fast as ddp (2 processes × 1 CPU thread(s))"
+    )
+    assert sentence in done.output and found["data_parallel_against_ddp"].startswith(sentence)
+    assert "data_parallel   refused: sync.name=data_parallel has no ranks" in done.output
     assert (tmp_path / "out/scaling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_cost_of_the_metrics_is_held_to_its_bounds(tmp_path: Path) -> None:
+    well = {"share_of_10_ms": 0.004, "series": 100, "scrape_seconds": 0.0049}
+    assert metrics.exceeded(well) == []
+    broken = metrics.exceeded({"share_of_10_ms": 0.006, "series": 101, "scrape_seconds": 0.0051})
+    assert [sentence.split(" the bound is ")[1] for sentence in broken] == ["0.5%", "100", "5 ms"]
+    out = tmp_path / "metrics.json"
+    words = ["benchmarks/metrics.py", "--rounds", "1", "--steps", "8", "--out", str(out)]
+    done = run([PYTHON, *words], timeout=240)
+    found = json.loads(out.read_text())
+    assert found["exceeded"] == metrics.exceeded(found["calls"]) and done.code == bool(found["exceeded"]), done.output
+    assert (
+        50 < found["calls"]["series"] <= 100 and 0 < found["calls"]["render_seconds"] < found["calls"]["scrape_seconds"]
+    )
+    assert all(len(times) == 1 and times[0] > 0 for times in found["runs"].values()) and "Traceback" not in done.output
+
+
+def test_a_strategy_that_fails_leaves_the_others_their_rows(tiny: list[str]) -> None:
+    words = [*(word for word in tiny if "epochs" not in word), "model=tests.nets:Sociable"]
+    base = Job("smoke", words, ranks=2, steps=1, warm_up=1, threads=1)
+    rows = dict(_each_strategy(base, ["data_parallel", "allreduce"], ranks=2, batch=12))
+    assert rows["data_parallel"]["ranks"] == 0 and "ArithmeticError: nobody is here" in rows["data_parallel"]["failed"]
+    assert rows["allreduce"]["ranks"] == 2 and rows["allreduce"]["images_per_second"] > 0
+    assert against_ddp(rows) == ""
 
 
 @pytest.mark.parametrize(
@@ -57,6 +99,11 @@ def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path:
         (["scaling", "--ranks", "1", "--strategies", "nothing"], "there is no 'nothing'; known: "),
         (["scaling", "--recipe", "smoky"], "did you mean 'smoke'"),
         (["speed"], "invalid choice: 'speed'"),
+        (["scaling", "--out", "/dev/null/x"], "--out /dev/null/x: Not a directory; name a folder that can be written"),
+        (
+            ["inference", "--out", "/dev/null/x"],
+            "--out /dev/null/x: Not a directory; name a folder that can be written",
+        ),
     ],
 )
 def test_wrong_words_are_one_line(words: list[str], message: str) -> None:

@@ -33,6 +33,15 @@ def _gathered(world: World) -> tuple[object, list[torch.Tensor]]:
     return collectives.gather_objects(value), collectives.all_gather(torch.full((world.rank * 2, 3), float(world.rank)))
 
 
+def _refused(world: World) -> str:
+    """One rank alone has a value that cannot be sent."""
+    try:
+        collectives.gather_objects({"fine": 1} if world.rank != 1 else {"a set": {1}}, world)
+    except TypeError as error:
+        return str(error)
+    return "went through"
+
+
 def _both(world: World) -> tuple[object, object]:
     return _products(world), _gathered(world)
 
@@ -66,6 +75,18 @@ def test_both_products_are_that_of_one_process(size: int) -> None:
             assert [(o["rank"], o["ids"].tolist(), o["name"]) for o in objects] == [
                 (r, list(range(r)), ("r" * r, None)) for r in range(size)
             ]
+
+
+def test_a_value_that_one_rank_cannot_send_is_refused_on_all() -> None:
+    found = on_ranks(_refused, 2)  # the collective that would wait has a minute
+    assert found == ["rank 1: a tree cannot hold a set"] * 2
+
+
+@pytest.mark.parametrize("sizes", [("10000000", "10000000", "1"), ("10000000", "1", "10000000"), ("2147483647",) * 3])
+def test_sizes_beyond_the_memory_are_one_line(sizes: tuple[str, str, str]) -> None:
+    done = training("collectives", "--sizes", *sizes)
+    assert done.code == 2 and done.output.count("\n") == 1, done.output
+    assert done.output.startswith(f"error: --sizes {' '.join(sizes)} needs ") and "take smaller ones" in done.output
 
 
 def test_the_command_checks_itself_and_prints_time_and_bytes() -> None:

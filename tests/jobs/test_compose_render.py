@@ -19,13 +19,13 @@ from jobs import compose_doctor
 from jobs.backends import engine as client
 from jobs.backends.compose import ComposeBackend
 from jobs.backends.compose_explain import explain
-from jobs.lint import errors, lint, rules
+from jobs.lint import compose_rules, errors, lint, rules
 from jobs.render import compose
 from jobs.render.manifest import to_yaml
 from jobs.spec import JobSpec
 from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
 from tests.processes import ROOT
-from training.contract import UserError
+from training.contract import METRICS_PORT, UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN: dict[str, Any] = {"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2}
@@ -174,6 +174,7 @@ PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LC012", {"image": "lockstep:latest"}, {}),
     ("LC013", {"k8s": {"queue": "gpu"}}, {}),
     ("LC014", {}, {"services": {"node-0": {"volumes": [{"type": "volume", "source": "x", "target": "/x"}]}}}),
+    ("LC015", {"ranks_per_node": 3}, {}),
 ]
 
 
@@ -183,6 +184,13 @@ def test_every_rule_is_provoked(id: str, changes: dict[str, Any], patch: dict[st
     found = lint(spec, [compose.render(spec)])
     assert id in {item.id for item in found}, found
     assert all(item.message and "\n" not in item.message for item in found)
+
+
+def test_the_lists_of_ports_are_as_long_as_the_rule_says() -> None:
+    for path in ("deploy/observability/prometheus/compose.yaml", "docker/prometheus.yml"):
+        (scrape,) = yaml.safe_load((ROOT / path).read_text())["scrape_configs"]
+        ports = [item["port"] for item in scrape["dns_sd_configs"]]
+        assert ports == [METRICS_PORT + rank for rank in range(compose_rules.LISTED)]
 
 
 def test_a_good_job_provokes_none_and_every_rule_is_tried() -> None:

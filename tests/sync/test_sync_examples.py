@@ -19,6 +19,10 @@ from training.world import World
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+OPTIONS = {"powersgd": ["start=10", "rank=4"]}
+"""75 steps: powersgd's own default would send whole gradients in all of them."""
+LOSSY = {"bf16_compress": 0.05, "powersgd": 0.2}
+"""Largest distance of a loss to that of plain.py."""
 LINE = re.compile(r"epoch (\d): loss (\d\.\d+), accuracy (\d\.\d+)")
 
 
@@ -32,7 +36,7 @@ def _every_strategy(world: World) -> dict[str, str]:
 
     found = {}
     for name in sync.STRATEGIES:
-        sys.argv = ["parallel.py", name]
+        sys.argv = ["parallel.py", name, *OPTIONS.get(name, [])]
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
@@ -68,16 +72,34 @@ def test_at_most_15_lines_make_a_script_parallel() -> None:
 def test_a_script_of_ones_own_trains_its_own_network_with(
     name: str, printed: list[dict[str, str]], plain: object
 ) -> None:
+    if name == "data_parallel":
+        assert all(
+            each[name].endswith("has no ranks, and was started on 2: start one process, or use sync.name=ddp")
+            for each in printed
+        )
+        return
     found = _lines(printed[0][name])
-    assert printed[1][name] == "" or name == "data_parallel"
-    if name == "powersgd":  # sends whole gradients for its first 100 steps, which are more than these
-        assert found == plain
-    elif name == "bf16_compress":
-        assert len(found) == 3 and all(abs(a[0] - b[0]) < 0.05 for a, b in zip(found, plain))  # type: ignore[call-overload]
-    elif name == "data_parallel":
-        assert "nn.DataParallel" not in printed[0][name] or found
+    assert printed[1][name] == ""
+    off = max(abs(a[0] - b[0]) for a, b in zip(found, plain, strict=True))  # type: ignore[call-overload]
+    if name in LOSSY:
+        assert 1e-5 < off < LOSSY[name] and found[-1][1] > 0.8
     else:
-        assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(found, plain, strict=True))  # type: ignore[call-overload]
+        assert off < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope"], "sync.name must be "),
+        ([], "name a strategy, one of ddp, "),
+        (["powersgd", "rnk=1"], "did you mean 'rank'"),
+        (["powersgd", "start"], "an option of a strategy is NAME=VALUE, got 'start'"),
+    ],
+)
+def test_wrong_words_to_the_script_are_one_line(words: list[str], message: str) -> None:
+    done = run([PYTHON, str(EXAMPLES / "parallel.py"), *words])
+    assert done.code == 2 and message in done.output, done.output
+    assert done.output.startswith("error: ") and done.output.count("\n") == 1
 
 
 def test_under_torchrun(plain: list[tuple[float, float]]) -> None:

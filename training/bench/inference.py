@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from training import config as configuration
-from training.arguments import Parser, positive, several
+from training.arguments import Parser, make_folder, positive, several
 from training.contract import EXIT_DONE
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints and writes inference.json. Raises `UserError` for wrong words."""
+    """Measures, prints and writes inference.json. Raises `UserError` for wrong words, or a folder that cannot be written."""
     parser = Parser(prog="python -m training bench inference", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--recipe", default="resnet18")
     parser.add_argument("--batches", type=several, default=[1, 16, 64, 256], metavar="1,16,64")
@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-inference"), help="folder of inference.json")
     args = parser.parse_args(argv)
     config = configuration.load(args.recipe, args.assignments)
+    make_folder(args.out)
 
     import torch
     from torch import nn
@@ -62,7 +63,6 @@ def main(argv: list[str]) -> int:
         one, many = row["images_per_second"].values()
         print(f"{row['batch']:5d} {one:12.1f} {many:23.1f} {row['speed_up']:9.2f}×")
     print(verdict)
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "inference.json"
     path.write_text(
         json.dumps({"recipe": args.recipe, "gpus": devices, "rows": rows, "verdict": verdict}, indent=1) + "\n"

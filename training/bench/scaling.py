@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from training import config as configuration
-from training.arguments import Parser, positive, several
+from training.arguments import Parser, make_folder, positive, several
 from training.bench.gang import PHASES, Job, Measured, run
 from training.contract import EXIT_DONE, UserError
 from training.world import cores
@@ -25,7 +25,10 @@ BOTH = ("fixed", "scaled")
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints, and writes scaling.json and scaling.png. Raises `UserError` for wrong words."""
+    """Measures, prints, and writes scaling.json and scaling.png.
+
+    Raises `UserError` for wrong words, or a folder that cannot be written.
+    """
     parser = Parser(prog="python -m training bench scaling", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=several, default=[1, 2], metavar="1,2,4")
     parser.add_argument("--recipe", default="smoke")
@@ -50,6 +53,7 @@ def main(argv: list[str]) -> int:
     threads = args.threads or max(1, cores() // max(args.ranks))
     strategies = _strategies(args.strategies)
     base = Job(args.recipe, args.assignments, args.ranks[0], args.steps, args.warm_up, threads)
+    make_folder(args.out)
     found = _measure(base, args.ranks, batch, args.rounds)
     rows = {name: table(times, args.ranks[0]) for name, times in found.items()}
     by_strategy = dict(_each_strategy(base, strategies, max(args.ranks), batch))
@@ -58,9 +62,8 @@ def main(argv: list[str]) -> int:
     result = {
         "recipe": args.recipe, "set": args.assignments, "batch": batch, "steps": args.steps, "rounds": args.rounds,
         "threads_a_rank": threads, "cores": cores(), "fixed": rows["fixed"], "scaled": rows["scaled"],
-        "strategies": by_strategy, "why": sentence,
+        "strategies": by_strategy, "why": sentence, "data_parallel_against_ddp": against_ddp(by_strategy),
     }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "scaling.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     from training.bench.chart import draw
 
@@ -147,19 +150,40 @@ def why(rows: list[dict[str, Any]], threads: int) -> str:
 
 
 def _each_strategy(base: Job, names: list[str], ranks: int, batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Images a second and peak memory of each strategy. One that refuses several ranks is measured with one."""
+    """Images a second and peak memory of each strategy.
+
+    One that refuses several ranks is measured with one, on the CPU threads of all of them: the same part of the machine.
+    """
     for name in names:
-        sizes = [ranks, 1] if ranks > 1 else [1]
-        for size in sizes:
+        refused = None
+        for size in [ranks, 1] if ranks > 1 else [1]:
+            threads = base.threads * ranks // size
+            job = dataclasses.replace(_with(base, size, batch, f"sync.name={name}"), threads=threads)
             try:
-                one = run(_with(base, size, batch, f"sync.name={name}"))
+                one = dataclasses.asdict(run(job))
             except UserError as error:
-                refusal = str(error)
+                refused = str(error)
                 continue
-            yield name, {"ranks": size, **dataclasses.asdict(one), "refused": None if size == ranks else refusal}
+            except RuntimeError as error:  # the others still have theirs to show
+                yield name, {"ranks": 0, "refused": refused, "failed": str(error)}
+                break
+            yield name, {"ranks": size, "threads": threads, **one, "refused": refused}
             break
         else:
-            yield name, {"ranks": 0, "refused": refusal}
+            yield name, {"ranks": 0, "refused": refused}
+
+
+def against_ddp(rows: dict[str, dict[str, Any]]) -> str:
+    """A sentence: how fast `data_parallel` is beside `ddp`. Empty where one of them has no numbers."""
+    one, two = rows.get("data_parallel", {}), rows.get("ddp", {})
+    if not one.get("ranks") or not two.get("ranks"):
+        return ""
+
+    def started(row: dict[str, Any]) -> str:
+        return f"{row['ranks']} process{'es' if row['ranks'] > 1 else ''} × {row['threads']} CPU thread(s)"
+
+    ratio = one["images_per_second"] / two["images_per_second"]
+    return f"data_parallel ({started(one)}) is {ratio:.2f}× as fast as ddp ({started(two)}), at the same batch."
 
 
 def _print(
@@ -189,5 +213,8 @@ def _print(
                 f"{name:15} {row['ranks']:5d} {row['images_per_second']:9.1f} {row['peak_bytes'] / 1e6:22.1f}"
                 f" {row['sent_bytes'] / 1e6:24.2f}"
             )
-        if row["refused"]:
-            print(f"{name:15} refused: {row['refused']}")
+        for reason in ("refused", "failed"):
+            if row.get(reason):
+                print(f"{name:15} {reason}: {row[reason]}")
+    if against_ddp(strategies):
+        print(against_ddp(strategies))

@@ -7,6 +7,7 @@ from typing import cast
 
 from training import settings as typed
 from training.config import Sync
+from training.contract import UserError
 from training.sync.base import GradientSync
 
 STRATEGIES = {
@@ -30,3 +31,19 @@ def build(settings: Sync | str) -> GradientSync:
         settings = typed.build(Sync, {"name": settings}, "sync", "sync.")
     module, _, name = STRATEGIES[settings.name].partition(":")
     return cast(type[GradientSync], getattr(importlib.import_module(module), name))(settings)
+
+
+def from_words(words: list[str]) -> GradientSync:
+    """The strategy that the words of a script's command line name, NAME [OPTION=VALUE …]: `powersgd rank=4 start=50`.
+
+    Raises `UserError` for a name or an option that is unknown.
+    """
+    if not words:
+        raise UserError(f"name a strategy, one of {', '.join(STRATEGIES)}, and its options as NAME=VALUE")
+    options = {}
+    for word in words[1:]:
+        option, equals, value = word.partition("=")
+        if not equals or not option:
+            raise UserError(f"an option of a strategy is NAME=VALUE, got {word!r}")
+        options[option] = typed.parse_yaml(value, option)
+    return build(typed.build(Sync, {"name": words[0], "options": options}, "sync", "sync."))

@@ -60,11 +60,22 @@ class GradientSync(ABC):
         """The network to call. The replicas have rank 0's parameters and buffers from here on.
 
         `example` is a batch that the network accepts; a strategy may run it, and leaves no trace of it.
+
+        Raises:
+            UserError: a model, or a world, that the strategy cannot serve. `check` says the same of a run before it is built.
         """
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters; strategies that shard it wrap it."""
         return build(self.model.parameters())
+
+    def _refuse_mixing(self, optimizer: torch.optim.Optimizer) -> None:
+        """For strategies that give an optimizer a part of the parameters at a time."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise self.refuse(
+                "needs an optimizer that treats each parameter by itself, and LBFGS mixes them",
+                "take another optimizer, or sync.name=ddp",
+            )
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -152,6 +163,16 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         dist.broadcast(flat, source)
         for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group])):
             tensor.copy_(piece.view(tensor.shape))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `model` comes from `torch.compile`; asks without loading the compiler."""
+    return "_orig_mod" in model._modules
+
+
+def scattered(model: nn.Module) -> str | None:
+    """The name of a parameter that is not contiguous (channels_last), or None."""
+    return next((name for name, parameter in model.named_parameters() if not parameter.is_contiguous()), None)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

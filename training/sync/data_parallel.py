@@ -12,20 +12,24 @@ from torch import nn
 
 from training.clock import StepClock
 from training.config import Config
-from training.sync.base import GradientSync
+from training.sync.base import GradientSync, is_compiled
 from training.world import World
 
 
 class DataParallel(GradientSync):
     def check(self, config: Config, world: World) -> None:
+        self._refuse(world, config.compile)
+
+    def _refuse(self, world: World, compiled: bool) -> None:
         if world.size > 1:
             raise self.refuse(
                 f"has no ranks, and was started on {world.size}", "start one process, or use sync.name=ddp"
             )
-        if config.compile:
+        if compiled:
             raise self.refuse("replicates the module in every step, which compile=true cannot follow", "leave one out")
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self._refuse(world, is_compiled(model))
         self.model = model
         # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.
         return model if world.device.type == "cpu" and torch.cuda.is_available() else nn.DataParallel(model)

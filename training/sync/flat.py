@@ -36,6 +36,7 @@ class Flat(GradientSync):
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self._world, self._silent = model, world, False
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         broadcast_module(model)
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._flats: list[torch.Tensor] = []
@@ -71,6 +72,11 @@ class Flat(GradientSync):
 
     def _hook(self, bucket: Bucket, index: int):  # type: ignore[no-untyped-def]
         def on_grad(parameter: nn.Parameter) -> None:
+            if index not in bucket.missing:  # its bucket is, or may be, on its way
+                raise self.refuse(
+                    f"sends each gradient once a step, and {self._names[parameter]} got another after that",
+                    "run every backward pass of a step but the last inside accumulate(), and synchronize() after it",
+                )
             view = self._views[parameter]
             if parameter.grad is not view:  # autograd's own tensor, or one that somebody put there
                 view.copy_(parameter.grad)  # type: ignore[arg-type]
@@ -99,10 +105,13 @@ class Flat(GradientSync):
         """The collective of the bucket is done."""
 
     def zero_grad(self) -> None:
+        self._expect_all()
+        super().zero_grad()
+
+    def _expect_all(self) -> None:
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.params)))
-        super().zero_grad()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -121,12 +130,12 @@ class Flat(GradientSync):
                     self._views[parameter].zero_()
                     parameter.grad = self._views[parameter]
             self._start(bucket)
-        self._next = len(self._buckets)
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
                 self._receive(bucket)
+        self._expect_all()  # the loop may forget the gradients through its optimizer instead of through this strategy
         clock.synced()
 
     def grad_norm(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state sharded over the ranks: torch's `fully_shard` (FSDP2, ZeRO stage 3).
 
-Between steps a rank holds its share of everything; a forward pass gathers the parameters, all in one piece, and the
-backward pass sums each gradient where its part is kept. The checkpoint and evaluation see whole parameters, so a run may
+Between steps a rank holds its share of everything; the first forward pass gathers the parameters, all in one piece, and
+the last backward pass sums each gradient where its part is kept. The checkpoint and evaluation see whole parameters, so a run may
 go on at any world size; the average is sharded as the model is.
 
 After S. Rajbhandari et al., "ZeRO" (2020), and Y. Zhao et al., "PyTorch FSDP" (2023).
@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from training.clock import StepClock
+from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import GradientSync, broadcast_module, global_norm
+from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, scattered
 from training.world import World
 
 
@@ -45,15 +45,41 @@ class _AllUsed(torch.autograd.Function):
 
 
 class _Gathered(nn.Module):
-    """The module that FSDP hooks into: gathered before its forward pass, sharded again after its backward pass."""
+    """The module that FSDP hooks into: gathered before its forward pass, sharded again after its backward pass.
 
-    def __init__(self, module: nn.Module) -> None:
+    FSDP waits for the other ranks in both, so it is noted here when a gathering began and ended, and when the rank's own
+    gradients were there.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.module = module
-        self.passes = 0
+        self.module, self._device = module, device
+        self.gathered: list[tuple[Mark, Mark]] = []
+        self.ready: Mark | None = None
+        self._watched: set[torch.Tensor] = set()
+        self._missing: set[torch.Tensor] = set()
+
+    def about_to_gather(self, *_: Any) -> None:
+        """A forward pre-hook, to be called before FSDP's."""
+        self._since = mark(self._device)
+
+    def _watch(self) -> None:
+        """Whole parameters are objects of their own, made by the first gathering."""
+        params: set[torch.Tensor] = {p for p in self.module.parameters() if p.requires_grad}
+        for parameter in params - self._watched:
+            parameter.register_post_accumulate_grad_hook(self._on_grad)
+        self._watched |= params
+        self._missing = params  # `_AllUsed` sees to it that all of them come
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        self._missing.discard(parameter)
+        if not self._missing:
+            self.ready = mark(self._device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passes += 1
+        if torch.is_grad_enabled():
+            self.gathered.append((self._since, mark(self._device)))
+            self._watch()
         output = self.module(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise UserError(f"sync.name=fsdp needs a network that returns a tensor, got {type(output).__name__}")
@@ -64,14 +90,21 @@ class Fsdp(GradientSync):
     replicas = False
 
     def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        if config.channels_last:
-            raise self.refuse("shards contiguous parameters only", "set channels_last=false")
-        if config.compile:
+        self._refuse(config.channels_last, config.compile)
+
+    def _refuse(self, channels_last: bool, compiled: bool) -> None:
+        if channels_last:
+            raise self.refuse(
+                "shards contiguous parameters only",
+                "set channels_last=false (in a script: memory_format=torch.contiguous_format)",
+            )
+        if compiled:
             raise self.refuse(
                 "is not shown to work with compile=true here", "set compile=false, or use sync.name=zero1"
             )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self._refuse(scattered(model) is not None, is_compiled(model))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
                 raise self.refuse(
@@ -80,8 +113,9 @@ class Fsdp(GradientSync):
         self.model, self._world, self.loss_scale = model, world, float(world.size)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
-        self.network = _Gathered(model)
+        self.network = _Gathered(model, world.device)
         fully_shard(self.network, mesh=init_device_mesh(world.device.type, (world.size,)))
+        self.network.register_forward_pre_hook(self.network.about_to_gather, prepend=True)
         # Between a forward and its backward pass the model has whole parameters in their place.
         self._sharded = list(model.parameters())
         self._gather_bytes = sum(self._padded_bytes(p) for p in model.parameters())
@@ -101,18 +135,24 @@ class Fsdp(GradientSync):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
+        # The parameters stay gathered until the pass that sends: ranks may differ in how many passes come before it,
+        # and a gather in each of them would wait for ranks that have none left.
         network = cast(FSDPModule, self.network)
         network.set_requires_gradient_sync(False)
+        network.set_reshard_after_backward(False)
         try:
             yield
         finally:
             network.set_requires_gradient_sync(True)
+            network.set_reshard_after_backward(True)
 
     def finish(self, clock: StepClock) -> None:
-        clock.grad_ready()
+        for since, until in self.network.gathered:
+            clock.waited(since, until)
+        clock.grad_ready(self.network.ready)
         clock.synced()
-        self.bytes_sent += self.network.passes * self._gather_bytes + self._sum_bytes
-        self.network.passes = 0
+        self.network.gathered, self.network.ready = [], None
+        self.bytes_sent += self._gather_bytes + self._sum_bytes
 
     def _own_grads(self) -> list[torch.Tensor]:
         return [_local(p.grad) for p in self._sharded if p.grad is not None]

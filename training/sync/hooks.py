@@ -188,10 +188,23 @@ class Hooks(GradientSync):
     Options = HookOptions
 
     def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        if self.options.step == "overlapped" and (config.optim.clip or config.nonfinite != "ignore"):
+        if config.optim.clip or config.nonfinite != "ignore":
+            self._need_all_gradients()
+        if config.optim.name == "muon":
+            self._refuse_normalise_every(config.optim.normalise_every)
+
+    def _need_all_gradients(self) -> None:
+        if self.options.step == "overlapped":
             raise self.refuse(
                 "with sync.options.step=overlapped has changed weights before all gradients are known",
                 "set nonfinite=ignore and optim.clip=0, or sync.options.step=after",
+            )
+
+    def _refuse_normalise_every(self, every: int) -> None:
+        if self.options.step == "overlapped" and every > 1:
+            raise self.refuse(
+                f"with sync.options.step=overlapped takes a step a parameter, which Muon's normalise_every={every} would count",
+                "set optim.normalise_every=1, or sync.options.step=after",
             )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
@@ -202,8 +215,18 @@ class Hooks(GradientSync):
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
         if self.options.step == "overlapped":
+            self._refuse_mixing(optimizer)
+            self._refuse_normalise_every(getattr(optimizer, "normalise_every", 1))
             self.network.step_when_ready(optimizer)
         return optimizer
+
+    def grad_norm(self) -> torch.Tensor:
+        self._need_all_gradients()
+        return super().grad_norm()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        self._need_all_gradients()
+        return super().clip(max_norm)
 
     def zero_grad(self) -> None:
         self.network.reducer.reset()

@@ -58,6 +58,7 @@ class Zero1(Flat):
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = build(self.model.parameters())
+        self._refuse_mixing(optimizer)
         self._all = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if self._owner.get(p) == self._world.rank]
