@@ -96,17 +96,28 @@ rules-k8s: $(READY) ## write deploy/observability/kubernetes/rules.yaml anew fro
 # Images: docs/containers.md. IMAGE is a name without a tag; the tag is the revision.
 NAME_ := $(or $(IMAGE),lockstep)
 TAG = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null || echo unknown)
-BUILD = DOCKER_BUILDKIT=1 docker build $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
-  $(if $(WHEELS),--build-context wheels=$(WHEELS) --build-arg PIP_NO_INDEX=1) $(if $(CA),--secret id=ca$(,)src=$(CA)) \
+# The locks are resolved for x86-64, so the images are: elsewhere the engine emulates it.
+PLATFORM ?= linux/amd64
+ARGUMENTS = --platform $(PLATFORM) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
   --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) --build-arg VERSION=$(TAG) \
-  --build-arg SOURCE=$(or $(SOURCE),unknown) $(BUILD_FLAGS)
+  --build-arg SOURCE=$(or $(SOURCE),unknown)
+MOUNTED = $(if $(WHEELS),--build-context wheels=$(WHEELS) --build-arg PIP_NO_INDEX=1) \
+  $(if $(CA),--secret id=ca$(,)src=$(CA)) $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF))
+# Without BuildKit: no mounts, no stage that only they read, and no stage behind the one that is wanted.
+PLAIN = sed -e '/^FROM scratch AS wheels$$/d' -e 's/--mount=[^ ]* *//g' -e '/^ *\\$$/d'
+ifeq ($(BUILDKIT),0)
+build = $(if $(strip $(MOUNTED)),@echo "error: WHEELS$(,) CA and PIP_CONF need BuildKit: leave out BUILDKIT=0$(,) or name a mirror (docs/containers.md)" >&2; exit 2,$(PLAIN) \
+  $(1) | DOCKER_BUILDKIT=0 docker build -f - --target runtime $(ARGUMENTS))
+else
+build = DOCKER_BUILDKIT=1 docker build -f $(1) $(ARGUMENTS) $(MOUNTED)
+endif
 , := ,
 
-image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WHEELS= CA= BUILD_FLAGS=
-	$(BUILD) -f docker/Dockerfile -t $(NAME_):$(TAG) -t $(NAME_):latest .
+image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WHEELS= CA= PIP_CONF= BUILD_FLAGS= BUILDKIT=0
+	$(call build,docker/Dockerfile) $(BUILD_FLAGS) -t $(NAME_):$(TAG) -t $(NAME_):latest .
 
 image-cpu: ## build the CPU image NAME:cpu, NAME:REVISION-cpu; same variables
-	$(BUILD) -f docker/Dockerfile.cpu -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
+	$(call build,docker/Dockerfile.cpu) $(BUILD_FLAGS) -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
 
 push: ## push what image and image-cpu built of this revision: IMAGE=registry/name; prints the digests
 	@test -n "$(IMAGE)" || { echo "error: say where to: make push IMAGE=registry/name" >&2; exit 2; }

@@ -1,20 +1,38 @@
-"""Healthy: every rank of this container that serves its metrics says so, and local rank 0 serves.
+"""Healthy: every rank that runs in this container answers at /healthz, and says so.
 
-Standard library only: it starts every 30 seconds, beside the training.
+    healthcheck.py [PROC]                           PROC: where the kernel shows the processes (/proc)
+
+Standard library only: it starts every 30 seconds, beside the training. What serves no metrics, or serves them on any
+port that is free, cannot be asked and counts as healthy.
 """
 
 import os
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
-base = int(os.environ.get("LOCKSTEP_METRICS_PORT", "9470"))
-for local_rank in range(256):
+ranks, settings = 1, {"port": os.environ.get("LOCKSTEP_METRICS_PORT") or "9470"}
+for process in Path(*sys.argv[1:2] or ["/proc"]).glob("[0-9]*"):
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{base + local_rank}/healthz", timeout=4).close()
+        environment = (process / "environ").read_text(errors="replace").split("\0")
+        words = (process / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        continue  # it has just ended, or is another user's
+    # The launcher tells each rank how many there are.
+    ranks = max([ranks, *(int(word.partition("=")[2]) for word in environment if word.startswith("LOCAL_WORLD_SIZE="))])
+    # `--set` takes the last part of a setting's name, too.
+    pairs = [word.removeprefix("metrics.").partition("=")[::2] for word in words]
+    settings.update((name, value) for name, value in pairs if name == "enabled" or (name == "port" and value.isdigit()))
+if settings.get("enabled", "").lower() in ("false", "no", "off") or settings["port"] == "0":
+    print("no metrics on known ports: not checked")
+    sys.exit(0)
+for local_rank in range(ranks):
+    port = int(settings["port"]) + local_rank
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=4).close()
     except urllib.error.HTTPError as error:
-        sys.exit(
-            f"local rank {local_rank} is unhealthy: {error.code} {error.read(200).decode(errors='replace').strip()}"
-        )
+        said = error.read(200).decode(errors="replace").strip()
+        sys.exit(f"local rank {local_rank} is unhealthy: {error.code} {said}")
     except OSError as error:
-        sys.exit(None if local_rank else f"local rank 0 does not answer on port {base}: {error}")
+        sys.exit(f"local rank {local_rank} does not answer on port {port}: {error}")

@@ -5,12 +5,26 @@
 #
 # /wheels          a folder to install from, where one is given (PIP_NO_INDEX=1: from nowhere else)
 # /run/secrets/ca  certificates of a proxy that opens TLS, where one is given; it is not kept
+# /run/secrets/pip a pip.conf, where one is given: mirrors, and their passwords; it is not kept, and wins over arguments
 # /var/cache/pip   a cache, where one is mounted; else nothing is cached, and so nothing stays in the layer
 set -eu
 # An empty argument is one that was not given; pip would read it as an empty setting.
 for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX PIP_FIND_LINKS PIP_TRUSTED_HOST; do
-    eval "[ -n \"\${$name:-}\" ] || unset $name"
+    eval "value=\${$name:-}"
+    [ -n "$value" ] || unset $name
+    # An argument is kept in the image's history, for everybody who pulls it.
+    for url in $value; do
+        host=${url#*://}
+        case ${host%%/*} in *@*)
+            echo "error: $name holds a user or password, which would stay in the image: put it into a pip.conf, make image PIP_CONF=FILE" >&2
+            exit 2 ;;
+        esac
+    done
 done
+if [ -s /run/secrets/pip ]; then
+    unset PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_TRUSTED_HOST
+    export PIP_CONFIG_FILE=/run/secrets/pip
+fi
 [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca
 if [ -n "$(ls -A /wheels 2>/dev/null)" ]; then export PIP_FIND_LINKS=/wheels; fi
 if [ -d /var/cache/pip ]; then export PIP_CACHE_DIR=/var/cache/pip; else export PIP_NO_CACHE_DIR=1; fi

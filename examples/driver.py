@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from jobs import Job, JobSpec, options, submit, sweep
@@ -32,7 +31,7 @@ def follow(job: Job, spec: JobSpec, backend: str, tries: int, poll: float) -> tu
     """The job's final status. A job that was preempted for good is submitted again, at most `tries` times; it resumes."""
     shown = ""
     while True:
-        found = job.status()
+        found = job.wait(poll)  # a controller that is away for a while does not end it
         line = f"{job.name}: {found.state}{f' – {found.reason}' if found.reason else ''}"
         if line != shown:
             say(line)
@@ -42,8 +41,6 @@ def follow(job: Job, spec: JobSpec, backend: str, tries: int, poll: float) -> tu
             job = submit(spec, backend, "replace")
         elif found.final or found.state == "unschedulable":
             return job, found
-        else:
-            time.sleep(poll)
 
 
 def explain(job: Job, found: Status) -> None:

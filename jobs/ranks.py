@@ -7,7 +7,8 @@ for rank in judge(before, after): …       # step, images/s, shares of a step, 
 
 from __future__ import annotations
 
-import json
+import http.client
+import math
 import socket
 import statistics
 import time
@@ -96,11 +97,12 @@ class Reader:
 
     def _rank(self, rank: int) -> Snapshot | None:
         where = files.read_json(contract.endpoint_file(self.run_dir, rank), limit=4096)
-        if isinstance(where, dict) and isinstance(where.get("host"), str) and type(where.get("port")) is int:
+        host, port = (where.get("host"), where.get("port")) if isinstance(where, dict) else (None, None)
+        if isinstance(host, str) and type(port) is int and 0 < port < 65536:
             try:
-                return Snapshot(rank, parse(_fetch(where["host"], where["port"])), time.time(), "live")
-            except (OSError, ValueError):
-                pass  # it has just ended, or a firewall stands between
+                return Snapshot(rank, parse(_fetch(host, port)), time.time(), "live")
+            except (OSError, ValueError, http.client.HTTPException):
+                pass  # it has just ended, a firewall stands between, or something else has its port now
         path = contract.textfile(self.run_dir, rank)
         try:
             with path.open(encoding="utf-8") as file:
@@ -122,16 +124,17 @@ def _fetch(host: str, port: int) -> str:
 
 
 def parse(text: str) -> dict[str, float]:
-    """The single values of a rank's metrics. Raises `ValueError` for what is not Prometheus' text format."""
+    """The single values of a rank's metrics that are finite. Raises `ValueError` for what is not Prometheus' text format."""
     from prometheus_client.parser import text_string_to_metric_families
 
     values = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name in _SINGLE:
-                    values[sample.name.removeprefix("training_")] = sample.value
-    except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
+                value = float(sample.value)
+                if sample.name in _SINGLE and math.isfinite(value):
+                    values[sample.name.removeprefix("training_")] = value
+    except Exception as error:  # noqa: BLE001 - the parser raises whatever a damaged text makes it trip over
         raise ValueError(f"not Prometheus' text format: {error}") from None
     return values
 
@@ -178,4 +181,4 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
 
 
 def _whole(value: float | None) -> int | None:
-    return None if value is None or value != value else int(value)
+    return None if value is None else int(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import re
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,7 +175,11 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     program = "import sys, submitit, jobs.backends.slurm_task; print(*(open(name).read() for name in sys.argv[1:]))"
     wanted = ["-p", spec.slurm.partition] if spec is not None and spec.slurm.partition else []
     wanted += ["-A", spec.slurm.account] if spec is not None and spec.slurm.account else []
+    wanted += ["--qos", spec.slurm.qos] if spec is not None and spec.slurm.qos else []
     command = [python, "-c", program] if inside else ["cat"]
+    if spec is not None and inside and (spec.slurm.modules or spec.slurm.setup):
+        before = [f"module load {shlex.quote(name)}" for name in spec.slurm.modules] + list(spec.slurm.setup)
+        command = ["bash", "-lc", "\n".join([*before, f'exec {shlex.join(command)} "$@"']), "doctor"]
     try:
         told = ask(
             "srun", "-N1", "-n1", "-t", "1", f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor", *wanted,

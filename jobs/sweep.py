@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,14 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
     """One spec a combination: NAME-0, NAME-1, … with run directories of their own. Raises `UserError`."""
     if spec.recipe is None:
         raise UserError("--sweep changes a recipe's settings: a command takes them as arguments of its own")
-    combinations = list(itertools.product(*values.values()))
-    if len(combinations) > MAX_RUNS:
-        raise UserError(f"the sweep has {len(combinations)} runs, more than {MAX_RUNS}: give fewer values")
+    runs = math.prod(len(choices) for choices in values.values())
+    if runs > MAX_RUNS:
+        raise UserError(f"the sweep has {runs} runs, more than {MAX_RUNS}: give fewer values")
     plain, found = spec.plain(), []
-    for index, combination in enumerate(combinations):
+    for index, combination in enumerate(itertools.product(*values.values())):
         changed = dict(zip(values, combination))
-        run_dir = str(Path(spec.run_dir) / str(index)) if spec.run_dir else None
+        # The last part of it is the run's name in metrics: two sweeps must not have the same.
+        run_dir = str(Path(spec.run_dir) / f"{spec.name}-{index}") if spec.run_dir else None
         own = {
             "name": f"{spec.name}-{index}",
             "overrides": {**spec.overrides, **changed},

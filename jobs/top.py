@@ -137,7 +137,7 @@ def _runs(rank: Rank) -> list[tuple[str, int, str]]:
     found, done, at = [], 0, 0.0
     for share, letter, colour in shares:
         at += share
-        upto = min(BAR, round(at * BAR)) if math.isfinite(at) else done
+        upto = min(BAR, round(at * BAR)) if math.isfinite(at * BAR) else done
         found.append((letter * (upto - done), upto - done, colour))
         done = max(done, upto)
     return found

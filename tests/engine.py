@@ -1,6 +1,6 @@
 """A real container engine for tests: the CPU image, built once a session, and what a test started, removed again.
 
-Where no registry is in reach, `tests/containers/engine.sh` starts an engine and makes the base images; it says where
+Where no registry is in reach, `tests/containers/ci.sh` starts an engine and makes the base images; it says where
 they are in BASE_IMAGE, WHEELS and PROMETHEUS_IMAGE, which the Makefile and these fixtures read.
 """
 
@@ -97,16 +97,19 @@ def engine() -> str:
 
 @pytest.fixture(scope="session")
 def cpu_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    """The CPU image of this source tree, built with this machine's certificates as a secret."""
+    """The CPU image of this source tree, built with this machine's certificates and a pip.conf as secrets."""
     paths = ssl.get_default_verify_paths()
     known = Path(paths.cafile or paths.openssl_cafile)
-    certificates = tmp_path_factory.mktemp("ca") / "ca.pem"
+    folder = tmp_path_factory.mktemp("secrets")
+    certificates, settings = folder / "ca.pem", folder / "pip.conf"
     certificates.write_text(f"# {SENTINEL}\n{known.read_text() if known.exists() else ''}")
-    built = build("image-cpu", CA=str(certificates))
+    settings.write_text(f"# {SENTINEL}\n[global]\nretries = 5\n")
+    built = build("image-cpu", CA=str(certificates), PIP_CONF=str(settings))
     print(f"\nCPU image: {built.seconds:.0f} s, {inspect(built.name)[0]['Size'] / 1e9:.2f} GB")
     yield built
     names = docker("images", "--format", "{{.Repository}}:{{.Tag}}", "--filter", f"reference={NAME}:*").split()
-    docker("image", "rm", "--force", *names)
+    if names:  # each module that imports this fixture has one of its own: the first to end removes the image
+        docker("image", "rm", "--force", *names)
 
 
 def remove_jobs(*names: str) -> None:

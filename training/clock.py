@@ -2,7 +2,8 @@
 
     begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
 
-Step time alone hides a slow rank: all ranks wait for it and read the same. The time to `grad_ready` names it.
+Step time alone hides a slow rank: all ranks wait for it and read the same. The time to `grad_ready` names it, less
+what the rank waited for others on the way there.
 
 On a GPU the host only queues work, and its clock says nothing of it: there the points are CUDA events, read when they
 have passed. Nothing waits for them.
@@ -24,7 +25,7 @@ Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 def mark(device: torch.device) -> Mark:
-    """This point of the rank's work, to be handed to `StepClock.grad_ready` later."""
+    """This point of the rank's work, to be handed to a `StepClock` later."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -44,6 +45,7 @@ class StepClock:
 
     def begin(self) -> None:
         self._begin = self._data = self._grad = self._synced = self._now()
+        self._waited = 0.0
 
     def data_ready(self) -> None:
         self._data = self._grad = self._synced = self._now()
@@ -51,6 +53,11 @@ class StepClock:
     def grad_ready(self, at: Mark | None = None) -> None:
         """The rank's own gradients are complete (now, or at a `mark` noted before): from here on it waits for others."""
         self._grad = self._synced = at if isinstance(at, float) else self._now()
+
+    def waited(self, since: Mark, until: Mark) -> None:
+        """Before `grad_ready` the rank waited for others, too, between two marks: moves that to `sync_wait`."""
+        if isinstance(since, float) and isinstance(until, float):
+            self._waited += until - since
 
     def synced(self) -> None:
         self._synced = self._now()
@@ -61,8 +68,8 @@ class StepClock:
         self.trained += now - self._begin
         times = {
             "data_wait": self._data - self._begin,
-            "grad_ready": self._grad - self._data,
-            "sync_wait": self._synced - self._grad,
+            "grad_ready": self._grad - self._data - self._waited,
+            "sync_wait": self._synced - self._grad + self._waited,
             "step_duration": now - self._begin,
         }
         self._closed = [times]
@@ -86,7 +93,8 @@ class CudaStepClock(StepClock):
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._free: list[torch.cuda.Event] = []
         self._open: list[torch.cuda.Event] = []
-        self._pending: deque[list[torch.cuda.Event]] = deque()
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[tuple[list[torch.cuda.Event], list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
         super().__init__(now)
 
     def _event(self) -> torch.cuda.Event:
@@ -96,7 +104,7 @@ class CudaStepClock(StepClock):
 
     def begin(self) -> None:
         super().begin()
-        self._open = [self._event()] * 4
+        self._open, self._waits = [self._event()] * 4, []
 
     def data_ready(self) -> None:
         super().data_ready()
@@ -106,24 +114,29 @@ class CudaStepClock(StepClock):
         super().grad_ready(at)
         self._open[2:] = [self._event() if at is None or isinstance(at, float) else at] * 2
 
+    def waited(self, since: Mark, until: Mark) -> None:
+        if not isinstance(since, float) and not isinstance(until, float):
+            self._waits.append((since, until))
+
     def synced(self) -> None:
         super().synced()
         self._open[3] = self._event()
 
     def end(self) -> Times:
-        self._pending.append([*self._open, self._event()])
+        self._pending.append(([*self._open, self._event()], self._waits))
         return super().end()
 
     def measured(self) -> list[Times]:
         found = []
-        while self._pending and self._pending[0][-1].query():
-            events = self._pending.popleft()
+        while self._pending and self._pending[0][0][-1].query():
+            events, waits = self._pending.popleft()
             begin, data, grad, synced, end = events
+            waited = sum(_seconds(since, until) for since, until in waits)
             found.append(
                 {
                     "data_wait": _seconds(begin, data),
-                    "grad_ready": _seconds(data, grad),
-                    "sync_wait": _seconds(grad, synced),
+                    "grad_ready": _seconds(data, grad) - waited,
+                    "sync_wait": _seconds(grad, synced) + waited,
                     "step_duration": _seconds(begin, end),
                 }
             )

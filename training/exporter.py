@@ -2,6 +2,7 @@
 
     RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711}, for as long as the rank lives
     RUN/metrics/rank-00003.prom     what it would serve, every few seconds and at the end
+    TEXTFILES/RUN-rank-00003.prom   the same once more, for a node exporter
     FILE_SD/RUN-rank-00003.json     the same place for Prometheus' file_sd, where a cluster has no discovery of its own
 
 Nothing here may end the training, or hold it up: what fails is said once, on stderr.
@@ -10,6 +11,7 @@ Nothing here may end the training, or hold it up: what fails is said once, on st
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -43,27 +45,27 @@ class Exporter:
         self.metrics = Metrics(settings.run or run_dir.name, world.rank, world.device)
         self.enabled, self._rank, self._settings = settings.enabled, world.rank, settings
         self._warned: set[str] = set()
-        self._begun, self._closed = False, threading.Event()
+        self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
         self._server: _Server | None = None
         self._endpoint = contract.endpoint_file(run_dir, world.rank)
-        self._textfile = contract.textfile(run_dir, world.rank)
+        self._textfiles = [contract.textfile(run_dir, world.rank)]
         # In a folder that other runs use, too, the name of this one comes first.
         name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
         if settings.textfiles is not None:
-            self._textfile = Path(settings.textfiles) / f"{name}-{self._textfile.name}"
+            self._textfiles.append(Path(settings.textfiles) / f"{name}-{self._textfiles[0].name}")
         file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
         self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
         port = base_port(settings, env)
         if self.enabled:
             if world.leader:
-                _forget_ranks(run_dir, world.size)
+                _forget_ranks(world.size, [self._endpoint, *self._textfiles, *filter(None, [self._target])])
             self._serve(settings.address, port + world.local_rank if port else 0)
 
     def begin(self) -> None:
         """The training begins: from here on there is something to write. (A complete run keeps what it wrote last.)"""
         self._begun = True
         if self.enabled:
-            self._write_textfile()
+            self._write_textfiles()
             if self._settings.textfile_seconds:
                 threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
 
@@ -89,10 +91,15 @@ class Exporter:
 
     def _write_often(self) -> None:
         while not self._closed.wait(self._settings.textfile_seconds):
-            self._write_textfile()
+            self._write_textfiles()
 
-    def _write_textfile(self) -> None:
-        self._publish(self._textfile, self.metrics.text())
+    def _write_textfiles(self, last: bool = False) -> None:
+        """One writer at a time: all have the same temporary file, and nothing may come after the last words."""
+        with self._writing:
+            if last or not self._closed.is_set():
+                text = self.metrics.text()
+                for path in self._textfiles:
+                    self._publish(path, text)
 
     def _publish(self, path: Path, data: bytes) -> None:
         try:
@@ -108,14 +115,14 @@ class Exporter:
             print(f"warning: rank {self._rank}: {message}; the run goes on", file=sys.stderr, flush=True)
 
     def close(self, code: int) -> None:
-        """The attempt has ended: the last textfile, then the end of the server."""
+        """The attempt has ended: the last textfiles, then the end of the server."""
         if self._closed.is_set():
             return
         self._closed.set()
         self.metrics.ended(code)
         if self.enabled:
             if self._begun or self.metrics.found_corrupt:  # wrong words leave nothing behind
-                self._write_textfile()
+                self._write_textfiles(last=True)
             with contextlib.suppress(OSError):
                 if self._target is not None:
                     self._target.unlink(missing_ok=True)
@@ -135,16 +142,15 @@ def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _forget_ranks(run_dir: Path, size: int) -> None:
-    """Removes what ranks of a larger world left behind, so that nobody takes them for ranks of this one."""
-    for path in [
-        *(run_dir / contract.ENDPOINTS).glob("rank-*.json"),
-        *(run_dir / contract.METRICS).glob("rank-*.prom"),
-    ]:
-        number = path.stem.removeprefix("rank-")
-        if number.isdigit() and int(number) >= size:
-            with contextlib.suppress(OSError):
-                path.unlink()
+def _forget_ranks(size: int, own: list[Path]) -> None:
+    """Removes what ranks of a larger world left beside rank 0's `own` files: nobody may take them for ranks of this one."""
+    for mine in own:
+        before = mine.stem.removesuffix("00000")
+        with contextlib.suppress(OSError):
+            for path in mine.parent.glob(f"{glob.escape(before)}*{mine.suffix}"):
+                number = path.stem.removeprefix(before)
+                if number.isdigit() and int(number) >= size:
+                    path.unlink(missing_ok=True)
 
 
 class _Server(ThreadingHTTPServer):

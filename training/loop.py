@@ -68,6 +68,8 @@ def train(
 def _train(config: Config, world: World, run_dir: Path, fresh: bool, signals: Signals | None, began: float) -> int:
     prepared = prepare(config, world, run_dir, fresh)
     run = prepared.run
+    if signals is not None:
+        signals.last_words = prepared.exporter.close
     try:
         if prepared.complete:
             _say_complete(prepared)

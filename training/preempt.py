@@ -25,6 +25,8 @@ from training.world import World
 ASKING = ("TERM", "USR1", "USR2", "INT", "HUP")
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same one to a process twice."""
+LAST_WORDS_SECONDS = 1.0
+"""How long the second signal waits for `Signals.last_words`."""
 
 
 class Signals:
@@ -36,6 +38,8 @@ class Signals:
 
     def __init__(self, names: Sequence[str], now: Callable[[], float] = time.monotonic) -> None:
         self.received: str | None = None
+        self.last_words: Callable[[int], None] | None = None
+        """Called with the exit code before the second signal ends the process, in a thread of its own."""
         self._first = 0.0
         self._now = now
         self._read, self._write = os.pipe()
@@ -60,7 +64,14 @@ class Signals:
         if self.received is None:
             self.received, self._first = signal.Signals(number).name, self._now()
         elif self._now() - self._first > ONE_SIGNAL_SECONDS:
-            os._exit(128 + number)
+            self._leave(128 + number)
+
+    def _leave(self, code: int) -> None:
+        if self.last_words is not None:
+            thread = threading.Thread(target=self.last_words, args=(code,), daemon=True)
+            thread.start()
+            thread.join(LAST_WORDS_SECONDS)  # a file system that hangs may be why somebody insists
+        os._exit(code)
 
     def _in_child(self) -> None:
         """A forked child (a data loader of the user's own) is not asked to save, and does not tell the parent."""

@@ -117,10 +117,10 @@ def _distinct(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _verdict(run: RunFiles, name: str) -> str:
-    code, reason = run.status.get("code"), run.status.get("reason", "")
-    said = {0: "complete", 2: "wrong usage", 75: "preempted"}.get(code, "failed" if code is not None else "running")  # type: ignore[arg-type]
+    code, reason = number_of(run.status.get("code")), run.status.get("reason", "")
+    said = "running" if code is None else {0: "complete", 2: "wrong usage", 75: "preempted"}.get(int(code), "failed")
     began = f"{datetime.fromtimestamp(run.began, timezone.utc):%Y-%m-%d %H:%M} UTC, " if run.began else ""
-    facts = f"{run.about.get('config', {}).get('recipe', '?')} on {run.about.get('world', {}).get('size', '?')} ranks"
+    facts = f"{run.part('config').get('recipe', '?')} on {run.part('world').get('size', '?')} ranks"
     more = f": {reason}" if reason and reason not in (said, "complete", "running") else ""
     return f'<p class="verdict"><strong>{_text(name)}</strong> {_text(said + more)} <span>{_text(began + facts)}</span></p>'
 
@@ -153,7 +153,7 @@ def _form(value: Any, form: str) -> str:
         return "–"
     try:
         return form.format(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return str(value)
 
 
@@ -180,13 +180,12 @@ def _compared(columns: list[dict[str, Any]], names: list[str], expected: frozens
 
 
 def _value(value: Any) -> str:
-    return (
-        "–"
-        if value is None or value == ""
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False)
-    )
+    if value is None or value == "":
+        return "–"
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # YAML has dates, sets and bytes, too
+        return str(value)
 
 
 def _chart(title: str, x: str, y: str, lines: list[dict[str, Any]], kind: str = "line", **more: Any) -> dict[str, Any]:
@@ -292,7 +291,8 @@ def _drawn(chart: dict[str, Any]) -> dict[str, Any]:
 def _figure(number: int, chart: dict[str, Any]) -> str:
     units = f"{chart['y']} over {chart['x']}" if chart["y"] else chart["x"]
     label = _text(f"{chart['title']}: {units}. The numbers are in the table beneath.")
-    tall = f' style="--rows: {len(chart["lines"][0]["points"])}"' if chart["kind"] == "stack" else ""
+    lines = [line for line in chart["lines"] if line["points"]]  # each has its place in the legend
+    tall = f' style="--rows: {len(lines[0]["points"])}; --lines: {len(lines)}"'
     key = f"<p>{_text(chart['key'])}</p>" if "key" in chart else ""
     kind = f"{chart['kind']} wide" if chart.get("wide") else chart["kind"]
     return (

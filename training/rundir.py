@@ -126,7 +126,11 @@ class RunDirectory:
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
-        self._replace(contract.STATUS_FILE, {"code": code, "reason": reason, "step": step, "attempt": self.attempt})
+        told = {"code": code, "reason": reason, "step": step, "attempt": self.attempt}
+        restart = os.environ.get(contract.ENV_RESTARTS, "")
+        if restart.isdigit():
+            told["restart"] = int(restart)  # which start of the job this is, by the launcher's count
+        self._replace(contract.STATUS_FILE, told)
 
     def summary(self, values: dict[str, Any]) -> None:
         self._replace(contract.SUMMARY_FILE, values)

@@ -15,6 +15,10 @@ from training import contract, files, settings
 from training.contract import UserError
 
 _MOST_LINES = 2_000_000
+_MOST = 1e15
+"""No count and no seconds of a rank come near it."""
+_LATEST = 253_402_300_800.0
+"""Unix time at the end of the year 9999, beyond which there are no dates."""
 PHASES = ("data_wait", "grad_ready", "sync_wait")
 
 
@@ -35,8 +39,12 @@ class RunFiles:
     @property
     def config(self) -> dict[str, Any]:
         """Settings by their dotted names."""
-        found = self.about.get("config")
-        return flat(found) if isinstance(found, dict) else {}
+        return flat(self.part("config"))
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A mapping within run.yaml; empty where there is none."""
+        found = self.about.get(name)
+        return found if isinstance(found, dict) else {}
 
     @property
     def began(self) -> float:
@@ -86,14 +94,16 @@ def _events(path: Path) -> list[dict[str, Any]]:
                     value = json.loads(line)
                 except (ValueError, RecursionError):
                     continue  # cut off by a kill
-                if isinstance(value, dict) and isinstance(value.get("event"), str) and number_of(value.get("time")):
-                    found.append(value)
+                if isinstance(value, dict) and isinstance(value.get("event"), str):
+                    at = number_of(value.get("time"))
+                    if at is not None and 0 < at < _LATEST:
+                        found.append(value)
     except OSError:
         return []
-    last = {(event["event"], event.get("step")): index for index, event in enumerate(found)}
+    last = {(event["event"], number_of(event.get("step"))): index for index, event in enumerate(found)}
     return [
         event for index, event in enumerate(found)
-        if event["event"] not in ("step", "epoch") or last[event["event"], event.get("step")] == index
+        if event["event"] not in ("step", "epoch") or last[event["event"], number_of(event.get("step"))] == index
     ]  # fmt: skip
 
 
@@ -101,7 +111,10 @@ def number_of(value: Any) -> float | None:
     """A finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return None
 
 
 def _ranks(folder: Path) -> list[dict[str, float]]:
@@ -116,9 +129,11 @@ def _ranks(folder: Path) -> list[dict[str, float]]:
         values = {
             s.name.removeprefix("training_"): s.value for f in families for s in f.samples if "le" not in s.labels
         }
+        # What is no number of times or seconds is damaged. (A loss may be NaN.)
+        values = {name: float(value) for name, value in values.items() if 0 <= value < _MOST}
         steps, spent = values.get("step_duration_seconds_count", 0.0), values.get("step_duration_seconds_sum", 0.0)
         digits = path.stem.removeprefix("rank-")
-        if steps > 0 and digits.isdigit():
+        if steps >= 1 and spent > 0 and digits.isascii() and digits.isdigit():
             row = {phase: values.get(f"{phase}_seconds_sum", 0.0) / steps for phase in PHASES}
             row |= {"rest": max(0.0, spent / steps - sum(row.values())), "step_duration": spent / steps}
             found.append({"rank": float(digits), "steps": steps, **row})

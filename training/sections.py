@@ -243,7 +243,7 @@ class Metrics:
     textfile_seconds: float = field(default=10.0, metadata=FREE)
     """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
     textfiles: str | None = field(default=None, metadata=FREE)
-    """Folder of the textfiles, e.g. the node exporter's; null: `metrics` in the run directory."""
+    """Folder for a second copy of the textfiles, e.g. the node exporter's; the first is in the run directory."""
     file_sd: str | None = field(default=None, metadata=FREE)
     """Folder in which each rank names itself to Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""
 

@@ -191,7 +191,8 @@ def _deterministic(config: Config) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(config.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(config.deterministic)
 
 
 def _offer(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:

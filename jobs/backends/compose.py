@@ -133,21 +133,21 @@ class ComposeBackend:
                 if (found := _of_rank(line, rank)) is not None:
                     yield found
             return
-        lines: Queue[str | BaseException | None] = Queue()
+        lines: Queue[str | Exception | None] = Queue()
         for id in ids:
             threading.Thread(target=self._follow, args=(name, id, lines), daemon=True).start()
         left = len(ids)
         while left:
             item = lines.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 left -= 1
             elif (found := _of_rank(item, rank)) is not None:
                 yield found
 
-    def _follow(self, name: str, id: str, lines: Queue[str | BaseException | None]) -> None:
-        """One node's output until the job ends, across restarts of the node."""
+    def _follow(self, name: str, id: str, lines: Queue[str | Exception | None]) -> None:
+        """One node's output until the job ends, across restarts of the node. An error goes to who reads `lines`."""
         last = ""
         try:
             while True:
@@ -160,7 +160,7 @@ class ComposeBackend:
                     break
                 threading.Event().wait(self.interval)
             lines.put(None)
-        except UserError as error:
+        except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
             lines.put(error)
 
     def wait(self, name: str, timeout: float) -> Status:

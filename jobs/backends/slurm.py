@@ -18,20 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import ValidationError
 
-from jobs import lint
+from jobs import lint, specfile
 from jobs.backends import base, slurm_explain, slurm_query
 from jobs.backends.base import Listed, Mode, Status, Submitted
-from jobs.backends.slurm_folder import ENDED, SUBMITIT, Folder, cancelled, check, ends, home, log, make
+from jobs.backends.slurm_folder import ENDED, SUBMITIT, Folder, cancelled, check, ends, home, make
+from jobs.backends.slurm_logs import lines
 from jobs.backends.slurm_query import Unreachable, ask
+from jobs.backends.slurm_send import send
 from jobs.backends.slurm_task import TrainingTask
 from jobs.render import command as commands
 from jobs.render import slurm as render
 from jobs.spec import JobSpec
+from jobs.terminal import warn
 from training import contract, files
 from training.contract import UserError
 
-_NOISE = re.compile(r"submitit [A-Z]+ \(\d{4}-")
 Specs = list[JobSpec]  # named here, because `list` is a method below
 Sent = list[Submitted]
 
@@ -90,6 +93,8 @@ class SlurmBackend:
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
         with self._locked():
+            if Folder(self.folder / name).record() is not None:
+                raise UserError(f"{name} is a job of its own: choose another --name for the sweep")
             placed = [self._place(spec, mode) for spec in specs]
             new = [spec for spec in placed if isinstance(spec, JobSpec)]
             if new and len(new) < len(placed):
@@ -117,12 +122,11 @@ class SlurmBackend:
                 f"{self.folder / spec.name} belongs to a sweep, or to nothing of ours: choose another --name"
             )
         record = self._record(spec.name)
-        status = self.status(spec.name)
+        status = self.status(spec.name) if record["job_id"] is not None else _BROKEN_OFF  # nobody else is sending now
         if mode == "new":
             taken = {entry.name for entry in self.folder.iterdir()}
             return spec.model_copy(update={"name": base.next_name(spec.name, taken), "run_dir": None})
         if mode == "replace" and status.final:
-            shutil.rmtree(self.folder / spec.name)
             return spec
         if record["hash"] != spec.hash():
             raise base.refuse_other(spec.name, record["spec"], spec.plain())
@@ -138,15 +142,17 @@ class SlurmBackend:
                 raise UserError(
                     f"the job needs the secret {missing[0]}: set it in the environment, SLURM takes it along"
                 )
-        place = make(self.folder / whole.name)
-        submitit_folder = make(place / SUBMITIT)
+        submitit_folder = self.folder / whole.name / SUBMITIT
         found = lint.errors(lint.lint(whole, render.manifests(whole, submitit_folder)))
         if found:
-            shutil.rmtree(place)
             more = f" (and {len(found) - 1} more: see `lockstep lint --backend slurm`)" if len(found) > 1 else ""
             raise UserError(f"{whole.name}: {found[0]}{more}")
+        with _aside([self.folder / name for name in {whole.name, *(spec.name for spec in specs)}]):
+            return self._write_and_send(whole, specs, make(make(submitit_folder.parent) / SUBMITIT))
+
+    def _write_and_send(self, whole: JobSpec, specs: Specs, submitit_folder: Path) -> Sent:
         records = []
-        for spec in specs:
+        for element, spec in enumerate(specs):
             run_dir = render.run_directory(spec)
             before = files.read_json(Path(run_dir) / contract.STATUS_FILE)
             records.append(
@@ -154,18 +160,13 @@ class SlurmBackend:
                     "spec": spec.plain(), "hash": spec.hash(), "run_dir": run_dir, "submitit": str(submitit_folder),
                     "job_id": None, "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "since": time.time(), "comment": f"lockstep:{whole.hash()}", "array_name": whole.name,
+                    "element": element if len(specs) > 1 else None,
                     "earlier_attempts": before.get("attempt", 0) if isinstance(before, dict) else 0,
                 }
             )  # fmt: skip
             Folder(make(self.folder / spec.name)).write(records[-1])
-        try:
-            after = self._preparation(whole)
-            tasks = [training_task(spec, after is not None) for spec in specs]
-            ids = _sbatch(whole, submitit_folder, tasks, after)
-        except UserError:
-            for name in {whole.name, *(spec.name for spec in specs)}:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-            raise
+        after = self._preparation(whole)
+        ids = send(whole, submitit_folder, [training_task(spec, after is not None) for spec in specs], after)
         for spec, record, job_id in zip(specs, records, ids):
             Folder(self.folder / spec.name).write({**record, "job_id": job_id})
         return [
@@ -179,9 +180,10 @@ class SlurmBackend:
 
     def status(self, name: str) -> Status:
         record = self._record(name)
-        spec = JobSpec.model_validate(record["spec"])
+        spec = _spec(name, record)
         if record["job_id"] is None:
-            return Status("lost", "the submission was broken off before sbatch answered: submit it with --replace")
+            sending = time.time() - record["since"] < slurm_explain.SETTLE_SECONDS
+            return Status("pending", "is being submitted") if sending else _BROKEN_OFF
         found = slurm_query.look(str(record["job_id"]))
         kept = Folder(self.folder / name)
         if found is None and (before := kept.ended()) is not None:
@@ -191,9 +193,11 @@ class SlurmBackend:
             spec, found, ends(record), self._said(record), cancelled(record).exists(), record["since"], time.time()
         )
         plain = {key: value for key, value in told.plain().items() if key != "final"}
-        if told.final and kept.ended() != plain:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if told.final and kept.ended() != plain:
                 files.replace_json(kept.path / ENDED, plain)  # SLURM forgets; without accounting within minutes
+            elif not told.final:
+                (kept.path / ENDED).unlink(missing_ok=True)  # somebody had SLURM run it again
         return told
 
     def wait(self, name: str, timeout: float) -> Status:
@@ -219,7 +223,7 @@ class SlurmBackend:
             return status
         job_id = str(record["job_id"])
         cancelled(record).touch()  # from here on no rank asks for a requeue
-        grace = JobSpec.model_validate(record["spec"]).grace_seconds + render.MARGIN_SECONDS
+        grace = _spec(name, record).grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
@@ -240,43 +244,31 @@ class SlurmBackend:
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         record = self._record(name)
-        spec = JobSpec.model_validate(record["spec"])
+        spec = _spec(name, record)
         total = spec.nodes * spec.ranks
         if rank is not None and not 0 <= rank < total:
             raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
-        return self._lines(name, record, [rank] if rank is not None else list(range(total)), rank is None, follow)
-
-    def _lines(
-        self, name: str, record: dict[str, Any], ranks: list[int], prefix: bool, follow: bool
-    ) -> Iterator[str]:  # fmt: skip
-        read = dict.fromkeys(ranks, 0)
-        rests = dict.fromkeys(ranks, b"")
-        while True:
-            try:
-                over = not follow or self.status(name).final  # asked before reading, so that nothing is missed
-            except Unreachable:
-                over = False
-            for rank in ranks:
-                more = _since(log(record, rank), read[rank])
-                read[rank] += len(more)
-                *lines, rests[rank] = (rests[rank] + more).split(b"\n")
-                if over and rests[rank]:
-                    lines.append(rests[rank])
-                for line in (raw.decode(errors="replace") for raw in lines):
-                    if not _NOISE.match(line):
-                        yield f"[rank {rank}] {line}" if prefix else line
-            if over:
-                return
-            time.sleep(min(self.interval, 1.0))
+        ranks = [rank] if rank is not None else list(range(total))
+        interval = min(self.interval, 1.0)
+        return lines(record, ranks, rank is None, lambda: not follow or self.status(name).final, interval)
 
     def list(self) -> list[Listed]:
         rows = []
-        for entry in sorted(self.folder.iterdir()) if self.folder.exists() else []:
+        entries = sorted(self.folder.iterdir()) if self.folder.exists() else []
+        alive = slurm_query.under_way() if entries else set()
+        for entry in entries:
             record = Folder(entry).record()
-            if record is None:
+            if record is None or entry.name.startswith("."):
                 continue
             before = Folder(entry).ended()
-            state = before["state"] if before is not None else self.status(entry.name).state
+            ended = before is not None and str(record["job_id"]).split("_")[0] not in alive
+            try:
+                state = before["state"] if before is not None and ended else self.status(entry.name).state
+            except Unreachable:
+                raise
+            except UserError as error:
+                warn(str(error))
+                continue
             rows.append(Listed(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
         return rows
 
@@ -320,11 +312,11 @@ class SlurmBackend:
         if record is None:
             raise UserError(f"there is no SLURM job {name}: see `lockstep list slurm`")
         check(self.folder / name)
-        if record["job_id"] is None and record["array_name"] == name:
+        if record["job_id"] is None:
             # The command that submitted was killed before it had the answer; the job may be there.
-            found = slurm_query.mine(name, record["comment"])
+            found = slurm_query.mine(record["array_name"], record["comment"])
             if found is not None:
-                record["job_id"] = found
+                record["job_id"] = found if record["element"] is None else f"{found}_{record['element']}"
                 Folder(self.folder / name).write(record)
         return record
 
@@ -333,48 +325,33 @@ class SlurmBackend:
         return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
 
 
-def _since(path: Path, offset: int) -> bytes:
-    """What a file has got since `offset`; nothing while it is not there."""
+def _spec(name: str, record: dict[str, Any]) -> JobSpec:
+    """The spec that was submitted. Raises `UserError` for one that this version does not understand."""
     try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read()
-    except OSError:
-        return b""
+        return JobSpec.model_validate(record["spec"])  # not `of`: the recipe may have changed since
+    except ValidationError as error:
+        raise specfile.explain(error, JobSpec, f"job.json of {name}") from None
 
 
-def _sbatch(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | None) -> list[str]:
-    """Submits and returns the job's ids, one a task. Raises `UserError` with what sbatch says."""
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        raise UserError(
-            "sbatch is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`"
-        )
-    import submitit
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_python=render.python(spec, folder))
-    executor.update_parameters(**render.parameters(spec, folder, after))
-    with _clean_environment():
-        try:
-            if len(tasks) == 1:
-                return [executor.submit(tasks[0]).job_id]
-            return [job.job_id for job in executor.submit_array(tasks)]
-        except (FailedJobError, FailedSubmissionError) as error:
-            told = [line for line in str(error).splitlines() if "error:" in line] or [slurm_query.one_line(str(error))]
-            text = "; ".join(line.split("error:", 1)[-1].strip() for line in told)
-            raise UserError(f"SLURM refuses {spec.name}: {slurm_query.one_line(text)}") from None
+_BROKEN_OFF = Status("lost", "the submission was broken off before sbatch answered: submit it with --replace")
 
 
 @contextlib.contextmanager
-def _clean_environment() -> Iterator[None]:
-    """sbatch reads SBATCH_* above the script, and an outer job's SLURM_* would contradict the new one's."""
-    away = {
-        name: value for name, value in os.environ.items()
-        if name.startswith(("SBATCH_", "SLURM_")) and name not in ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT")
-    }  # fmt: skip
-    for name in away:
-        del os.environ[name]
+def _aside(places: list[Path]) -> Iterator[None]:
+    """What lies at `places` is gone when the block succeeds, and back when it does not. Raises `UserError`."""
+    moved = {place: place.with_name(f".{place.name}.replaced") for place in places if place.exists()}
     try:
+        for place, away in moved.items():
+            shutil.rmtree(away, ignore_errors=True)
+            place.rename(away)
         yield
-    finally:
-        os.environ.update(away)
+    except BaseException as error:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
+        for place, away in moved.items():
+            away.rename(place)
+        if isinstance(error, OSError):
+            raise UserError(f"cannot keep the job in {places[0].parent}: {error.strerror}; set LOCKSTEP_HOME") from None
+        raise
+    for away in moved.values():
+        shutil.rmtree(away, ignore_errors=True)

@@ -32,6 +32,8 @@ def explain(
     latest = max((int(end.get("restart", 0)) for end in ends.values()), default=0)
     restarts = max(found.restarts if found else 0, latest)
     ends = {rank: end for rank, end in ends.items() if int(end.get("restart", 0)) == restarts}
+    if said is not None and said.get("code") is not None and said.get("restart", restarts) != restarts:
+        said = None  # an earlier start wrote it; this one ended before it could
 
     def answer(state: State, reason: str, code: int | None = None) -> Status:
         return Status(state, reason, _parts(spec, found, state, restarts), code)

@@ -48,6 +48,13 @@ def check(folder: Path) -> None:
         raise UserError(f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it")
 
 
+_RECORD: dict[str, Any] = {
+    "spec": dict, "hash": str, "run_dir": str, "submitit": str, "job_id": (str, type(None)), "created": str,
+    "since": (int, float), "comment": str, "array_name": str, "earlier_attempts": int,
+}  # fmt: skip
+_ENDING: dict[str, Any] = {"state": str, "reason": str, "ranks": list, "exit_code": (int, type(None))}
+
+
 class Folder:
     """One job's folder."""
 
@@ -55,16 +62,19 @@ class Folder:
         self.path = path
 
     def record(self) -> dict[str, Any] | None:
-        """job.json: spec, hash, job_id (None until sbatch has answered), run_dir, submitit, created, earlier_attempts."""
+        """job.json; its `job_id` is None until sbatch has answered. None where there is none, or it is damaged."""
         value = files.read_json(self.path / JOB)
-        return value if isinstance(value, dict) and isinstance(value.get("spec"), dict) else None
+        if not isinstance(value, dict) or any(not isinstance(value.get(name), kind) for name, kind in _RECORD.items()):
+            return None
+        return {"element": None, **value}
 
     def write(self, record: dict[str, Any]) -> None:
         files.replace_json(self.path / JOB, record)
 
     def ended(self) -> dict[str, Any] | None:
         value = files.read_json(self.path / ENDED)
-        return value if isinstance(value, dict) else None
+        fits = isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in _ENDING.items())
+        return value if fits and all(isinstance(part, dict) for part in value["ranks"]) else None
 
 
 def ends(record: dict[str, Any]) -> dict[int, dict[str, Any]]:

@@ -42,9 +42,13 @@ def ask(*command: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[
     """Runs a SLURM command. Raises `UserError` where it is not installed or does not end."""
     env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
     except FileNotFoundError:
         raise UserError(f"{command[0]} is not installed here: submit from a node of a SLURM cluster") from None
+    except OSError as error:
+        raise UserError(f"cannot run {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} did not answer for {seconds:g} s") from None
 
@@ -100,13 +104,21 @@ def history(job_id: str) -> Found | None:
 
 
 def mine(name: str, comment: str) -> str | None:
-    """The id of a job of this user with that name and comment: one whose answer to sbatch was lost on the way."""
-    told = ask("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%i|%k")
+    """The id of a job (or array) of this user with that name and comment: one whose answer to sbatch was lost."""
+    told = ask("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k")
     for line in told.stdout.splitlines() if told.returncode == 0 else []:
         job_id, _, said = line.partition("|")
         if said == comment:
             return job_id
     return None
+
+
+def under_way() -> set[str]:
+    """The ids of this user's jobs and arrays that wait or run. Raises `Unreachable`."""
+    told = ask("squeue", "-h", "--me", "-o", "%F")
+    if told.returncode != 0:
+        raise Unreachable(f"the SLURM controller does not answer: {one_line(told.stderr)}")
+    return set(told.stdout.split())
 
 
 FINAL = (

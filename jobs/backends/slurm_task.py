@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 from training import contract, files
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 
+OTHERS_SECONDS = 3.0
+"""How long a rank that failed looks whether another one found the words or the data unusable: that is final."""
 REQUEUE_SECONDS = 300.0
 """How long rank 0 tries to reach the controller."""
 HOLD_SECONDS = 120.0
@@ -52,7 +54,10 @@ class TrainingTask:
         """Runs this task's rank to its end. Rank 0 returns `summary.json`; an end that is none leaves the process."""
         here = _Here.read()
         if here.restarts > self.max_restarts:
-            self._leave(here, EXIT_FAILED, f"restarted {self.max_restarts} times, no more")
+            said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
+            saved = isinstance(said, dict) and said.get("code") == EXIT_PREEMPTED
+            code = EXIT_PREEMPTED if saved else EXIT_FAILED
+            self._leave(here, code, f"restarted {self.max_restarts} times, no more")
         code = self._run_rank(here)
         if code == EXIT_DONE:
             self._note(here, code, "")
@@ -60,6 +65,8 @@ class TrainingTask:
         reason = _last_error(*here.logs)
         self._note(here, code, reason)
         may = code != EXIT_USAGE and here.restarts < self.max_restarts and not here.cancelled
+        if may and code != EXIT_PREEMPTED and here.refused():
+            may = False
         if may and (code != EXIT_PREEMPTED or here.rank == 0):
             _requeue(here)
         elif may:
@@ -151,6 +158,18 @@ class _Here:
             job.job_id, job.global_rank, int(restarts) if restarts.isdigit() else 0, job.paths.folder,
             (job.paths.stdout, job.paths.stderr), job.paths.result_pickle, list(job.hostnames),
         )  # fmt: skip
+
+    def refused(self) -> bool:
+        """Whether another rank ended with 2 in this start, of which this one's failure is a consequence."""
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while True:
+            for path in self.folder.glob(f"{self.job_id}_*_end.json"):
+                end = files.read_json(path)
+                if isinstance(end, dict) and (end.get("code"), end.get("restart")) == (EXIT_USAGE, self.restarts):
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.2)
 
     @property
     def cancelled(self) -> bool:

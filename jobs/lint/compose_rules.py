@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,17 @@ from jobs.render.manifest import HASH, JOB, get, mappings
 from jobs.render.pod import holds
 
 KIND = (COMPOSE,)
+OPENING = ("cap_add", "devices", "device_cgroup_rules", "extends", "provider", "post_start", "pre_stop")
+"""Keys of a service that give it rights, or that bring in what no rule has read."""
+NAMESPACES = {
+    "network_mode": ("none", "bridge"), "pid": (), "ipc": ("private",), "uts": (), "cgroup": ("private",),
+    "cgroup_parent": (), "userns_mode": (),
+}  # fmt: skip
+"""Keys that share a namespace of the host or of another container → what shares none."""
+HOST_PATHS = ("/", ".", "~", "$")
+"""How a path of the host begins; Compose expands `~` and `$NAME`."""
+LISTED = 2
+"""Ports that deploy/observability/prometheus/compose.yaml lists."""
 
 
 def _words(value: Any) -> list[str]:
@@ -61,16 +73,24 @@ def launcher(subject: Subject) -> Iterator[str]:
 
 @rule("LC004", kinds=KIND)
 def closed_doors(subject: Subject) -> Iterator[str]:
-    """A node runs without root, capabilities, new privileges or a writable root."""
+    """A node runs without root, capabilities, new privileges, devices or a writable root."""
     for name, service in _nodes(subject).items():
+        options = [word.replace("=", ":").replace(" ", "") for word in _words(service.get("security_opt"))]
         wanted = {
             "read_only: true": service.get("read_only") is True,
             "cap_drop: [ALL]": "ALL" in _words(service.get("cap_drop")),
             "security_opt: [no-new-privileges:true]": bool(
-                {"no-new-privileges:true", "no-new-privileges"} & set(_words(service.get("security_opt")))
+                {"no-new-privileges:true", "no-new-privileges"} & set(options)
+            ),
+            "security_opt without unconfined, disable or false": not any(
+                option.endswith(("unconfined", ":disable", ":false")) for option in options
             ),
             "no privileged: true": not service.get("privileged"),
-            "a user other than root": str(service.get("user", "1000")).partition(":")[0] not in ("0", "root"),
+            "a user other than root": not re.fullmatch(r"root|0+", str(service.get("user", "1000")).partition(":")[0]),
+            "no reserved devices but GPUs": all(
+                get(device, "capabilities") == ["gpu"] for device in _reserved(service)
+            ),
+            **{f"no {key}": not service.get(key) for key in OPENING},
         }
         missing = [text for text, present in wanted.items() if not present]
         if missing:
@@ -79,16 +99,47 @@ def closed_doors(subject: Subject) -> Iterator[str]:
 
 @rule("LC005", kinds=KIND)
 def host_access(subject: Subject) -> Iterator[str]:
-    """A node needs nothing of its host, least of all the engine's socket."""
+    """A node needs nothing of its host or of other containers, least of all the engine's socket."""
     for name, service in _nodes(subject).items():
-        for key in ("network_mode", "pid", "ipc", "userns_mode"):
-            if service.get(key) == "host":
-                yield f"{name}: {key}: host opens the host to the job: remove it"
+        for key, harmless in NAMESPACES.items():
+            value = service.get(key)
+            if value is not None and value not in harmless:
+                yield f"{name}: {key}: {value} opens the host or another container to the job: remove it"
+        for key in ("volumes_from", "use_api_socket"):
+            if service.get(key):
+                yield f"{name}: {key} gives the job what is not its own: remove it"
         mounts = service.get("volumes")
         for mount in mounts if isinstance(mounts, list) else []:
-            source = str(get(mount, "source") or mount)
-            if "docker.sock" in source or "containerd.sock" in source:
-                yield f"{name}: {source} gives the job the engine, and with it the host: remove it"
+            source = _host_path(mount)
+            if source is not None:
+                yield f"{name}: the mount of {source} opens the host to the job: use a named volume"
+    for item in subject.objects:
+        volumes = item.get("volumes")
+        for name, volume in volumes.items() if isinstance(volumes, dict) else ():
+            device = str(get(volume, "driver_opts", "device") or "")
+            if device.startswith(HOST_PATHS):
+                yield f"volume {name} is {device} of the host: use a volume of the engine's own"
+        networks = item.get("networks")
+        for name, network in networks.items() if isinstance(networks, dict) else ():
+            if "host" in (get(network, "driver"), get(network, "name")):
+                yield f"network {name} is the host's own: remove it"
+        if "services" in item and item.get("include"):
+            yield "include brings in what nobody here has looked at: put it into the patch"
+
+
+def _reserved(service: Any) -> list[Any]:
+    found = get(service, "deploy", "resources", "reservations", "devices")
+    return found if isinstance(found, list) else [found] if found else []
+
+
+def _host_path(mount: Any) -> str | None:
+    """What a mount takes from the host; None where that is nothing (a named, an anonymous volume, a tmpfs)."""
+    if isinstance(mount, str):
+        source, colon, _ = mount.partition(":")
+        return source if colon and source.startswith(HOST_PATHS) else None
+    kind, source = get(mount, "type"), str(get(mount, "source") or "")
+    known = kind in ("volume", "tmpfs", "cluster")
+    return None if known and not source.startswith(HOST_PATHS) else source or f"type {kind}"
 
 
 @rule("LC006", kinds=KIND)
@@ -160,6 +211,16 @@ def ignored_settings(subject: Subject) -> Iterator[str]:
     given = sorted(subject.spec.k8s.model_dump(exclude_defaults=True))
     if given:
         yield f"k8s.{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"
+
+
+@rule("LC015", "warning", kinds=KIND)
+def scraped(subject: Subject) -> Iterator[str]:
+    """DNS tells Prometheus the nodes, not how many ranks they have."""
+    if subject.spec.ranks > LISTED:
+        yield (
+            f"{subject.spec.ranks} ranks a node, and deploy/observability/prometheus/compose.yaml scrapes the first {LISTED}: "
+            "add a line a rank to yours"
+        )
 
 
 @rule("LC014", kinds=KIND)

@@ -11,6 +11,8 @@ from jobs.quantities import size_in_bytes
 from jobs.render.manifest import get, mappings
 from jobs.render.pod import holds
 
+MONITORED = 8
+"""Ports that deploy/observability/kubernetes/podmonitor.yaml names."""
 INJECTED = re.compile(
     r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
 )
@@ -132,6 +134,16 @@ def ports(subject: Subject) -> Iterator[str]:
         missing = [f"metrics-{rank}" for rank in range(subject.spec.ranks) if f"metrics-{rank}" not in names]
         if missing:
             yield f"{pod.replica}: no port {missing[0]}: Prometheus would miss that rank"
+
+
+@rule("LS040", "warning")
+def scraped(subject: Subject) -> Iterator[str]:
+    """The PodMonitor is there before the job, so it names a fixed number of ports."""
+    if subject.spec.ranks > MONITORED:
+        yield (
+            f"{subject.spec.ranks} ranks a node, and the PodMonitor of deploy/observability scrapes the first {MONITORED}: "
+            "add a port a rank to it"
+        )
 
 
 @rule("LS025")

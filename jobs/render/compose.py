@@ -97,7 +97,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
         "networks": {"default": {"aliases": [ALIAS]}},
         "volumes": _mounts(spec),
         "working_dir": "/tmp",  # noqa: S108 - the container's own, and the only place that is always writable
-        "tmpfs": ["/tmp:mode=1777"],  # noqa: S108
+        "tmpfs": ["/tmp:mode=1777,exec"],  # noqa: S108 - compile=true loads what it has written there
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -111,7 +111,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
         "ulimits": {"memlock": -1} if spec.gpus else None,  # NCCL pins memory
         "deploy": _devices(spec, index),
         "logging": {"driver": "json-file", "options": {"max-size": "100m", "max-file": "3"}},
-        "healthcheck": {"disable": True} if spec.command is not None else None,  # it may serve no /healthz
+        "healthcheck": None if _serves_health(spec) else {"disable": True},
     }
     return {key: value for key, value in service.items() if value is not None}
 
@@ -122,14 +122,28 @@ def environment(spec: JobSpec) -> dict[str, Any]:
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
     }
+    config = spec.config()
+    own_port = config.metrics.port if config is not None else None
     if spec.metrics_port != METRICS_PORT:
         values[ENV_METRICS_PORT] = str(spec.metrics_port)
     if spec.gpus:
         values["NCCL_DEBUG"] = "WARN"
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     values |= spec.env
+    if own_port is not None:
+        values[ENV_METRICS_PORT] = str(
+            own_port
+        )  # the recipe's wins in the ranks: the image's health check must ask there
     values = {name: None if value is None else _literal(value) for name, value in values.items()}
     return dict(sorted({**values, **dict.fromkeys(spec.secrets)}.items()))
+
+
+def _serves_health(spec: JobSpec) -> bool:
+    """Whether the image's health check finds every rank's /healthz: a program of one's own may serve none."""
+    config = spec.config()
+    if config is None or not config.metrics.enabled or environment(spec).get(ENV_METRICS_PORT) == "0":
+        return False
+    return config.metrics.address in (None, "0.0.0.0", "::", "127.0.0.1", "localhost")  # noqa: S104 - compared only
 
 
 def _mounts(spec: JobSpec) -> list[Manifest]:

@@ -39,7 +39,8 @@ OWN = {
     "time": "time_limit", "signal-delay-s": "grace_seconds", "use-srun": "(every rank is a task)",
     "stderr-to-stdout": "(lockstep reads the logs)", "export": "env", "kill-on-invalid-dep": "(it stays yes)",
     "setup": "slurm.setup", "teardown": "(lockstep needs the exit code)", "srun-args": "(lockstep needs its own)",
-    "additional-parameters": "slurm.patch itself",
+    "additional-parameters": "slurm.patch itself", "cpus-per-task": "cpus", "gpus-per-node": "gpus",
+    "tasks-per-node": "ranks_per_node", "mem": "memory", "timeout-min": "time_limit",
 }  # fmt: skip
 """What `slurm.patch` may not touch, and what to use instead."""
 
@@ -123,7 +124,7 @@ def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int 
     stderr = {"stderr_to_stdout": generic.pop("stderr_to_stdout")}
     try:
         writer.update_parameters(**writer._convert_parameters(generic), **stderr, **own)
-    except (ValueError, NameError) as error:
+    except (TypeError, ValueError, NameError) as error:
         raise UserError(f"slurm.patch: {str(error).splitlines()[0]}") from None
     if elements > 1:
         writer.parameters["map_count"] = elements

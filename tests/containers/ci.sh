@@ -14,6 +14,35 @@ cache=${LOCKSTEP_CI_CACHE:-$HOME/.cache/lockstep}
 [ $# -gt 0 ] || set -- make -C "$root" test-containers
 mkdir -p "$cache"
 
+state= made=()
+# The machine is given back as it was: the engine closes the FORWARD chain, opens ip_forward and leaves its bridge; one
+# that ran before keeps no image that was made here.
+cleanup() {
+  status=$?
+  trap - EXIT INT TERM
+  if [ -n "$state" ]; then
+    "$here/dockerd.sh" --stop "$state" || true
+    ip link delete docker0 2> /dev/null || true
+    iptables -P FORWARD "${policy:-ACCEPT}" 2> /dev/null || true
+    echo "$forward" > /proc/sys/net/ipv4/ip_forward || true
+  elif [ ${#made[@]} -gt 0 ]; then
+    docker image rm --force "${made[@]}" > /dev/null || true
+  fi
+  exit "$status"
+}
+# have IMAGE: whether it is there, or a registry is that has it; what was pulled is gone afterwards, too.
+have() {
+  docker image inspect "$1" > /dev/null 2>&1 && return
+  timeout 60 docker pull -q "$1" > /dev/null 2>&1 && made+=("$1")
+}
+# make_image NAME COMMAND…: makes an image that is gone afterwards, unless it was there before.
+make_image() {
+  docker image inspect "$1" > /dev/null 2>&1 || made+=("$1")
+  "${@:2}" > /dev/null
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+
 if ! docker version > /dev/null 2>&1 || ! docker compose version > /dev/null 2>&1; then
   # docker 28 may lie about without a daemon or plugins: Debian's own come first.
   export PATH=/usr/bin:$PATH
@@ -21,32 +50,19 @@ if ! docker version > /dev/null 2>&1 || ! docker compose version > /dev/null 2>&
     "$here/install-docker.sh" > "$cache/install-docker.log" 2>&1 || { tail -n 20 "$cache/install-docker.log" >&2; exit 1; }
   fi
   command -v debootstrap curl > /dev/null || { apt-get update -qq && apt-get install -qy debootstrap curl > /dev/null; }
-  state=$(mktemp -d /tmp/lockstep-engine.XXXXXX)
   forward=$(cat /proc/sys/net/ipv4/ip_forward) policy=$(iptables -S FORWARD | sed -n 's/^-P FORWARD //p')
-  # The engine closes the FORWARD chain, opens ip_forward and leaves its bridge; the machine is given back as it was.
-  cleanup() {
-    status=$?
-    trap - EXIT INT TERM
-    "$here/dockerd.sh" --stop "$state" || true
-    ip link delete docker0 2> /dev/null || true
-    iptables -P FORWARD "${policy:-ACCEPT}" 2> /dev/null || true
-    echo "$forward" > /proc/sys/net/ipv4/ip_forward || true
-    exit "$status"
-  }
-  trap cleanup EXIT
-  trap 'exit 130' INT TERM
+  state=$(mktemp -d /tmp/lockstep-engine.XXXXXX)
   started=$("$here/dockerd.sh" "$state")
   eval "$started"
 fi
 
-if [ -z "${BASE_IMAGE:-}" ] && ! docker image inspect python:3.11-slim-bookworm > /dev/null 2>&1 &&
-   ! timeout 60 docker pull -q python:3.11-slim-bookworm > /dev/null 2>&1; then
+if [ -z "${BASE_IMAGE:-}" ] && ! have python:3.11-slim-bookworm; then
   export BASE_IMAGE=lockstep-base:bookworm
-  ROOTFS_CACHE=$cache/bookworm-rootfs.tar "$here/base-image.sh" "$BASE_IMAGE" > /dev/null
+  ROOTFS_CACHE=$cache/bookworm-rootfs.tar make_image "$BASE_IMAGE" "$here/base-image.sh" "$BASE_IMAGE"
 fi
-if [ -z "${PROMETHEUS_IMAGE:-}" ] && ! timeout 60 docker pull -q prom/prometheus:v3.5.0 > /dev/null 2>&1; then
+if [ -z "${PROMETHEUS_IMAGE:-}" ] && ! have prom/prometheus:v3.5.0; then
   export PROMETHEUS_IMAGE=lockstep-prometheus:debian
-  docker build -q -t "$PROMETHEUS_IMAGE" ${BASE_IMAGE:+--build-arg BASE_IMAGE="$BASE_IMAGE"} - < "$here/prometheus.Dockerfile" > /dev/null
+  make_image "$PROMETHEUS_IMAGE" docker build -q -t "$PROMETHEUS_IMAGE" ${BASE_IMAGE:+--build-arg BASE_IMAGE="$BASE_IMAGE"} - < "$here/prometheus.Dockerfile"
 fi
 if [ -z "${WHEELS:-}" ]; then
   lock=$root/docker/requirements-cpu.txt

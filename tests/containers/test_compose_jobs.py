@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from jobs.backends.compose import ComposeBackend
@@ -243,7 +244,10 @@ def cifar10(target: Path, each: int = 400) -> None:
 
 
 def test_shards_that_prepare_has_staged_are_trained_on(jobs: Jobs, tmp_path: Path) -> None:
-    """CIFAR-10 lies on a volume; `lockstep prepare` shards it once, two nodes map the shards read-only."""
+    """CIFAR-10 lies on a volume; `lockstep prepare` shards it once, two nodes map the shards read-only.
+
+    The raw images are gone by then: only the shards can have been read.
+    """
     raw = tmp_path / "raw"
     raw.mkdir(mode=0o755)
     cifar10(raw)
@@ -265,9 +269,15 @@ def test_shards_that_prepare_has_staged_are_trained_on(jobs: Jobs, tmp_path: Pat
         spec = JobSpec.load(file)
         assert jobs.backend.prepare(spec).created
         assert not jobs.backend.prepare(spec).created, "they are there already"
+        remover = ("--user", "0", "--volume", f"{volume}:/data", "--entrypoint", "sh")
+        left = docker("run", "--rm", *remover, jobs.image, "-c", "rm -r /data/raw && find /data -type f")
+        assert left and all(line.startswith("/data/shards/cifar10/") for line in left.split()), left
         jobs.backend.submit(spec)
         jobs.succeeded(spec)
-        assert jobs.backend.summary(spec.name)["steps"] > 0
+        settings = yaml.safe_load(jobs.read(spec, "run.yaml"))["config"]["data"]
+        assert (settings["source"], settings["shards"]) == ("cifar10", "/data/shards/cifar10")
+        summary = jobs.backend.summary(spec.name)
+        assert summary["steps"] > 0 and summary["world_size"] == 4
         (start,) = jobs.events(spec, "start")[:1]
         assert start["step"] == 0
     finally:

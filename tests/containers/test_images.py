@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
 import os
 import shutil
 import subprocess
 import tarfile
+import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
-from tests.engine import SENTINEL, Built, docker, inspect, require
-from tests.processes import ROOT
+from tests.engine import NAME, SENTINEL, Built, docker, inspect, require
+from tests.processes import ROOT, poll
 
 pytestmark = pytest.mark.containers
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "tcc", "nvcc", "ld", "as"}
@@ -93,49 +98,84 @@ def test_only_what_is_named_enters_a_build(engine: str, tmp_path: Path) -> None:
     assert not any("secret" in (out / name).read_text(errors="ignore")[:6] for name in found)
 
 
+def search(saved: IO[bytes], needle: bytes) -> tuple[list[str], int]:
+    """(members of a saved image that hold `needle`, bytes looked at); engines save layers plain or compressed."""
+    found, total = [], 0
+    with tarfile.open(fileobj=saved, mode="r|") as archive:
+        for member in archive:
+            if not member.isfile():
+                continue
+            file: Any = archive.extractfile(member)
+            magic = file.peek(4)[:4]
+            assert magic != b"\x28\xb5\x2f\xfd", f"{member.name} is compressed with zstd, which nothing here reads"
+            content = gzip.GzipFile(fileobj=file) if magic[:2] == b"\x1f\x8b" else file
+            rest = b""
+            while chunk := content.read(1 << 22):
+                if needle in rest + chunk:
+                    found.append(member.name)
+                rest, total = chunk[-len(needle) :], total + len(chunk)
+    return found, total
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_the_search_looks_into_every_layer(compressed: bool) -> None:
+    saved = io.BytesIO()
+    with tarfile.open(fileobj=saved, mode="w") as archive:
+        for name, text in {"one": b"harmless" * 500, "two": b"x" * 70_000 + SENTINEL.encode()}.items():
+            data = gzip.compress(text) if compressed else text
+            item = tarfile.TarInfo(f"blobs/{name}")
+            item.size = len(data)
+            archive.addfile(item, io.BytesIO(data))
+    saved.seek(0)
+    assert search(saved, SENTINEL.encode()) == (["blobs/two"], 4000 + 70_000 + len(SENTINEL))
+
+
 def test_no_secret_is_in_any_layer(cpu_image: Built, files: list[tarfile.TarInfo]) -> None:
-    """The build was given certificates as a secret, with a sentence in them that must be nowhere."""
+    """The build was given certificates and a pip.conf as secrets, with a sentence in them that must be nowhere."""
     with subprocess.Popen(["docker", "save", cpu_image.name], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        rest, total = b"", 0
-        while chunk := process.stdout.read(1 << 22):
-            assert SENTINEL.encode() not in rest + chunk
-            rest, total = chunk[-len(SENTINEL) :], total + len(chunk)
+        found, total = search(process.stdout, SENTINEL.encode())
         assert process.wait() == 0
-    assert total > 5e8, "all layers"
+    assert found == [] and total > 5e8, "all layers"
     names = {Path(item.name).name for item in files}
     assert not names & {".env", ".git", ".netrc", "id_rsa", ".pypirc", "pip.conf", ".docker"}
     history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", cpu_image.name)
-    assert "/work" not in history and "://" not in history.replace("https://download.pytorch.org/whl/cpu", "")
+    assert "pip.conf" not in history and "://" not in history.replace("https://download.pytorch.org/whl/cpu", "")
 
 
 def test_a_source_change_costs_one_thin_layer(cpu_image: Built, tmp_path: Path) -> None:
-    """The dependencies are a layer of their own: clusters pull what changed, and a rebuild takes seconds."""
+    """The dependencies are a layer of their own: clusters pull what changed, and a rebuild takes seconds.
+
+    Timed three times, a change each: the best one says what it costs where the machine does nothing else meanwhile.
+    """
     context = tmp_path / "context"
     shutil.copytree(
         ROOT, context, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "runs", "data", ".*_cache")
     )
-    with (context / "training/loop.py").open("a") as file:
-        file.write(f"# {uuid.uuid4()}\n")
+    name = f"{NAME}-changed"
     env = {**os.environ, "BUILDKIT_PROGRESS": "plain"}
-    began = os.times().elapsed
-    done = subprocess.run(
-        ["make", "-C", str(context), "image-cpu", "IMAGE=lockstep-test-changed"], env=env, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    took = os.times().elapsed - began
-    assert done.returncode == 0, done.stderr[-3000:]
+    times, ids = [], []
     try:
-        before, after = (inspect(name)[0]["RootFS"]["Layers"] for name in (cpu_image.name, "lockstep-test-changed:cpu"))
+        for _ in range(3):
+            with (context / "training/loop.py").open("a") as file:
+                file.write(f"# {uuid.uuid4()}\n")
+            began = time.monotonic()
+            done = subprocess.run(
+                ["make", "-C", str(context), "image-cpu", f"IMAGE={name}"], env=env, capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+            times.append(time.monotonic() - began)
+            assert done.returncode == 0, done.stderr[-3000:]
+            ids.append(inspect(f"{name}:cpu")[0]["Id"])
+        before, after = (inspect(image)[0]["RootFS"]["Layers"] for image in (cpu_image.name, f"{name}:cpu"))
         shared = next(index for index, (old, new) in enumerate(zip(before, after)) if old != new)
-        changed = docker("history", "--format", "{{.Size}}", "--human=false", "lockstep-test-changed:cpu").split()
+        changed = docker("history", "--format", "{{.Size}}", "--human=false", f"{name}:cpu").split()
         thin = list(itertools.takewhile(lambda size: size < 1e8, map(int, changed)))  # newest first, empty ones too
-        print(f"rebuild after a source change: {took:.1f} s, {sum(thin) / 1e6:.1f} MB in {sum(map(bool, thin))} layers")
+        took = " ".join(f"{seconds:.1f}" for seconds in times)
+        print(f"rebuilds after a source change: {took} s, {sum(thin) / 1e6:.1f} MB in {sum(map(bool, thin))} layers")
         assert sum(thin) < 5e6 and len(after) - shared <= len(thin), (thin, shared, len(after))
-        assert took <= 15 or os.getloadavg()[0] > 3, f"{took:.1f} s"
+        assert min(times) <= 15, times
     finally:
-        docker(
-            "image", "rm", *docker("images", "--quiet", "--no-trunc", "lockstep-test-changed").split()[:1], "--force"
-        )
+        docker("image", "rm", "--force", *ids, check=False)
 
 
 def test_a_package_that_is_not_the_locked_one_stops_the_build(engine: str, tmp_path: Path) -> None:
@@ -150,10 +190,27 @@ def test_a_package_that_is_not_the_locked_one_stops_the_build(engine: str, tmp_p
     said = docker(
         "build", "-f", str(ROOT / "docker/Dockerfile.cpu"), "--target", "dependencies", "--no-cache", "--build-context",
         f"wheels={tmp_path}", "--build-arg", "PIP_NO_INDEX=1", "--progress", "plain",
-        *(["--build-arg", f"BASE_IMAGE={os.environ['BASE_IMAGE']}"] if os.environ.get("BASE_IMAGE") else []), str(ROOT),
+        *based(), str(ROOT),
         check=False, timeout=300,
     )  # fmt: skip
     assert "DO NOT MATCH THE HASHES" in said, said[-2000:]
+
+
+def test_the_secret_pip_conf_decides_where_packages_come_from(engine: str, tmp_path: Path) -> None:
+    """One that names an empty folder and no index: nothing can be installed, whatever the arguments say."""
+    settings = tmp_path / "pip.conf"
+    settings.write_text("[global]\nno-index = true\nfind-links = /nowhere\n")
+    said = docker(
+        "build", "-f", str(ROOT / "docker/Dockerfile.cpu"), "--target", "dependencies", "--no-cache", "--progress", "plain",
+        "--secret", f"id=pip,src={settings}", "--build-arg", "PIP_INDEX_URL=https://pypi.org/simple", *based(), str(ROOT),
+        check=False, timeout=300,
+    )  # fmt: skip
+    assert "No matching distribution found" in said and "'/nowhere'" in said and "pypi.org" not in said, said[-2000:]
+
+
+def based() -> list[str]:
+    base = os.environ.get("BASE_IMAGE")
+    return ["--build-arg", f"BASE_IMAGE={base}"] if base else []
 
 
 def test_who_it_is(cpu_image: Built) -> None:
@@ -208,6 +265,14 @@ def test_an_arbitrary_user_on_a_read_only_root_trains(cpu_image: Built) -> None:
         docker("volume", "rm", volume)
 
 
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def registry(engine: str) -> Iterator[str]:
     """HOST:PORT of a real registry: Debian's docker-registry on a base that reaches no other one."""
@@ -225,7 +290,12 @@ def registry(engine: str) -> Iterator[str]:
         "run", "--detach", "--publish", "127.0.0.1::5000", "lockstep-test-registry", "docker-registry", "serve", "/registry.yml",
     ).strip()  # fmt: skip
     try:
-        yield docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
+        address = docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
+        try:
+            poll(lambda: answers(f"http://{address}/v2/"), 60, f"a registry on {address}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {docker('logs', container)}") from None
+        yield address
     finally:
         docker("rm", "--force", "--volumes", container)
         docker("image", "rm", "--force", "lockstep-test-registry")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import training
+from benchmarks import metrics
+from tests.processes import PYTHON, run, training
 from training.bench.gang import PHASES, Job, Measured
 from training.bench.inference import _verdict
 from training.bench.scaling import _each_strategy, against_ddp, table, why
@@ -64,6 +65,22 @@ def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path:
     assert sentence in done.output and found["data_parallel_against_ddp"].startswith(sentence)
     assert "data_parallel   refused: sync.name=data_parallel has no ranks" in done.output
     assert (tmp_path / "out/scaling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_cost_of_the_metrics_is_held_to_its_bounds(tmp_path: Path) -> None:
+    well = {"share_of_10_ms": 0.004, "series": 100, "scrape_seconds": 0.0049}
+    assert metrics.exceeded(well) == []
+    broken = metrics.exceeded({"share_of_10_ms": 0.006, "series": 101, "scrape_seconds": 0.0051})
+    assert [sentence.split(" the bound is ")[1] for sentence in broken] == ["0.5%", "100", "5 ms"]
+    out = tmp_path / "metrics.json"
+    words = ["benchmarks/metrics.py", "--rounds", "1", "--steps", "8", "--out", str(out)]
+    done = run([PYTHON, *words], timeout=240)
+    found = json.loads(out.read_text())
+    assert found["exceeded"] == metrics.exceeded(found["calls"]) and done.code == bool(found["exceeded"]), done.output
+    assert (
+        50 < found["calls"]["series"] <= 100 and 0 < found["calls"]["render_seconds"] < found["calls"]["scrape_seconds"]
+    )
+    assert all(len(times) == 1 and times[0] > 0 for times in found["runs"].values()) and "Traceback" not in done.output
 
 
 def test_a_strategy_that_fails_leaves_the_others_their_rows(tiny: list[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.harness import Job, assert_same
 from tests.processes import poll, started
+from training import contract
 
 
 def _continue(job: Job, undisturbed: Any) -> None:
@@ -108,6 +109,9 @@ def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: An
             if _alive(first):
                 os.kill(first, signal.SIGTERM)
         assert not _alive(first)
+    last = contract.textfile(job.run_dir, 0).read_text().splitlines()
+    assert [line.split()[-1] for line in last if line.startswith("training_exit_code{")] == ["143.0"]
+    assert not contract.endpoint_file(job.run_dir, 0).exists()
     for pid in job.pids():
         os.kill(pid, signal.SIGKILL)
     job.assert_gone()

@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -15,14 +17,15 @@ import yaml
 
 from jobs import compose_doctor
 from jobs.backends import engine as client
+from jobs.backends.compose import ComposeBackend
 from jobs.backends.compose_explain import explain
-from jobs.lint import errors, lint, rules
+from jobs.lint import compose_rules, errors, lint, rules
 from jobs.render import compose
 from jobs.render.manifest import to_yaml
 from jobs.spec import JobSpec
 from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
 from tests.processes import ROOT
-from training.contract import UserError
+from training.contract import METRICS_PORT, UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN: dict[str, Any] = {"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2}
@@ -67,6 +70,34 @@ def test_what_a_shell_would_expand_is_literal() -> None:
     assert own["command"][-1] == "$$5" and own["healthcheck"] == {"disable": True}
 
 
+@pytest.mark.parametrize(
+    ("changes", "port", "checked"),
+    [
+        ({}, None, True),
+        ({"metrics_port": 9500}, "9500", True),
+        ({"overrides": {"metrics.port": 9600}}, "9600", True),
+        ({"overrides": {"metrics.port": 9600}, "env": {"LOCKSTEP_METRICS_PORT": "9700"}}, "9600", True),
+        ({"env": {"LOCKSTEP_METRICS_PORT": "9700"}}, "9700", True),
+        ({"overrides": {"metrics.address": "0.0.0.0"}}, None, True),
+        ({"overrides": {"metrics.enabled": False}}, None, False),
+        ({"overrides": {"metrics.port": 0}}, "0", False),
+        ({"env": {"LOCKSTEP_METRICS_PORT": "0"}}, "0", False),
+        ({"overrides": {"metrics.address": "10.0.0.7"}}, None, False),
+    ],
+)
+def test_health_is_asked_for_where_it_is_served(changes: dict[str, Any], port: str | None, checked: bool) -> None:
+    for node in compose.render(spec_of(**changes))["services"].values():
+        assert node["environment"].get("LOCKSTEP_METRICS_PORT") == port
+        assert ("healthcheck" not in node) == checked
+
+
+def test_what_was_compiled_can_be_loaded_from_tmp() -> None:
+    """A tmpfs of Docker's is noexec unless told otherwise; `test_the_dev_target_compiles` shows that this is enough."""
+    files = [compose.render(spec_of()), yaml.safe_load((ROOT / "docker/compose.yaml").read_text())]
+    nodes = [service for file in files for name, service in file["services"].items() if name.startswith("node")]
+    assert len(nodes) == 3 and all("exec" in node["tmpfs"][0].partition(":")[2].split(",") for node in nodes)
+
+
 def test_ranks_follow_the_names_of_the_nodes() -> None:
     """The rendezvous sorts nodes by their names as text."""
     names = list(compose.render(spec_of(nodes=12))["services"])
@@ -101,8 +132,38 @@ PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LC004", {}, {"services": {"node-0": {"security_opt": []}}}),
     ("LC004", {}, {"services": {"node-0": {"privileged": True}}}),
     ("LC004", {}, {"services": {"node-0": {"user": "0:0"}}}),
+    ("LC004", {}, {"services": {"node-0": {"cap_add": ["SYS_ADMIN"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"devices": ["/dev/sda:/dev/sda"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"device_cgroup_rules": ["b *:* rwm"]}}}),
+    (
+        "LC004",
+        {},
+        {"services": {"node-0": {"deploy": {"resources": {"reservations": {"devices": [{"capabilities": ["tpu"]}]}}}}}},
+    ),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "seccomp:unconfined"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "apparmor=unconfined"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "label:disable"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"security_opt": ["no-new-privileges:true", "no-new-privileges:false"]}}}),
+    ("LC004", {}, {"services": {"node-0": {"extends": {"file": "other.yaml", "service": "node"}}}}),
+    ("LC004", {}, {"services": {"node-0": {"post_start": [{"command": ["id"], "privileged": True}]}}}),
     ("LC005", {}, {"services": {"node-0": {"network_mode": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"network_mode": "container:other"}}}),
+    ("LC005", {}, {"services": {"node-0": {"pid": "container:other"}}}),
+    ("LC005", {}, {"services": {"node-0": {"pid": "service:node-1"}}}),
+    ("LC005", {}, {"services": {"node-0": {"ipc": "shareable"}}}),
+    ("LC005", {}, {"services": {"node-0": {"uts": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"cgroup": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"userns_mode": "host"}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes_from": ["container:other"]}}}),
     ("LC005", {}, {"services": {"node-0": {"volumes": ["/var/run/docker.sock:/var/run/docker.sock"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["/:/host"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["./src:/app"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["~/.ssh:/keys:ro"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": ["${HOME}:/home"]}}}),
+    ("LC005", {}, {"services": {"node-0": {"volumes": [{"type": "bind", "source": "/", "target": "/host"}]}}}),
+    ("LC005", {}, {"volumes": {"host": {"driver_opts": {"type": "none", "o": "bind", "device": "/"}}}}),
+    ("LC005", {}, {"networks": {"default": {"name": "host", "external": True}}}),
+    ("LC005", {}, {"include": ["other.yaml"]}),
     ("LC006", {"env": {"WANDB_API_KEY": "hunter2"}}, {}),
     ("LC007", {}, {"services": {"node-0": {"restart": "always"}}}),
     ("LC008", {}, {"services": {"node-0": {"mem_limit": None}}}),
@@ -113,6 +174,7 @@ PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LC012", {"image": "lockstep:latest"}, {}),
     ("LC013", {"k8s": {"queue": "gpu"}}, {}),
     ("LC014", {}, {"services": {"node-0": {"volumes": [{"type": "volume", "source": "x", "target": "/x"}]}}}),
+    ("LC015", {"ranks_per_node": 3}, {}),
 ]
 
 
@@ -124,10 +186,41 @@ def test_every_rule_is_provoked(id: str, changes: dict[str, Any], patch: dict[st
     assert all(item.message and "\n" not in item.message for item in found)
 
 
+def test_the_lists_of_ports_are_as_long_as_the_rule_says() -> None:
+    for path in ("deploy/observability/prometheus/compose.yaml", "docker/prometheus.yml"):
+        (scrape,) = yaml.safe_load((ROOT / path).read_text())["scrape_configs"]
+        ports = [item["port"] for item in scrape["dns_sd_configs"]]
+        assert ports == [METRICS_PORT + rank for rank in range(compose_rules.LISTED)]
+
+
 def test_a_good_job_provokes_none_and_every_rule_is_tried() -> None:
     assert lint(spec_of(), [compose.render(spec_of())]) == []
     ours = {rule.id for rule in rules() if rule.id.startswith("LC")}
     assert ours == {id for id, *_ in PROVOKED}
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {
+            "deploy": {
+                "resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}}
+            }
+        },
+        {
+            "volumes": [
+                {"type": "volume", "source": "run_directory", "target": "/runs"},
+                {"type": "tmpfs", "target": "/cache"},
+            ]
+        },
+        {"volumes": ["run_directory:/runs", "/cache"]},
+        {"network_mode": "none", "ipc": "private"},
+        {"security_opt": ["no-new-privileges=true", "seccomp:profile.json"]},
+    ],
+)
+def test_what_opens_no_door_is_let_through(patch: dict[str, Any]) -> None:
+    spec = spec_of(compose={"patch": {"services": {"node-0": patch}}})
+    assert not {"LC004", "LC005"} & {item.id for item in lint(spec, [compose.render(spec)])}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +274,25 @@ def test_an_engine_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no program docker"):
         client.docker("ps")
+
+
+def test_followed_logs_end_with_whatever_error_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program `docker` that says what nobody expects: not a refusal of ours, and not a wait without end."""
+    program = tmp_path / "docker"
+    program.write_text('#!/bin/sh\ncase $1 in ps) echo c0ffee;; inspect) echo "{not json";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ended: Queue[BaseException | None] = Queue()
+
+    def read() -> None:
+        try:
+            list(ComposeBackend(interval=0.01)._lines("small", ["c0ffee", "decaf"], None, follow=True))
+            ended.put(None)
+        except Exception as error:
+            ended.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    assert isinstance(ended.get(timeout=30), json.JSONDecodeError)
 
 
 @pytest.mark.containers

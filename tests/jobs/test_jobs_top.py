@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -96,6 +99,57 @@ def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
     assert ranks[0]["step"] == 40 and ranks[0]["sync_wait"] == 0.875 and ranks[0]["images_per_second"] == 160
     table = _top(str(folder), "--once", "--every", "0.2").output
     assert "STRAGGLER (compute)" in table and "dd" not in table and "ssss" in table
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('step{rank="0",run="x"} 40', 'step{rank="0",run="x"} NaN'),
+        ('planned{rank="0",run="x"} 100', 'planned{rank="0",run="x"} +Inf'),
+        ('sum{rank="0",run="x"} 4', 'sum{rank="0",run="x"} 1e-308'),
+        ('count{rank="0",run="x"} 40', 'count{rank="0",run="x"} -Inf'),
+        ('sum{rank="0",run="x"} 3.5', 'sum{rank="0",run="x"} 1e308'),
+        ("finished", 'exit_code{rank="0",run="x"} +Inf\ntraining_finished{rank="0",run="x"} 1\ntraining_other'),
+    ],
+)
+def test_numbers_that_are_none_are_left_out(tmp_path: Path, old: str, new: str) -> None:
+    folder = _run(tmp_path / "run", (0.0, 0.4, 3.5), (0.1, 3.7, 0.1))
+    file = folder / "metrics/rank-00000.prom"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    ranks = judge({}, Reader(folder).read())
+    assert [rank.rank for rank in ranks] == [0, 1] and ranks[1].step == 40
+    assert top.row(ranks[0])[0] == "0" and "40" in top.row(ranks[1])
+    top.picture(folder, ranks)
+
+
+def _answers(what: bytes) -> tuple[socket.socket, int]:
+    """A server that says the same thing to everybody, and its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # until it is closed
+            while True:
+                client, _ = server.accept()
+                with client:
+                    client.sendall(what)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server, server.getsockname()[1]
+
+
+def test_an_endpoint_that_is_none_leaves_the_textfile(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "run", (0.0, 0.4, 3.5))
+    (folder / "endpoints").mkdir()
+    other, port = _answers(b"SSH-2.0-OpenSSH\r\n")
+    ill, busy = _answers(b"HTTP/1.0 503 Unavailable\r\n\r\n")
+    places = [("127.0.0.1", port), ("127.0.0.1", busy), ("a b", 80), ("x\n", 80), ("", 80), ("." * 80, 80), ("127.0.0.1", 0),
+              ("127.0.0.1", 99999), ("127.0.0.1", -1), ([], 80), ("127.0.0.1", 1e300)]  # fmt: skip
+    with other, ill:
+        for host, number in places:
+            (folder / "endpoints/rank-00000.json").write_text(json.dumps({"host": host, "port": number}))
+            found = Reader(folder).read()
+            assert found[0].source == "textfile" and found[0].values["step"] == 40, (host, number)
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

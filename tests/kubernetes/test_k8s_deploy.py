@@ -12,6 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from jobs.lint.pod_rules import MONITORED
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy/k8s"
 CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1")
@@ -74,7 +76,7 @@ def test_the_role_holds_what_doctor_asks_for() -> None:
 def test_the_pod_monitor_names_the_ports_that_render_makes() -> None:
     (monitor,) = documents((ROOT / "deploy/observability/kubernetes/podmonitor.yaml").read_text())
     ports = [item["port"] for item in monitor["spec"]["podMetricsEndpoints"]]
-    assert ports == [f"metrics-{rank}" for rank in range(8)]
+    assert ports == [f"metrics-{rank}" for rank in range(MONITORED)]
     job = documents((DEPLOY / "example-pytorchjob.yaml").read_text())[1]
     labels = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]["labels"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()

@@ -88,6 +88,14 @@ def test_rules_and_dashboards_name_metrics_that_exist() -> None:
         assert set(re.findall(r"\b[\w:]*training_[\w:]+", plain)) <= known, expression
 
 
+def test_what_is_added_up_counts_a_rank_once() -> None:
+    """Its server and its textfile may both be scraped."""
+    expressions = [rule["expr"] for rule in _rules()] + [e for board in BOARDS for e in queries(board)]
+    added = [re.findall(r"\b(?:sum|count)\b *(?:by \([^)]*\) *)?\((.{17})", e) for e in expressions]
+    inner = [inside for found in added for inside in found]
+    assert len(inner) >= 8 and set(inner) == {"max by (run, rank"}, inner
+
+
 def test_dashboards_are_what_grafana_expects() -> None:
     boards = [json.loads(path.read_text()) for path in BOARDS]
     assert len({board["uid"] for board in boards}) == len(boards) == 2

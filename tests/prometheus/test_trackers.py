@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +39,44 @@ def test_tensorboard_has_the_numbers_of_the_events(tiny: list[str], tmp_path: Pa
         assert logged == [(event["step"], pytest.approx(event[key], rel=1e-6)) for event in epochs]
 
 
+def _wandb_log(content: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format after seven bytes of W&B's own, in blocks of 32 KiB."""
+    assert content[:4] == b":W&B"
+    at, parts = 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:  # no room for a head: filled up
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        parts, at = parts + content[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
 def test_wandb_offline(tiny: list[str], tmp_path: Path) -> None:
     _needs("wandb")
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=tests", "log.every=4"]
     done = training(*words, env=clean_env(WANDB_MODE="offline", HOME=str(tmp_path)))
     assert done.code == 0 and "warning" not in done.output, done.output
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
-    content = file.read_bytes()
-    assert all(name.encode() in content for name in NAMES)
+    from wandb.proto import wandb_internal_pb2
+
+    records = [wandb_internal_pb2.Record.FromString(data) for data in _wandb_log(file.read_bytes())]
+    rows = [
+        {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+        for record in records if record.WhichOneof("record_type") == "history"
+    ]  # fmt: skip
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    epochs = [event for event in events if event["event"] == "epoch"]
+    logged = [row for row in rows if "val_acc" in row]
+    assert all(set(row) >= NAMES for row in logged) and len(epochs) == 3
+    for name, key in (("val_acc", "accuracy"), ("elapsed", "trained_seconds"), ("examples_seen", "examples_seen"),
+                      ("train_loss", "train_loss"), ("epoch", "epoch"), ("step", "step")):  # fmt: skip
+        assert [row[name] for row in logged] == [pytest.approx(event[key], rel=1e-6) for event in epochs], name
+    steps = [event for event in events if event["event"] == "step"]
+    assert [row["step"] for row in rows if "sync_wait" in row] == [event["step"] for event in steps]
     identity = json.loads((tmp_path / "run/wandb.json").read_text())["id"]
     assert identity in file.name
 

@@ -137,6 +137,52 @@ def test_a_report_of_what_is_left(runs: tuple[Path, Path], tmp_path: Path, damag
     assert len(_charts((path / "report.html").read_text())) <= 5
 
 
+EVENT = '{"event": "epoch", "time": 1700000000, "step": 8, "epoch": 1, "accuracy": 0.5}\n'
+DAMAGED = {
+    "no world": ("run.yaml", "config: {recipe: x}\nworld: null\n"),
+    "no config": ("run.yaml", "config: null\nworld: [1]\n"),
+    "a config of another kind": ("run.yaml", "config: [1]\nworld: 3\nversions: 2020-01-01\n"),
+    "dates, sets and bytes": ("run.yaml", "config: {recipe: 2020-01-01, a: !!set {b}, c: !!binary aGk=, d: [{2020-01-01: .inf}]}\n"),
+    "deep": ("run.yaml", "config: " + "{a: " * 60 + "1" + "}" * 60),
+    "a code of another kind": ("status.json", '{"code": [], "reason": {}}'),
+    "a code that is none": ("status.json", '{"code": 1e300, "reason": [1]}'),
+    "a list as a step": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": [1]}\n' * 2),
+    "milliseconds": ("events.jsonl", '{"event": "start", "time": 1e12}\n' + EVENT),
+    "a time out of the world": ("events.jsonl", '{"event": "start", "time": 1e300}\n{"event": "x", "time": -1}\n' + EVENT),
+    "400 digits": ("events.jsonl", EVENT + EVENT.replace("8", "9" * 400).replace("0.5", "8" * 400)),
+    "400 digits at the end": ("summary.json", f'{{"accuracy": {"9" * 400}, "steps": {"9" * 400}, "config_hash": 7, "epochs": []}}'),
+    "huge": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": 1e308, "epoch": 1e-308, "examples_seen": 1e308, '
+             '"trained_seconds": 1e-308}\n'),
+    "infinite seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum +Inf\n"),
+    "no seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_sync_wait_seconds_sum NaN\n"),
+    "negative seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n"
+                         "training_sync_wait_seconds_sum -1e308\ntraining_data_wait_seconds_sum +Inf\n"),
+    "another digit": ("metrics/rank-²²²²².prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n"),
+}  # fmt: skip
+"""What is damaged → (file, its content)."""
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_no_damaged_file_keeps_the_report_from_being_written(tmp_path: Path, damage: str) -> None:
+    """In a run directory that is otherwise well; two runs of it are compared, too."""
+    name, content = DAMAGED[damage]
+    well = {
+        "run.yaml": "config: {recipe: smoke}\nworld: {size: 2}\n", "events.jsonl": EVENT, "status.json": '{"code": 0}',
+        "summary.json": '{"accuracy": 0.5}',
+        "metrics/rank-00001.prom": "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n",
+    }  # fmt: skip
+    for file, text in {**well, name: content}.items():
+        path = tmp_path / "run" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    report.write([tmp_path / "run"], tmp_path / "one.html")
+    report.write([tmp_path / "run"] * 2, tmp_path / "two.html")
+    charts = {chart["title"]: chart for chart in _charts((tmp_path / "one.html").read_text())}
+    # Of what is not damaged, nothing is lost.
+    assert charts["Test accuracy"]["lines"][0]["points"][0][1] == 0.5
+    assert ["rank 1", 750.0] in charts["Where a step goes, by rank"]["lines"][3]["points"]
+
+
 def test_repeated_steps_count_once_and_many_points_are_thinned(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("config: {recipe: x}\n")
     lines = [{"event": "step", "time": 10 + n, "step": n, "train_loss": 9.0} for n in range(1, 2001)]
@@ -178,6 +224,62 @@ INK = """() => [...document.querySelectorAll("canvas")].map((canvas) => {
 """Of each canvas: pixels that something was drawn on, how many colours they have, and their hash."""
 
 
+def _drawn(page: Any, scheme: str) -> None:
+    """Playwright's own waiting needs `eval`, which the page forbids."""
+    poll(lambda: page.evaluate("document.documentElement.dataset.scheme") == scheme, 30, f"the {scheme} charts")
+
+
+STYLES = """() => [...document.querySelectorAll("canvas")].map((canvas) => {
+  const chart = Chart.getChart(canvas);
+  if (chart.config.type !== "line") { return null; }
+  return chart.data.datasets.map((set, number) => {
+    const drawn = chart.getDatasetMeta(number).data.map((point) => point.options);
+    const marks = drawn.filter((options) => options.radius > 0);
+    return { dash: set.borderDash.join(), width: set.borderWidth, marks: marks.length, at: drawn.findIndex((o) => o.radius > 0),
+             shapes: [...new Set(marks.map((o) => o.pointStyle + o.rotation + (o.backgroundColor === o.borderColor)))].join() };
+  });
+})"""
+"""Of each chart's lines: how they are told apart without their colour, as Chart.js has resolved it."""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_lines_of_many_long_runs_differ_without_colour(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    paths, names, epochs = [], [f"run-{number}" for number in range(8)], 90
+    for number, name in enumerate(names):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "run.yaml").write_text("config: {recipe: x}\n")
+        events = [{"event": "start", "time": 1.7e9, "attempt": 1}]
+        events += [
+            {"event": "epoch", "time": 1.7e9 + epoch, "epoch": epoch, "step": 10 * epoch, "accuracy": 1 - 1 / (epoch + 1 + number),
+             "train_loss": (2 + number / 8) / epoch**0.5, "test_loss": (2.4 + number / 8) / epoch**0.4,
+             "examples_seen": 100 * epoch, "trained_seconds": epoch * (1 + number / 20)}
+            for epoch in range(1, epochs + 1)
+        ]  # fmt: skip
+        (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        paths.append(path)
+    report.write(paths, tmp_path / "many.html")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto((tmp_path / "many.html").as_uri())
+    _drawn(page, scheme)
+    loss, accuracy, speed, timeline = page.evaluate(STYLES)
+    assert len(loss) == 16 and len(accuracy) == len(speed) == 8
+    for chart in (loss, accuracy, speed):
+        looks = [(line["shapes"], line["dash"]) for line in chart]
+        assert len(set(looks)) == len(chart), looks
+        assert all("," not in line["shapes"] and 8 <= line["marks"] <= 20 for line in chart), chart
+    # Two runs that run together: each has marks, and they do not cover one another.
+    assert len({line["at"] for line in loss[:6]}) > 2
+    assert len({(line["dash"], line["width"]) for line in timeline}) == 8
+    for first, second in zip(loss[::2], loss[1::2]):
+        assert first["shapes"].endswith("true") and second["shapes"] == first["shapes"].replace("true", "false")
+    if SCREENSHOTS:
+        Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=str(Path(SCREENSHOTS) / f"many-{width}-{scheme}.png"), full_page=True)
+    context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("which", ["one", "both", "hostile"])
@@ -197,7 +299,7 @@ def test_in_chromium(
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(out.as_uri())
-    page.wait_for_function("document.documentElement.dataset.drawn")
+    _drawn(page, scheme)
     expected = 6 if which == "both" else 5
     assert page.locator("canvas").count() == expected == int(page.locator("html").get_attribute("data-drawn"))
     drawn = page.evaluate(INK)
@@ -216,7 +318,9 @@ def test_in_chromium(
     if SCREENSHOTS:
         Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
         page.screenshot(path=str(Path(SCREENSHOTS) / f"{which}-{width}-{scheme}.png"), full_page=True)
-    page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")  # while it is open
+    other = "light" if scheme == "dark" else "dark"
+    page.emulate_media(color_scheme=other)  # while it is open
+    _drawn(page, other)  # told with the next frame
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
     assert all(new[2] != old[2] for new, old in zip(page.evaluate(INK), drawn))
     assert said == [] and [url for url in asked if not url.startswith("data:")] == [out.as_uri()]

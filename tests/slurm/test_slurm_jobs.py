@@ -73,7 +73,6 @@ def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench) -> None:
     assert_same(run, local, summary["steps"])
 
 
-@once
 def test_every_rank_has_its_own_log_and_place(bench: Bench) -> None:
     program = (
         "import os, socket; e = os.environ; "
@@ -147,6 +146,14 @@ def test_a_failure_is_retried_and_wrong_usage_is_not(bench: Bench) -> None:
     found = bench.backend.wait("wrong", 60)
     assert (found.state, found.code, found.ranks[0].restarts) == ("failed", 2, 0), found
     assert "NoSuchNet" in found.reason
+
+
+@once
+def test_wrong_usage_on_one_rank_is_final_though_the_others_fail_otherwise(bench: Bench) -> None:
+    program = "import os, sys, time; rank = int(os.environ['RANK']); time.sleep(0.5 * (1 - rank)); sys.exit(1 + rank)"
+    bench.backend.submit(bench.command("mixed", program, max_restarts=3))
+    found = bench.backend.wait("mixed", 60)
+    assert (found.state, found.code, found.ranks[0].restarts) == ("failed", 2, 0), found
 
 
 def test_cancel_while_pending_running_and_requeued(bench: Bench) -> None:
@@ -311,6 +318,12 @@ def test_doctor(bench: Bench) -> None:
     assert found["node"]["result"] == "ok" and str(bench.folder) in found["node"]["detail"]
     assert found["accounting"]["result"] == ("ok" if bench.cluster.accounting else "warning")
     assert found["account"]["result"] == ("ok" if bench.cluster.accounting else "cannot tell")
+    python = bench.folder / "python-after-setup"
+    python.write_text(f'#!/bin/sh\n[ -n "$PREPARED" ] && exec {PYTHON} "$@"\n')
+    python.chmod(0o755)
+    slurm = {**spec.slurm.model_dump(exclude_defaults=True), "python": str(python), "setup": ["export PREPARED=1"]}
+    done = lockstep("doctor", "slurm", str(_file(bench, JobSpec.of({**spec.plain(), "slurm": slurm}))), "--json")
+    assert done.returncode == 0, done.stdout
     wanting = {"gpu_type": "a100", "python": "/usr/bin/python3", "account": "nobody"}
     spec = JobSpec.of({**spec.plain(), "gpus": 8, "nodes": 3, "slurm": wanting})
     done = lockstep("doctor", "slurm", str(_file(bench, spec)), "--json")
@@ -318,6 +331,55 @@ def test_doctor(bench: Bench) -> None:
     assert done.returncode == 1 and results["partition"] == results["gpus"] == "missing"
     if bench.cluster.accounting:
         assert results["account"] == "missing"
+
+
+@once
+def test_what_is_refused_takes_nothing_away(bench: Bench) -> None:
+    bench.backend.submit(bench.command("kept", "print('here')"))
+    bench.backend.wait("kept", 60)
+    refused = bench.command("kept", "print('here')", slurm={"partition": "nowhere"})
+    with pytest.raises(UserError, match="SLURM refuses kept"):
+        bench.backend.submit(refused, "replace")
+    assert bench.backend.status("kept").state == "succeeded" and "here" in list(bench.backend.logs("kept", rank=0))
+    with pytest.raises(UserError, match="kept is a job of its own"):
+        bench.backend.sweep("kept", [training(bench, "kept-0", nodes=1), training(bench, "kept-1", nodes=1)])
+    with pytest.raises(UserError, match="SLURM refuses tried"):
+        bench.backend.sweep("tried", [training(bench, f"tried-{n}", nodes=1, slurm={"partition": "x"}) for n in (0, 1)])
+    assert sorted(row.name for row in bench.backend.list()) == ["kept"]
+    assert [entry.name for entry in bench.backend.folder.iterdir() if entry.is_dir()] == ["kept"]
+
+
+@once
+def test_the_lost_answer_for_an_array_is_found_again(bench: Bench) -> None:
+    specs = [training(bench, f"lost-{n}", nodes=1, env={"N": str(n)}) for n in (0, 1)]
+    before = {item.name: bench.backend.job_id(item.name) for item in bench.backend.sweep("lost", specs)}
+    for name in before:
+        path = bench.backend.folder / name / "job.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "job_id": None}))
+    assert {name: bench.backend.job_id(name) for name in before} == before
+    record = bench.backend.folder / "lost-0" / "job.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": None, "comment": "of nobody"}))
+    assert bench.backend.status("lost-0").state == "pending", "somebody may be submitting it at this moment"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "since": 0.0}))
+    assert bench.backend.status("lost-0").state == "lost"
+
+
+@once
+def test_the_driver_submits_again_after_a_preemption_and_shows_a_traceback(bench: Bench) -> None:
+    spec = training(bench, "again", nodes=1, max_restarts=0, env={"LOCKSTEP_TEST_PACE": "0.3"})
+    command = [PYTHON, str(ROOT / "examples/driver.py"), str(_file(bench, spec)), "--poll", "0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        poll(lambda: len(events(bench.folder / "again")) > 2, 90, "the training")
+        bench.cluster.ask("scancel", "--signal=USR2", bench.backend.job_id("again"))
+        said, _ = driver.communicate(timeout=240)
+    assert driver.returncode == 0, said
+    assert "again: preempted" in said and "again  succeeded" in said
+    assert [event["event"] for event in events(bench.folder / "again")].count("resumed") == 1
+    spec = bench.command("wrong", "1 / 0")
+    command[2] = str(_file(bench, spec))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback (most recent call last):" in done.stdout, done.stdout + done.stderr
+    assert "ZeroDivisionError: division by zero" in done.stdout
 
 
 @once

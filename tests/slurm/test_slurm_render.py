@@ -162,7 +162,7 @@ def test_sweeps() -> None:
     found = sweep.expand(spec, values)
     assert [one.name for one in found] == ["g-0", "g-1", "g-2", "g-3"]
     assert found[1].overrides == {"epochs": 2, "lr": 0.1, "loss.reduction": "mean"}
-    assert sweep.expand(spec.model_copy(update={"run_dir": "/r/g"}), {"lr": [1.0]})[0].run_dir == "/r/g/0"
+    assert sweep.expand(spec.model_copy(update={"run_dir": "/r/g"}), {"lr": [1.0]})[0].run_dir == "/r/g/g-0"
     for texts, message in (
         (["lr"], "takes NAME=VALUE"), (["lr="], "takes NAME=VALUE"), (["lr=0.1", "lr=0.2"], "stands twice"),
         (["lr=[1"], "not valid YAML|expected"), (["lrr=1,2"], "unknown setting 'lrr'; did you mean 'lr'"),

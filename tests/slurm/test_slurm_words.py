@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobs import sweep
 from jobs.backends import slurm_folder, slurm_query, slurm_words
+from jobs.backends.slurm import SlurmBackend
 from jobs.backends.slurm_explain import SETTLE_SECONDS, explain
 from jobs.backends.slurm_query import FINAL, Found
 from jobs.backends.slurm_task import _last_error
+from jobs.render import slurm as render
 from jobs.slurm_doctor import _gpus_in, seconds
 from jobs.spec import JobSpec
 from training.contract import UserError
@@ -69,6 +73,17 @@ def test_every_final_state_is_resolved_in_bounded_time(state: str, spec: JobSpec
     late = Found("7", state, ended=NOW - SETTLE_SECONDS - 1, nodes="node[1-2]")
     status = explain(spec, late, {}, None, cancelled, 0.0, NOW)
     assert status.final and status.code in (1, 4, 75, 124) and status.reason, status
+
+
+def test_the_words_of_an_earlier_start_do_not_hide_how_this_one_ended() -> None:
+    """Start 0 saved and was requeued; start 1 failed before it could write status.json."""
+    saved = {"code": 75, "reason": "saved", "attempt": 1, "restart": 0}
+    failed = Found("7", "FAILED", restarts=1, exit_code=2, ended=NOW - 1)
+    ends = {rank: end(rank, 2, "no such data", restart=1) for rank in range(4)}
+    assert told(failed, said=saved, ends=ends)[::2] == ("failed", 2)
+    assert told(failed, said={**saved, "restart": 1}, ends=ends)[::2] == ("preempted", 75)
+    older = {name: value for name, value in saved.items() if name != "restart"}
+    assert told(failed, said=older, ends=ends)[::2] == ("preempted", 75), "of a run that does not count starts"
 
 
 def test_the_node_that_failed_may_come_back() -> None:
@@ -158,3 +173,47 @@ def test_doctors_units() -> None:
     assert [seconds(text) for text in ("30:00", "12:30:00", "1-00:00:00", "infinite")] == [1800, 45000, 86400, 0]
     assert _gpus_in("gpu:a100:4(S:0-1),shm:1", None) == 4 and _gpus_in("gpu:a100:4,gpu:t4:2", "t4") == 2
     assert _gpus_in("gpu:4", "a100") == 0 and _gpus_in("(null)", None) == 0
+
+
+def record_in(folder: Path, **changes: Any) -> Path:
+    value = {
+        "spec": SPEC.plain(), "hash": "x", "run_dir": str(folder), "submitit": str(folder), "job_id": "7", "created": "2026",
+        "since": 0.0, "comment": "c", "array_name": "a", "element": None, "earlier_attempts": 0,
+    }  # fmt: skip
+    (folder / "job.json").write_text(json.dumps({name: v for name, v in (value | changes).items() if v != "gone"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes", [{"run_dir": "gone"}, {"spec": []}, {"since": "late"}, {"job_id": 7}, {"hash": None}]
+)
+def test_a_damaged_record_is_none(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert slurm_folder.Folder(record_in(tmp_path)).record() is not None
+    assert slurm_folder.Folder(record_in(tmp_path, **changes)).record() is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "failed", "reason": "x", "ranks": [1], "exit_code": 1}'])
+def test_a_damaged_ending_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ended.json").write_text(text)
+    assert slurm_folder.Folder(tmp_path).ended() is None
+
+
+def test_a_spec_of_another_version_is_one_line(tmp_path: Path) -> None:
+    backend = SlurmBackend(tmp_path)
+    folder = slurm_folder.make(tmp_path / "a")
+    record_in(folder, spec={**SPEC.plain(), "nodse": 2})
+    with pytest.raises(UserError, match="nodse"):
+        backend.status("a")
+
+
+def test_a_huge_sweep_is_refused_before_it_is_made() -> None:
+    values = {f"s{number}": list(range(40)) for number in range(8)}
+    with pytest.raises(UserError, match="6553600000000 runs, more than 1000"):
+        sweep.expand(SPEC, values)
+
+
+@pytest.mark.parametrize("option", ["cpus_per_task", "gpus_per_node", "tasks_per_node", "timeout_min", "mem"])
+def test_a_patch_of_what_the_spec_says_is_refused(option: str, tmp_path: Path) -> None:
+    spec = JobSpec.of({**SPEC.plain(), "slurm": {"patch": {option: 5}}})
+    with pytest.raises(UserError, match=r"slurm\.patch may not set"):
+        render.script(spec, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from tests.processes import ROOT, free_port
+from tests.processes import ROOT, free_port, poll
 from training import config, contract
 from training.clock import StepClock
 from training.contract import UserError
@@ -104,6 +105,24 @@ def test_the_clock_tells_each_closed_step_once() -> None:
     clock.end()
     assert clock.measured() == [{"data_wait": 1.0, "grad_ready": 2.0, "sync_wait": 4.0, "step_duration": 9.0}]
     assert clock.measured() == []
+
+
+def test_waiting_before_the_own_gradients_is_no_work() -> None:
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    for at, point in (
+        (0, clock.begin),
+        (1, clock.data_ready),
+        (2, lambda: clock.waited(1.5, 3.5)),
+        (6, clock.grad_ready),
+    ):
+        now[0] = at
+        point()
+    now[0] = 7.0
+    clock.synced()
+    assert clock.end() == {"data_wait": 1.0, "grad_ready": 3.0, "sync_wait": 3.0, "step_duration": 7.0}
+    clock.begin()
+    assert clock.end()["sync_wait"] == 0.0
 
 
 def test_a_reading_is_the_mean_since_the_last_one() -> None:
@@ -204,7 +223,7 @@ def test_a_folder_that_refuses_is_said_once(tmp_path: Path, capsys: pytest.Captu
     made = Exporter(config.Metrics(port=0, textfile_seconds=0.01), World(), tmp_path, {})
     made.begin()
     for _ in range(3):
-        made._write_textfile()
+        made._write_textfiles()
     made.close(0)
     said = capsys.readouterr().err
     assert said.count("rank-00000.prom") == 1 and "the run goes on" in said
@@ -226,7 +245,9 @@ def test_a_folder_shared_by_runs_holds_their_names(tmp_path: Path) -> None:
     made.metrics.corrupt_file("shard")
     made.close(2)
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["my_run-rank-00000.prom"]
-    assert 'run="my run"' in (tmp_path / "all" / "my_run-rank-00000.prom").read_text()
+    text = (tmp_path / "all" / "my_run-rank-00000.prom").read_text()
+    assert 'run="my run"' in text
+    assert contract.textfile(tmp_path / "my run", 0).read_text() == text  # what the report and `lockstep top` read
 
 
 def test_prometheus_finds_a_rank_through_file_sd_while_it_lives(tmp_path: Path) -> None:
@@ -238,6 +259,50 @@ def test_prometheus_finds_a_rank_through_file_sd_while_it_lives(tmp_path: Path) 
     ]
     made.close(0)
     assert list(folder.iterdir()) == []
+
+
+def test_ranks_of_a_larger_world_are_forgotten_in_shared_folders_too(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    others = {
+        "run-rank-00001.json",
+        "run-2-rank-00009.json",
+        "xrun-rank-00009.json",
+        "run-rank-x.json",
+        "run-rank-00009.txt",
+    }
+    for name in {"run-rank-00002.json", "run-rank-00009.json", "run-rank-00009.prom", *others}:
+        (folder / name).write_text("[]")
+    settings = config.Metrics(port=0, textfiles=str(folder), file_sd=str(folder))
+    made = Exporter(settings, World(size=2, local_size=2), tmp_path / "run", {})
+    assert {path.name for path in folder.iterdir()} == {*others, "run-rank-00000.json"}
+    made.close(0)
+
+
+def test_a_periodic_textfile_on_its_way_does_not_replace_the_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Exporter(config.Metrics(port=0, textfile_seconds=0.01), World(), tmp_path, {})
+    made.begin()
+    entered, go_on, text = threading.Event(), threading.Event(), made.metrics.text
+
+    def held_up() -> bytes:
+        found = text()
+        if threading.current_thread().name == "textfile":
+            entered.set()
+            go_on.wait(10)
+        return found
+
+    made.metrics.text = held_up  # type: ignore[method-assign]
+    assert entered.wait(10)
+    closing = threading.Thread(target=made.close, args=(0,))
+    closing.start()
+    closing.join(0.2)
+    go_on.set()
+    closing.join(10)
+    poll(lambda: "textfile" not in {thread.name for thread in threading.enumerate()}, 10, "the end of the writer")
+    assert _samples(contract.textfile(tmp_path, 0).read_text())["training_exit_code"] == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_wrong_words_leave_nothing_behind(tmp_path: Path) -> None:

@@ -220,3 +220,25 @@ def test_the_dispatcher_loads_no_torch() -> None:
     code = "import sys, jobs.cli; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
+    """torch imports its own for some harmless calls; that costs seconds of every start."""
+    code = (
+        "import sys; from training.__main__ import main\n"
+        "try: main()\n"
+        "finally: print('loaded', [m for m in ('torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib') if m in sys.modules])"
+    )
+    words = [
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        "data.source=synthetic",
+        "data.options={n: 64}",
+    ]
+    words += ["model_options.width=0.0625", "epochs=1", "global_batch_size=32", "metrics.enabled=false"]
+    command = [sys.executable, "-c", code, *words, f"data.root={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "loaded []" in done.stdout, done.stdout + done.stderr

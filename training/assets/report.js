@@ -1,11 +1,14 @@
 "use strict";
-// Draws the charts of the report. Runs differ by dash and by point, phases by hatching: colour only helps.
+// Draws the charts of the report. Runs differ by mark and by dash, test from training by hollow marks and short dashes,
+// phases by hatching: colour only helps.
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const COLOURS = { light: ["#0b62c4", "#b3440a", "#157a3c", "#8a2fb0", "#8a6500", "#b01b52"], dark: ["#6db3ff", "#ff9f66", "#6fdc94", "#d79bf5", "#f0c84a", "#ff85ae"] };
   const PHASES = { light: ["#e0a100", "#2f8f57", "#3572c6", "#9aa1aa"], dark: ["#d9a520", "#57b87f", "#6ca0ec", "#767d86"] };
-  const DASHES = [[], [10, 3], [3, 3], [10, 3, 3, 3], [16, 6], [2, 6]];
-  const SHAPES = ["circle", "rect", "triangle", "rectRot", "star", "crossRot"];
+  const DASHES = [[], [12, 3], [12, 3, 3, 3], [20, 6], [20, 4, 3, 4, 3, 4], [28, 3]];
+  const SHORT = [[4, 4], [2, 3], [6, 3, 2, 3], [4, 8], [2, 7], [6, 3, 2, 3, 2, 3]];
+  const SHAPES = [["circle", 0], ["rect", 0], ["triangle", 0], ["rectRot", 0], ["triangle", 180], ["triangle", 90]]; // and degrees
+  const MARKS = 12; // about so many on a line
   const MOMENTS = {
     start: ["triangle", 6], restart: ["triangle", 9], resumed: ["triangle", 7], checkpoint: ["rect", 4], "checkpoint failed": ["crossRot", 8],
     preempted: ["rectRot", 9], "NaN or infinite": ["star", 9], "corrupt checkpoint": ["crossRot", 9], done: ["circle", 7],
@@ -29,15 +32,21 @@
     return pen.createPattern(tile, "repeat");
   }
 
-  function line(chart, item, theme) {
+  function line(chart, item, number, theme, panel) {
     const timeline = chart.kind === "timeline";
     const colour = COLOURS[theme][item.run % 6];
-    const shape = (point) => (timeline ? (MOMENTS[point[2]] || [false, 0]) : [SHAPES[item.run % 6], item.points.length > 60 ? 0 : item.dashed ? 4 : 3]);
+    const round = Math.floor(item.run / 6); // from the seventh run on, marks come with another dash
+    const dash = (item.dashed ? SHORT : DASHES)[(item.run + (timeline ? 0 : round)) % 6];
+    const [shape, turned] = SHAPES[item.run % 6];
+    // Marks of lines that run together stand beside one another.
+    const every = Math.max(1, Math.round(item.points.length / MARKS));
+    const first = Math.floor((every * number) / chart.lines.length);
+    const mark = (point, index) => (timeline ? (MOMENTS[point[2]] || [false, 0]) : [shape, index % every === first ? 4.5 : 0]);
     return {
-      label: item.label, data: item.points.map(([x, y]) => ({ x, y })), borderColor: colour, backgroundColor: item.dashed ? "transparent" : colour,
-      borderDash: item.dashed ? [4, 4] : DASHES[item.run % 6], borderWidth: timeline ? 1.5 : 2, tension: 0,
-      pointStyle: item.points.map((p) => shape(p)[0]), pointRadius: item.points.map((p) => shape(p)[1]), pointBorderColor: colour, pointBorderWidth: 1.5,
-      sample: timeline ? false : SHAPES[item.run % 6], moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
+      label: item.label, data: item.points.map(([x, y]) => ({ x, y })), borderColor: colour, backgroundColor: item.dashed ? panel : colour,
+      borderDash: dash, borderWidth: timeline ? 1.5 + 1.5 * round : item.dashed ? 1.5 : 2, tension: 0, rotation: timeline ? 0 : turned,
+      pointStyle: item.points.map((p, i) => mark(p, i)[0]), pointRadius: item.points.map((p, i) => mark(p, i)[1]), pointBorderColor: colour, pointBorderWidth: 1.5,
+      sample: timeline ? false : shape, moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
     };
   }
 
@@ -48,15 +57,15 @@
       const tile = document.createElement("canvas");
       [tile.width, tile.height] = [44, 14];
       const pen = tile.getContext("2d");
-      [pen.strokeStyle, pen.fillStyle, pen.lineWidth] = [set.borderColor, set.backgroundColor, 2];
+      [pen.strokeStyle, pen.fillStyle, pen.lineWidth] = [set.borderColor, set.backgroundColor, set.borderWidth];
       pen.setLineDash(set.borderDash);
       pen.beginPath();
       pen.moveTo(1, 7);
       pen.lineTo(43, 7);
       pen.stroke();
       pen.setLineDash([]);
-      if (set.sample) { Chart.helpers.drawPoint(pen, { pointStyle: set.sample, radius: 4, borderWidth: 1.5 }, 22, 7); }
-      return { ...label, pointStyle: tile };
+      if (set.sample) { Chart.helpers.drawPoint(pen, { pointStyle: set.sample, rotation: set.rotation, radius: 4.5, borderWidth: 1.5 }, 22, 7); }
+      return { ...label, pointStyle: tile, rotation: 0 };
     });
   }
 
@@ -72,9 +81,9 @@
     y.beginAtZero = Boolean(chart.zero);
     x.stacked = y.stacked = stack;
     const labels = stack ? chart.lines[0].points.map(([name]) => name) : undefined;
-    const datasets = chart.lines.map((item) => (stack
+    const datasets = chart.lines.map((item, number) => (stack
       ? { label: item.label, data: item.points.map(([, value]) => value), backgroundColor: hatched(PHASES[theme][item.run], theme === "dark" ? "#000" : "#fff", item.run), borderColor: panel, borderWidth: 1, maxBarThickness: 30 }
-      : line(chart, item, theme)));
+      : line(chart, item, number, theme, panel)));
     return {
       type: stack ? "bar" : "line", data: { labels, datasets },
       options: {
@@ -93,6 +102,7 @@
     drawn.splice(0).forEach((chart) => chart.destroy());
     charts.forEach((chart, number) => drawn.push(new Chart(document.getElementById(`chart-${number}`), settings(chart))));
     document.documentElement.dataset.drawn = String(drawn.length);
+    document.documentElement.dataset.scheme = dark.matches ? "dark" : "light";
   }
 
   dark.addEventListener("change", draw);

@@ -31,7 +31,7 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 3, eps: float = 1e-7) -> 
     x = matrices.mT if tall else matrices
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + eps)
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x @ (x.mT if x.is_cuda else x.mT.contiguous())  # a CPU's batched product of a transposed view is slow
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 

@@ -35,6 +35,8 @@ class Ddp(GradientSync):
         self._step_bytes = sum(map(nbytes, self._names)) if world.size > 1 else 0
         self._missing = set(self._names)
         self._ready: Mark | None = None
+        self._asked = False
+        self._waits: list[tuple[Mark, Mark]] = []
         self._device = world.device
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._on_grad)
@@ -65,12 +67,21 @@ class Ddp(GradientSync):
         self.zero_grad()
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
+        """Notes when the rank's own part is done, for DDP waits for the other ranks within the backward pass."""
         self._missing.discard(parameter)
-        if not self._missing:  # DDP waits for the other ranks within backward: note when the own part was done
+        if self.options.find_unused:  # no telling which gradient is the last one
+            if not self._asked:  # before DDP has, so that it comes before DDP's own callback, which waits
+                self._asked = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._on_last)
+        elif not self._missing:
             self._ready = mark(self._device)
 
+    def _on_last(self) -> None:
+        self._asked, self._ready = False, mark(self._device)
+
     def zero_grad(self) -> None:
-        self._missing = set(self._names)
+        self._missing, self._asked = set(self._names), False
+        self._waits = []
         super().zero_grad()
 
     @contextlib.contextmanager
@@ -81,9 +92,12 @@ class Ddp(GradientSync):
 
     def finish(self, clock: StepClock) -> None:
         self._check_all_used()
-        clock.grad_ready(None if self._missing else self._ready)
+        for since, until in self._waits:
+            clock.waited(since, until)
+        clock.grad_ready(self._ready)
         self._missing = set(self._names)  # also for loops that forget the gradients through their optimizer
         clock.synced()
+        self._ready, self._waits = None, []
         self.bytes_sent += self._step_bytes
 
     def _check_all_used(self) -> None:

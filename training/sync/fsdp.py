@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from training.clock import StepClock
+from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
 from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, scattered
@@ -45,13 +45,41 @@ class _AllUsed(torch.autograd.Function):
 
 
 class _Gathered(nn.Module):
-    """The module that FSDP hooks into: gathered before its forward pass, sharded again after its backward pass."""
+    """The module that FSDP hooks into: gathered before its forward pass, sharded again after its backward pass.
 
-    def __init__(self, module: nn.Module) -> None:
+    FSDP waits for the other ranks in both, so it is noted here when a gathering began and ended, and when the rank's own
+    gradients were there.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._device = module, device
+        self.gathered: list[tuple[Mark, Mark]] = []
+        self.ready: Mark | None = None
+        self._watched: set[torch.Tensor] = set()
+        self._missing: set[torch.Tensor] = set()
+
+    def about_to_gather(self, *_: Any) -> None:
+        """A forward pre-hook, to be called before FSDP's."""
+        self._since = mark(self._device)
+
+    def _watch(self) -> None:
+        """Whole parameters are objects of their own, made by the first gathering."""
+        params: set[torch.Tensor] = {p for p in self.module.parameters() if p.requires_grad}
+        for parameter in params - self._watched:
+            parameter.register_post_accumulate_grad_hook(self._on_grad)
+        self._watched |= params
+        self._missing = params  # `_AllUsed` sees to it that all of them come
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        self._missing.discard(parameter)
+        if not self._missing:
+            self.ready = mark(self._device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.gathered.append((self._since, mark(self._device)))
+            self._watch()
         output = self.module(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise UserError(f"sync.name=fsdp needs a network that returns a tensor, got {type(output).__name__}")
@@ -85,8 +113,9 @@ class Fsdp(GradientSync):
         self.model, self._world, self.loss_scale = model, world, float(world.size)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
-        self.network = _Gathered(model)
+        self.network = _Gathered(model, world.device)
         fully_shard(self.network, mesh=init_device_mesh(world.device.type, (world.size,)))
+        self.network.register_forward_pre_hook(self.network.about_to_gather, prepend=True)
         # Between a forward and its backward pass the model has whole parameters in their place.
         self._sharded = list(model.parameters())
         self._gather_bytes = sum(self._padded_bytes(p) for p in model.parameters())
@@ -118,8 +147,11 @@ class Fsdp(GradientSync):
             network.set_reshard_after_backward(True)
 
     def finish(self, clock: StepClock) -> None:
-        clock.grad_ready()
+        for since, until in self.network.gathered:
+            clock.waited(since, until)
+        clock.grad_ready(self.network.ready)
         clock.synced()
+        self.network.gathered, self.network.ready = [], None
         self.bytes_sent += self._gather_bytes + self._sum_bytes
 
     def _own_grads(self) -> list[torch.Tensor]:

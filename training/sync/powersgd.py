@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from training.clock import StepClock
+from training.clock import StepClock, mark
 from training.config import Config
 from training.sync.base import scattered
 from training.sync.ddp import Ddp, DdpOptions
@@ -82,7 +82,10 @@ class PowerSgd(Ddp):
         before, compresses = state.total_numel_after_compression, state.iter >= state.start_powerSGD_iter
         # torch's hook starts its second and third collective from callbacks, whose order among several buckets differs
         # by rank. So each bucket is waited for before the next one starts.
+        since, early = mark(self._device), bool(self._missing) or self.options.find_unused
         done = powerSGD_hook(state, bucket).wait()
+        if early:  # the wait for the last bucket comes after the rank's own part, and is told by that
+            self._waits.append((since, mark(self._device)))
         sent = state.total_numel_after_compression - before if compresses else bucket.buffer().numel()
         if self._world.size > 1:
             self.bytes_sent += sent * bucket.buffer().element_size()

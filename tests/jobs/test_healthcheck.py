@@ -1,0 +1,94 @@
+"""The images' health check: it asks every rank that the launcher has started, where it can."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, Result, clean_env, poll, run, started
+
+
+def check(proc: Path, **env: str) -> Result:
+    return run([sys.executable, str(ROOT / "docker/healthcheck.py"), str(proc)], clean_env(**env), timeout=60)
+
+
+def two_ports() -> int:
+    """A free port whose successor is free, too."""
+    for _ in range(100):
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no two free ports in a row")
+
+
+def family(pid: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from family(int(child))
+
+
+def test_a_rank_that_no_longer_answers_is_unhealthy(tmp_path: Path) -> None:
+    """In a container /proc shows the job alone; here a folder of links to its processes does."""
+    port = two_ports()
+    words = [
+        "--ranks",
+        "2",
+        "--grace",
+        "5",
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        "epochs=100000",
+    ]
+    with started([PYTHON, "-m", "training", "launch", *words, "threads=1", f"metrics.port={port}"]) as launcher:
+        endpoints = tmp_path / "run/endpoints"
+        poll(lambda: len(list(endpoints.glob("rank-*.json"))) == 2, 60, "both ranks serve")
+        proc, ranks = tmp_path / "proc", dict[int, int]()
+        proc.mkdir()
+        for pid in family(launcher.pid):
+            (proc / str(pid)).symlink_to(f"/proc/{pid}")
+            found = re.search(r"\0LOCAL_RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_text())
+            if found:
+                ranks[int(found[1])] = pid
+        try:
+            found_well = check(proc)
+            assert found_well.code == 0, found_well
+            os.kill(ranks[1], signal.SIGSTOP)
+            found_still = check(proc)
+            assert found_still.code == 1 and f"local rank 1 does not answer on port {port + 1}" in found_still.output
+        finally:
+            for pid in ranks.values():
+                os.kill(pid, signal.SIGKILL)  # not the launcher's group
+
+
+@pytest.mark.parametrize("words", ["metrics.enabled=false", "metrics.enabled=False", "enabled=no", "metrics.port=0"])
+def test_what_serves_nothing_on_known_ports_is_not_asked(tmp_path: Path, words: str) -> None:
+    rank = tmp_path / "17"
+    rank.mkdir()
+    (rank / "environ").write_text("LOCAL_RANK=0\0LOCAL_WORLD_SIZE=2\0")
+    (rank / "cmdline").write_text(
+        "\0".join(["python", "-m", "training", "run", "smoke", "--set", words, "epochs=3", ""])
+    )
+    assert check(tmp_path, LOCKSTEP_METRICS_PORT=str(two_ports())).code == 0
+    (rank / "cmdline").write_text("\0".join(["python", "-m", "training", "run", "smoke", "--set", "epochs=3", ""]))
+    found = check(tmp_path, LOCKSTEP_METRICS_PORT=str(two_ports()))
+    assert found.code == 1 and "local rank 0 does not answer" in found.output
+
+
+def test_metrics_on_any_ports_are_not_asked_for(tmp_path: Path) -> None:
+    assert check(tmp_path, LOCKSTEP_METRICS_PORT="0").code == 0
