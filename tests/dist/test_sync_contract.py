@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -105,6 +106,7 @@ def _fresh(net: str, seed: int = 1) -> nn.Module:
     return NETS[net][0]()
 
 
+@functools.cache
 def _reference(
     build: Callable[[], nn.Module], shape: tuple[int, ...], steps: int, clip: float = 0.0, mark: int = 0,
     fill: bool = False, few: tuple[int, int] = (-1, 0),
