@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import machine, write
+from training.arguments import positive
+from training.contract import EXIT_USAGE, UserError
 from training.models.resnet18 import ResNet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -238,14 +240,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stem", nargs="+", choices=("small", "stock"), default=["stock", "small"])
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=128, help="images a rank and step")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--batch", type=positive, default=128, help="images a rank and step")
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--warm-up", type=positive, default=3)
     parser.add_argument(
         "--workers", type=int, default=0, help="processes of each peer's DataLoader; on 2 cores they cost"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--data-root", type=Path, help="folder with CIFAR-10")
     parser.add_argument("--out", type=Path)
@@ -299,4 +301,8 @@ def report(stem: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, An
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)

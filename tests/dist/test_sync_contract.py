@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -105,6 +106,7 @@ def _fresh(net: str, seed: int = 1) -> nn.Module:
     return NETS[net][0]()
 
 
+@functools.cache
 def _reference(
     build: Callable[[], nn.Module], shape: tuple[int, ...], steps: int, clip: float = 0.0, mark: int = 0,
     fill: bool = False, few: tuple[int, int] = (-1, 0),
@@ -312,6 +314,21 @@ def _misused(world: World) -> dict[str, str]:
     return found
 
 
+def _part(rank: int) -> torch.Tensor:
+    """Gradients of 40 orders of magnitude."""
+    return torch.randn(4096, generator=torch.Generator().manual_seed(rank)) * torch.logspace(-20, 20, 4096)
+
+
+def _one_sum(world: World) -> torch.Tensor:
+    """What one all-reduce of `bf16_compress` makes of the ranks' parts."""
+    strategy = sync.build(CASES["bf16_compress"])
+    model = nn.Linear(64, 64, bias=False)
+    strategy.wrap(model, world, torch.zeros(1, 64))
+    model.weight.backward(_part(world.rank).view(64, 64))
+    strategy.synchronize()
+    return model.weight.grad.view(-1)  # type: ignore[union-attr]
+
+
 def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[str, Any]:
     """One epoch more of a run that the gangs before have begun."""
     from training import loop
@@ -341,6 +358,7 @@ def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:
         found[f"{name}, run"] = _whole_run(world, name, base, Path(folder))
         dist.barrier()
     found |= {f"{name}, variants": _variants(world, name) for name in FURTHER}
+    found["one sum"] = _one_sum(world)
     found["misused"] = _misused(world) if world.size == 2 else {}
     return found
 
@@ -388,6 +406,15 @@ def test_a_lossy_strategy_stays_within_its_bound_and_all_ranks_agree(
         for rank in ranks[1:]:
             for parameter, value in rank[f"{name}, {net}"]["weights"].items():
                 assert torch.equal(value, ranks[0][f"{name}, {net}"]["weights"][parameter])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_sum_in_bfloat16_is_within_its_bound_of_rounding(by_size: Any, size: int) -> None:
+    parts = [_part(rank).double() for rank in range(size)]
+    scale = torch.stack(parts).abs().sum(0)
+    for rank in by_size[size]:
+        off = (rank["one sum"].double() - sum(parts)).abs() / scale
+        assert 2**-10 < float(off.max()) <= size * 2**-8
 
 
 @pytest.mark.parametrize("net", NETS)

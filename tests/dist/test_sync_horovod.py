@@ -146,6 +146,7 @@ def _everything(world: World) -> dict[str, Any]:
         warnings.simplefilter("always")
         optimizer.step()
     found["twice"] = [str(warning.message) for warning in caught]
+    found["late group"] = _raised(lambda: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}))
     found["closure"] = _raised(lambda: optimizer.step(lambda: 0))
     return found
 
@@ -234,7 +235,7 @@ def test_errors_as_horovods(by_size: Any, size: int) -> None:
         "LBFGS": "ValueError: the state of torch.optim.LBFGS", "predivide": "ValueError: gradient_predivide_factor",
         "zero_grad in flight": "AssertionError: zero_grad() was called after backward()",
         "third pass": "AssertionError: 2.bias got a gradient in more than 1 backward passes",
-        "closure": "ValueError: a closure",
+        "closure": "ValueError: a closure", "late group": "ValueError: parameters that come after DistributedOptimizer()",
     }  # fmt: skip
     for found in by_size[size]:
         for name, message in messages.items():

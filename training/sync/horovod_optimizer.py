@@ -59,6 +59,11 @@ class _Distributed:
             raise ValueError("no rank has a sample")
         self._reducer.weight, self._reducer.scale = count / float(total), 1.0
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
+        raise ValueError(
+            "parameters that come after DistributedOptimizer() are not reduced: add the group to the optimizer before wrapping it"
+        )
+
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
             raise ValueError("a closure would compute gradients that are not synchronised: call step() without one")
