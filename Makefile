@@ -157,8 +157,8 @@ crds: ## fetch the CRDs that the manifest tests validate against
 	curl -fsSL -o build/crds/trainjob_crd.yaml $(CRDS)/trainer/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
 
 lint: $(READY) ## ruff, mypy and hadolint
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check . tests/dist # of itself it takes a folder dist for something that was built
+	$(RUN) -m ruff format --check . tests/dist
 	$(RUN) -m mypy
 	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
 

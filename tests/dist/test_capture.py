@@ -25,7 +25,12 @@ BASE = [
 ]  # fmt: skip
 CASES = {
     "nesterov": ["model=tests.nets:SmallConv"],
-    "muon": ["model=tests.nets:SmallConv", "optim.name=muon", "lr=0.01", "optim.groups={head: {lr: 0.02, momentum: 0.5}}"],
+    "muon": [
+        "model=tests.nets:SmallConv",
+        "optim.name=muon",
+        "lr=0.01",
+        "optim.groups={head: {lr: 0.02, momentum: 0.5}}",
+    ],
     "micro-batches": ["model=tests.nets:SmallConv", "accumulate=2"],
     "not looking": ["model=tests.nets:SmallConv", "nonfinite=ignore"],
     "not resident": ["model=tests.nets:SmallConv", "data.resident=never"],
@@ -38,7 +43,9 @@ def _both_ways(world: World, root: str, run: str) -> dict[str, Any]:
     for name, changes in CASES.items():
         for recorded in (False, True):
             loaded = config.load("smoke", [*BASE, *changes, f"data.root={root}"])
-            p = setup.prepare(loaded, world, Path(run) / f"{world.size}-{name}-{recorded}".replace(" ", "-"), fresh=False)
+            p = setup.prepare(
+                loaded, world, Path(run) / f"{world.size}-{name}-{recorded}".replace(" ", "-"), fresh=False
+            )
             step, replays, said = p.step, [0], []
             if recorded:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -67,7 +68,11 @@ def test_alone_then_complete_then_longer_then_fresh(tiny: list[str], tmp_path: P
     words = ("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny)
     first = training(*words)
     assert first.code == 0, first.output
-    for text in ("Preprocessing: ", "epoch    batch    train time [sec]    validation accuracy", "Final validation accuracy: "):
+    for text in (
+        "Preprocessing: ",
+        "epoch    batch    train time [sec]    validation accuracy",
+        "Final validation accuracy: ",
+    ):
         assert text in first.output
     weights = (tmp_path / "run/checkpoints/step-00000024/state.safetensors").read_bytes()
     again = training(*words)
@@ -109,7 +114,7 @@ def test_checkpoints_by_time_come_once_each_and_the_best_one_stays(tiny: list[st
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     scored = {event["step"]: event["accuracy"] for event in events if event["event"] == "epoch"}
     by_time = [event["step"] for event in events if event["event"] == "checkpoint" and event["step"] not in scored]
-    assert len(by_time) >= 2 and all(later - earlier > 2 for earlier, later in zip(by_time, by_time[1:])), by_time
+    assert len(by_time) >= 2 and all(later - earlier > 2 for earlier, later in itertools.pairwise(by_time)), by_time
     best = max(scored.values())
     kept = [path for path in checkpoint.candidates(run_dir / "checkpoints") if checkpoint.verify(path)["score"] == best]
     assert kept and scored[checkpoint.step_of(kept[0])] == best
@@ -137,7 +142,9 @@ def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[st
     done = training("evaluate", str(weights), "--recipe", "smoke", "--set", *tiny, *words)
     assert f"accuracy {accuracy} (" in done.output, done.output
     assert training("export", str(run_dir), str(weights)).code == 2
-    done = training("run", "smoke", "--run-dir", str(tmp_path / "next"), "--set", *tiny, f"init_from={weights}", "lr=1e-9")
+    done = training(
+        "run", "smoke", "--run-dir", str(tmp_path / "next"), "--set", *tiny, f"init_from={weights}", "lr=1e-9"
+    )
     assert done.code == 0 and abs(float(_summary(tmp_path / "next")["accuracy"]) - float(accuracy)) < 0.05  # type: ignore[arg-type]
 
 

@@ -128,7 +128,9 @@ def test_another_world_size_goes_on_with_the_same_samples(tmp_path: Path, data_r
     assert json.loads((run / "summary.json").read_text())["global_batch_size"] == 24
     whole = training("run", "smoke", "--run-dir", str(tmp_path / "whole"), *settings)
     assert whole.code == 0, whole.output
-    one, other = (checkpoint.load(path / "checkpoints" / f"step-{FINAL:08d}")["shared"] for path in (run, tmp_path / "whole"))
+    one, other = (
+        checkpoint.load(path / "checkpoints" / f"step-{FINAL:08d}")["shared"] for path in (run, tmp_path / "whole")
+    )
     for name, tensor in one["model"].items():
         torch.testing.assert_close(tensor, other["model"][name], rtol=1e-10, atol=1e-10)
     assert one["history"]["train_loss"] == pytest.approx(other["history"]["train_loss"], rel=1e-10)
@@ -152,7 +154,13 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(
 
 
 def test_own_slices_cannot_be_resumed_at_another_world_size(data_root: Path, tmp_path: Path) -> None:
-    words = ("run", "smoke", "--run-dir", str(tmp_path / "run"), *_settings(data_root, "flat", **{"data.shuffle": "shard"}))
+    words = (
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        *_settings(data_root, "flat", **{"data.shuffle": "shard"}),
+    )
     died = gang(2, *words, env=clean_env(LOCKSTEP_TEST_FATE="1:12:KILL"))
     assert died.code == 1, died.output
     refused = gang(3, *words)

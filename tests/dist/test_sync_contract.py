@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [24, 31, 16, 8, 10]
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers[:-1]:
@@ -136,7 +137,9 @@ def _reference(
 class Run:
     """What a user's own loop over the protocol does."""
 
-    def __init__(self, settings: config.Sync, model: nn.Module, world: World, shape: tuple[int, ...], mark: int = 0) -> None:
+    def __init__(
+        self, settings: config.Sync, model: nn.Module, world: World, shape: tuple[int, ...], mark: int = 0
+    ) -> None:
         self.world, self.shape, self.mark = world, shape, mark
         self.sync: GradientSync = sync.build(settings)
         self.sync.check(config.load("smoke", ["nonfinite=ignore"]), world)
@@ -157,7 +160,7 @@ class Run:
         low, high = bounds(samples, self.world.rank, self.world.size)
         (self.sync if forget else self.optimizer).zero_grad()
         cuts = [low + bounds(high - low, piece, pieces)[0] for piece in range(pieces)] + [high]
-        parts = [(a, b) for a, b in zip(cuts, cuts[1:]) if a < b]
+        parts = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
         for a, b in parts:
             with self.sync.accumulate() if announce and (a, b) != parts[-1] else contextlib.nullcontext():
                 loss = F.cross_entropy(self.network(x[a:b]), y[a:b], reduction="sum")
@@ -492,8 +495,12 @@ def _check(name: str, size: int, found: dict[str, torch.Tensor], expected: nn.Mo
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(name, variant) for name in [*RANKED, *FURTHER] for variant in ("micro-batches", "clipped", "optimizer.zero_grad")
-     if (name, variant) != ("hooks, overlapped", "clipped")],  # refused, see below
+    [
+        (name, variant)
+        for name in [*RANKED, *FURTHER]
+        for variant in ("micro-batches", "clipped", "optimizer.zero_grad")
+        if (name, variant) != ("hooks, overlapped", "clipped")
+    ],  # refused, see below
 )
 def test_micro_batches_and_clipping(by_size: Any, name: str, variant: str) -> None:
     build, shape = NETS["conv"]

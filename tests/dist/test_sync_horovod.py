@@ -73,7 +73,10 @@ def _everything(world: World) -> dict[str, Any]:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    found["optimizer"] = (optimizer.param_groups[0]["lr"], [e["exp_avg"].sum().item() for e in optimizer.state.values()])
+    found["optimizer"] = (
+        optimizer.param_groups[0]["lr"],
+        [e["exp_avg"].sum().item() for e in optimizer.state.values()],
+    )
 
     # Unequal parts, weighted: the gradient of the whole batch. Two passes a step: their sum.
     images, labels = _data(11)
@@ -133,7 +136,9 @@ def _everything(world: World) -> dict[str, Any]:
     found["params"] = _raised(lambda: hvd.broadcast_parameters(3))
     found["both"] = _raised(lambda: hvd.allreduce(x, average=True, op=hvd.Sum))
     found["LBFGS"] = _raised(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0))
-    found["predivide"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named, op=hvd.Sum, gradient_predivide_factor=2.0))
+    found["predivide"] = _raised(
+        lambda: hvd.DistributedOptimizer(sgd, named, op=hvd.Sum, gradient_predivide_factor=2.0)
+    )
     optimizer = hvd.DistributedOptimizer(sgd, named)
     model(images).sum().backward()
     found["zero_grad in flight"] = _raised(optimizer.zero_grad)
@@ -199,7 +204,11 @@ def test_every_rank_has_rank_0s_parameters_and_optimizer_state(by_size: Any, siz
     for found in by_size[size]:
         for number in range(3):
             assert torch.equal(found[f"broadcast {number}"], first[f"broadcast {number}"])
-        assert found["optimizer"] == first["optimizer"] and found["optimizer"][0] == 0.1 and len(found["optimizer"][1]) == 4
+        assert (
+            found["optimizer"] == first["optimizer"]
+            and found["optimizer"][0] == 0.1
+            and len(found["optimizer"][1]) == 4
+        )
 
 
 @pytest.mark.parametrize("size", [2, 3])
