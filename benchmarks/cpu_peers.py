@@ -48,8 +48,9 @@ def _sgemm(threads: int) -> Callable[[], None]:
 
 def compare(recipe: str, batch: int, peer: Callable[..., Any], checkout: str | None, rounds: int) -> dict[str, Any]:
     threads = len(os.sched_getaffinity(0))
-    workers = {"sgemm": Worker(_sgemm, threads), "ours": Worker(ours, recipe, batch, threads, [])}
-    workers["ours, channels_last"] = Worker(ours, recipe, batch, threads, ["channels_last=true"])
+    workers = {"sgemm": Worker(_sgemm, threads)}
+    for name, setting in (("ours, NCHW", "channels_last=false"), ("ours, channels_last", "channels_last=true")):
+        workers[name] = Worker(ours, recipe, batch, threads, [setting])
     if checkout:
         workers["peer"] = Worker(peer, checkout, batch, threads)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import socket
@@ -113,8 +112,12 @@ def test_checkpoints_by_time_come_once_each_and_the_best_one_stays(tiny: list[st
     assert done.code == 0, done.output
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     scored = {event["step"]: event["accuracy"] for event in events if event["event"] == "epoch"}
-    by_time = [event["step"] for event in events if event["event"] == "checkpoint" and event["step"] not in scored]
-    assert len(by_time) >= 2 and all(later - earlier > 2 for earlier, later in itertools.pairwise(by_time)), by_time
+    saves = [event for event in events if event["event"] == "checkpoint" and event["step"] not in scored]
+    by_time = [event["step"] for event in saves]
+    assert len(by_time) >= 2 and sorted(set(by_time)) == by_time, by_time
+    # One at each interval, also on a busy machine whose steps take longer: counted over all of them, since a save's
+    # event comes when it is on the disk.
+    assert (len(saves) - 2) * 0.12 <= saves[-1]["time"] - saves[0]["time"], saves
     best = max(scored.values())
     kept = [path for path in checkpoint.candidates(run_dir / "checkpoints") if checkpoint.verify(path)["score"] == best]
     assert kept and scored[checkpoint.step_of(kept[0])] == best

@@ -174,7 +174,7 @@ def test_all_checkpoints_damaged_is_exit_2_and_nothing_is_overwritten(data_root:
     assert training(*words).code == 0
     for path in checkpoint.candidates(run / "checkpoints"):
         (path / "state.json").write_bytes(b"{}")
-    told = ("events.jsonl", "status.json")
+    told = ("events.jsonl", "status.json", "rank-00000.prom")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in told}
     done = training(*words)
     assert done.code == 2 and "checkpoints" in done.output and "verifies: restore one" in done.output
