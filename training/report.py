@@ -120,7 +120,8 @@ def _verdict(run: RunFiles, name: str) -> str:
     code, reason = number_of(run.status.get("code")), run.status.get("reason", "")
     said = "running" if code is None else {0: "complete", 2: "wrong usage", 75: "preempted"}.get(int(code), "failed")
     began = f"{datetime.fromtimestamp(run.began, timezone.utc):%Y-%m-%d %H:%M} UTC, " if run.began else ""
-    facts = f"{run.part('config').get('recipe', '?')} on {run.part('world').get('size', '?')} ranks"
+    size = run.part("world").get("size", "?")
+    facts = f"{run.part('config').get('recipe', '?')} on {size} rank{'' if size == 1 else 's'}"
     more = f": {reason}" if reason and reason not in (said, "complete", "running") else ""
     return f'<p class="verdict"><strong>{_text(name)}</strong> {_text(said + more)} <span>{_text(began + facts)}</span></p>'
 
