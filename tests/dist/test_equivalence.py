@@ -22,6 +22,7 @@ VARIANTS: dict[str, list[str]] = {
     "nesterov": ["optim.name=nesterov", "optim.bias_lr_factor=4", "weight_decay=0.01"],
     "several buckets": ["sync.bucket_mb=0.001"],
     "not resident": ["data.resident=never"],
+    "channels_last": ["channels_last=true"],
 }
 
 
@@ -74,6 +75,13 @@ def test_parameters_and_samples_do_not_depend_on_the_world_size(by_size: Any, ca
 def test_the_variants_are_not_all_the_same_run(by_size: Any) -> None:
     weights = [by_size[1][0][f"flat, {name}"][0] for name in ("plain", "summed loss, clipped", "nesterov")]
     assert all((a - b).abs().max() > 1e-4 for a, b in itertools.pairwise(weights))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_layout_changes_no_number(by_size: Any, strategy: str) -> None:
+    for size in (1, 2, 3):
+        plain, other = (by_size[size][0][f"{strategy}, {name}"][0] for name in ("plain", "channels_last"))
+        assert (plain - other).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
