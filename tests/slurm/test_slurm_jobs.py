@@ -212,7 +212,7 @@ def test_a_sweep_is_one_array(bench: Bench) -> None:
     assert [line[:3] for line in lines[1:]] == [["grid-0", "0.1000", "succeeded"], ["grid-1", "0.001", "succeeded"]]
     ids = [bench.backend.job_id(f"grid-{index}") for index in (0, 1)]
     assert [one.split("_")[1] for one in ids] == ["0", "1"] and len({one.split("_")[0] for one in ids}) == 1
-    runs = [json.loads((bench.folder / "grid" / str(index) / "summary.json").read_text()) for index in (0, 1)]
+    runs = [json.loads((bench.folder / "grid" / f"grid-{index}" / "summary.json").read_text()) for index in (0, 1)]
     assert runs[0]["config_hash"] != runs[1]["config_hash"]
     assert lockstep("submit", "slurm", str(_file(bench, spec)), "--sweep", "lr=0.1,0.001").returncode == 2, (
         "has finished"
@@ -228,7 +228,7 @@ def test_a_part_of_a_sweep_is_requeued_alone(bench: Bench) -> None:
 
     bench.backend.sweep("part", sweep.expand(spec, {"lr": [0.1, 0.01]}))
     for index in (0, 1):
-        run = bench.folder / "part" / str(index)
+        run = bench.folder / "part" / f"part-{index}"
         poll(lambda: any(event["event"] == "step" for event in events(run)), 60, "the training")
     bench.cluster.ask("scancel", "--signal=USR2", bench.backend.job_id("part-1"))
     found = [bench.backend.wait(f"part-{index}", 120) for index in (0, 1)]
