@@ -31,7 +31,7 @@ def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Operator]:
 def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
     overrides = {
         "epochs": 3, "threads": 1, "data.root": str(tmp_path / "data"), "evaluate.every": 3, "checkpoint.every_steps": 4,
-        "checkpoint.keep": 50,
+        "checkpoint.keep": 50, "metrics.port": 0,  # the pods are on one machine: who comes second would warn
     }  # fmt: skip
     return JobSpec(
         name=name, recipe="smoke", overrides=overrides, image="local:1", nodes=2, ranks_per_node=2, max_restarts=2,
@@ -64,7 +64,7 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     assert found.state == "succeeded", (found, *backend.logs("calm"))
     assert [part.ranks for part in found.ranks] == [[0, 1], [2, 3]]
     assert backend.summary("calm")["world_size"] == 4
-    assert all(line.startswith("{") for line in backend.logs("calm", rank=0))
+    assert [line for line in backend.logs("calm", rank=0) if not line.startswith("{")] == []
 
     backend.submit(stormy)
     until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
