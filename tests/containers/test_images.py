@@ -304,7 +304,9 @@ def registry(engine: str) -> Iterator[str]:
 def test_pushed_by_revision_and_built_upon_by_digest(engine: str, registry: str, tmp_path: Path) -> None:
     """`make push` sends what was built of this revision; a base by digest is what a FROM of ours can name."""
     base, name = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm", f"{registry}/team/lockstep"
-    nothing = subprocess.run(["make", "push", f"IMAGE={name}"], cwd=ROOT, capture_output=True, text=True)
+    nothing = subprocess.run(
+        ["make", "--no-print-directory", "push", f"IMAGE={name}"], cwd=ROOT, capture_output=True, text=True
+    )
     assert nothing.returncode == 2 and "make image" in nothing.stderr
     tag = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"],
@@ -316,7 +318,11 @@ def test_pushed_by_revision_and_built_upon_by_digest(engine: str, registry: str,
     docker("tag", base, f"{name}:{tag.stdout.strip()}-cpu")
     try:
         pushed = subprocess.run(
-            ["make", "push", f"IMAGE={name}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+            ["make", "--no-print-directory", "push", f"IMAGE={name}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert pushed.returncode == 0, pushed.stderr
         digest = pushed.stdout.strip().splitlines()[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,7 @@ def test_a_script_that_spawns_its_own_ranks(tiny: list[str], tmp_path: Path) -> 
         f"if __name__ == '__main__':\n    mp.spawn(work, (['run', 'smoke', '--run-dir', {str(tmp_path / 'run')!r}, '--set', "
         f"*{tiny!r}],), nprocs=2)\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     # mp.spawn hands sys.argv to its children only as the parent's own.
     script.write_text(script.read_text().replace("sys.argv[1]", repr(port)))
     done = run([PYTHON, str(script)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,13 +22,9 @@ from typing import Any
 
 from k8s_server import Cluster
 
+from tests.processes import free_port
+
 REPOSITORY = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def injected(job: dict[str, Any], replica: str, index: int, master: str, port: int) -> dict[str, str]:
