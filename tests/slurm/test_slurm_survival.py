@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,11 @@ def test_a_node_is_powered_off(bench: Bench, undisturbed: Path) -> None:
 def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
     job = Training(bench, "headless")
     job.reaches(2)
+    # The controller writes its state some seconds after a change; killed before, it would not know of the job at all.
+    changed = time.time()
+    bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "admincomment=here")
+    state = bench.cluster.folder / "state/job_state"
+    poll(lambda: state.exists() and state.stat().st_mtime >= changed, 30, "the controller's state on the disk")
     bench.cluster.node("stop", "ctl")
     try:
         if not bench.cluster.accounting:
