@@ -12,9 +12,7 @@ What gradient communication costs on this machine, over gloo, the ranks taking t
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 from collections.abc import Callable
@@ -29,6 +27,7 @@ import torch.distributed as dist
 from benchmarks.measure import interleaved, machine, write
 from benchmarks.our_step import our_step
 from training import models
+from training.bench.gang import on_ranks
 from training.world import detect, joined
 
 STRATEGIES = ("ddp", "flat", "bf16_compress")
@@ -65,10 +64,8 @@ def ways(grads: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _rank(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
+def _rank(args: argparse.Namespace) -> dict[str, Any]:
     size = args.ranks
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with joined(detect(os.environ), "cpu") as world:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
         alone = {
@@ -91,23 +88,7 @@ def _rank(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
                     if number:  # the first round warms up
                         exposed.setdefault(name, []).append(min(wait for wait, _ in waits) * 1e3)
                         steps.setdefault(name, []).append(max(step for _, step in waits) * 1e3)
-        if world.leader:
-            results.put({"alone_ms": alone, "exposed_ms": exposed, "step_ms": steps})
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, args, port, results)) for rank in range(args.ranks)]
-    for process in ranks:
-        process.start()
-    found = results.get(timeout=1800)
-    for process in ranks:
-        process.join()
-    return found
+    return {"alone_ms": alone, "exposed_ms": exposed, "step_ms": steps}
 
 
 def main() -> None:
@@ -119,7 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about = machine()
-    found = measure(args)
+    found = on_ranks(args.ranks, 1800, _rank, args)[0]
     print(
         f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {args.ranks} ranks over gloo, {args.rounds} rounds"
     )

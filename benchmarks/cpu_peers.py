@@ -23,12 +23,10 @@ import torch
 from benchmarks import cifar_peers
 from benchmarks.cpu_step import sgemm
 from benchmarks.measure import Worker, interleaved, machine, ratio, write
-from benchmarks.our_step import our_step
+from benchmarks.our_step import FLOP_PER_IMAGE, our_step
 from training import memory
 from training.world import detect, joined
 
-FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "speedrun": 0.708e9}
-"""Forward + backward."""
 _OPEN: list[Any] = []
 
 

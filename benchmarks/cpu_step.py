@@ -8,7 +8,6 @@ full-width bag_of_tricks and resnet18, eager and compiled, beside a plain NCHW f
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -23,11 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.measure import interleaved, machine, ratio, write
-from benchmarks.our_step import our_step
+from benchmarks.our_step import FLOP_PER_IMAGE, our_step
+from training.bench.gang import on_ranks
 from training.world import detect, joined
 
-FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9}
-"""Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
+RECIPES = ("bag_of_tricks", "resnet18")
 
 
 class PlainBagOfTricks(nn.Module):
@@ -94,7 +93,7 @@ def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, Any]:
     with joined(detect({}), "cpu") as world:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         variants: dict[str, Callable[[], Any]] = {"sgemm": sgemm(), "plain bag_of_tricks": plain_step(batch)}
-        for recipe in FLOP_PER_IMAGE:
+        for recipe in RECIPES:
             variants[f"{recipe} eager"] = our_step(recipe, batch, world, "flat")
             if compile_too:
                 variants[f"{recipe} compiled"] = our_step(recipe, batch, world, "flat", compiled=True)
@@ -104,7 +103,7 @@ def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, Any]:
     for name, seconds in times.items():
         if name != "sgemm":
             rate = batch / statistics.median(seconds)
-            flop = FLOP_PER_IMAGE[next(recipe for recipe in FLOP_PER_IMAGE if recipe in name)]
+            flop = FLOP_PER_IMAGE[next(recipe for recipe in RECIPES if recipe in name)]
             rows[name] = {"images_per_second": rate, "share_of_sgemm": rate * flop / 1e9 / gflops, "seconds": seconds}
     return {
         "sgemm_gflops": gflops, "rows": rows,
@@ -112,33 +111,18 @@ def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank(rank: int, port: int, batch: int, rounds: int, results: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(batch: int, rounds: int) -> dict[str, Any]:
     with joined(detect(os.environ), "cpu") as world:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
         found = {}
-        for recipe in FLOP_PER_IMAGE:
+        for recipe in RECIPES:
             variants = {name: our_step(recipe, batch, world, name) for name in ("flat", "ddp")}
             found[recipe] = interleaved(variants, rounds)
-        if world.leader:
-            results.put(found)
+    return found
 
 
 def two_ranks(batch: int, rounds: int) -> dict[str, Any]:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, batch, rounds, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found = results.get(timeout=1800)
-    for process in ranks:
-        process.join()
+    found = on_ranks(2, 1800, _rank, batch, rounds)[0]
     return {
         recipe: {
             "flat_images_per_second": 2 * batch / statistics.median(times["flat"]),

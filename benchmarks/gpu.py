@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks import speedrun
-from benchmarks.cpu_peers import FLOP_PER_IMAGE
 from benchmarks.measure import RESULTS, interleaved, machine, write
-from benchmarks.our_step import our_step
+from benchmarks.our_step import FLOP_PER_IMAGE, our_step
 from benchmarks.scaling_model import PARAMETERS, project
 from training import config
 from training.capture import capture_stream

@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from training import contract, files
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -171,6 +173,15 @@ def next_name(name: str, taken: set[str]) -> str:
     while f"{name}-{number}" in taken:
         number += 1
     return f"{name}-{number}"
+
+
+def summary_of(backend: Backend, name: str, run_dir: str) -> dict[str, Any]:
+    """`summary.json` of a run whose directory is in reach. Raises `UserError` where there is none yet."""
+    path = Path(run_dir) / contract.SUMMARY_FILE
+    value = files.read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not there yet: {name} is {backend.status(name).state}")
+    return value
 
 
 def refuse_other(name: str, old: dict[str, Any], new: dict[str, Any]) -> UserError:

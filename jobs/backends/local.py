@@ -224,11 +224,7 @@ class LocalBackend:
         return []
 
     def summary(self, name: str) -> dict[str, Any]:
-        path = Path(self._record(name)["run_dir"]) / contract.SUMMARY_FILE
-        value = files.read_json(path)
-        if not isinstance(value, dict):
-            raise UserError(f"{path} is not there yet: {name} is {self.status(name).state}")
-        return value
+        return base.summary_of(self, name, self._record(name)["run_dir"])
 
     def _record(self, name: str) -> dict[str, Any]:
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):

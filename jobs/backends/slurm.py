@@ -292,11 +292,7 @@ class SlurmBackend:
         return found
 
     def summary(self, name: str) -> dict[str, Any]:
-        path = Path(self._record(name)["run_dir"]) / contract.SUMMARY_FILE
-        value = files.read_json(path)
-        if not isinstance(value, dict):
-            raise UserError(f"{path} is not there yet: {name} is {self.status(name).state}")
-        return value
+        return base.summary_of(self, name, self._record(name)["run_dir"])
 
     def _said(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""

@@ -9,6 +9,7 @@ import resource
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +48,8 @@ def run(job: Job, timeout: float = 600.0) -> Measured:
         UserError: a rank refuses the recipe, the strategy or the number of ranks.
         RuntimeError: a rank failed, or gave no result within `timeout` seconds.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        args = [(job, rank, port, directory, results) for rank in range(job.ranks)]
-        processes = [context.Process(target=_rank, args=words, daemon=True) for words in args]
-        for process in processes:
-            process.start()
-        try:
-            found = [_result(results, timeout) for _ in processes]
-        finally:
-            for process in processes:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
+        found = on_ranks(job.ranks, timeout, _train, job, Path(directory))
     whole = max(each["seconds"] for each in found)
     return Measured(
         images_per_second=found[0]["samples"] / whole,
@@ -75,27 +60,56 @@ def run(job: Job, timeout: float = 600.0) -> Measured:
     )
 
 
-def _result(results: Any, timeout: float) -> dict[str, Any]:
+def on_ranks(size: int, timeout: float, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What the importable `function(*args)` gave back on each of `size` spawned ranks of this machine, by rank.
+
+    Raises:
+        UserError: a rank raised one.
+        RuntimeError: a rank failed, or gave no result within `timeout` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [(rank, size, port, results, function, args) for rank in range(size)]
+    processes = [context.Process(target=_rank, args=each, daemon=True) for each in words]
+    for process in processes:
+        process.start()
     try:
-        kind, value = results.get(timeout=timeout)
+        found = dict(_result(results, timeout) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [found[rank] for rank in range(size)]
+
+
+def _result(results: Any, timeout: float) -> tuple[int, Any]:
+    try:
+        rank, kind, value = results.get(timeout=timeout)
     except queue.Empty:
         raise RuntimeError(f"a rank gave no result within {timeout:.0f} s") from None
     if kind != "done":
         raise (UserError if kind == "refused" else RuntimeError)(value)
-    return dict(value)
+    return rank, value
 
 
-def _rank(job: Job, rank: int, port: int, directory: str, results: Any) -> None:
+def _rank(
+    rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:  # fmt: skip
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks),
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     try:
-        results.put(("done", _train(job, Path(directory))))
+        results.put((rank, "done", function(*args)))
     except UserError as error:
-        results.put(("refused", str(error)))
+        results.put((rank, "refused", str(error)))
     except Exception as error:  # noqa: BLE001 - the parent raises it
-        results.put(("failed", f"rank {rank}: {type(error).__name__}: {error}"))
+        results.put((rank, "failed", f"rank {rank}: {type(error).__name__}: {error}"))
 
 
 def _train(job: Job, directory: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Source: K. Jordan et al., "Muon: an optimizer for hidden layers" (2024), and Kel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,28 +52,17 @@ class Muon(RatedOptimizer):
         self.normalise_every, self.steps = normalise_every, steps
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "taken": 0})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for number, group in enumerate(self.param_groups):
-            params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
-            filters, others = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]
-            if filters:
-                self._filters(filters, group, self.rate(number), group["taken"] % self.normalise_every == 0)
-            if others:
-                self._others(others, group, self.rate(number))
-            group["taken"] += 1
-        return loss
+    def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
+        filters, others = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]
+        if filters:
+            self._filters(filters, group, rate, group["taken"] % self.normalise_every == 0)
+        if others:
+            self._others(others, group, rate)
+        group["taken"] += 1
 
     def _momentum(self, params: list[torch.Tensor], grads: list[torch.Tensor], momentum: float) -> Any:
         """g + m·v with v ← m·v + g."""
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["velocity"] = torch.zeros_like(p)
-        velocities = [self.state[p]["velocity"] for p in params]
+        velocities = self.velocities(params)
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, grads)
         return torch._foreach_add(grads, velocities, alpha=momentum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,27 @@ class RatedOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            self.update([p for p in group["params"] if p.grad is not None], group, self.rate(number))
+        return loss
+
+    def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
+        """Moves those parameters of a group that have a gradient."""
+        raise NotImplementedError
+
+    def velocities(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The momentum buffers, zeros at first; with the layout of their parameters."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["velocity"] = torch.zeros_like(p)
+        return [self.state[p]["velocity"] for p in params]
 
     def use_tensor(self, device: torch.device) -> torch.Tensor:
         """From here on steps read their rates from the returned float32 tensor [groups], not from `param_groups`."""
