@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -277,6 +279,9 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
         init_method = "env://"
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+    # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
+    # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
         backend, init_method=init_method, store=store, rank=world.rank, world_size=world.size,
         timeout=timedelta(seconds=timeout),
@@ -287,6 +292,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             _refuse_shared_gpus(world)
         yield world
     finally:
+        gc.collect()  # networks that hold the group
         dist.destroy_process_group()
 
 

@@ -108,6 +108,34 @@ def test_under_torchrun(plain: list[tuple[float, float]]) -> None:
     assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(_lines(done.output), plain, strict=True)), done.output
 
 
+LEAVING = """
+import gc, os, sys
+from pathlib import Path
+sys.path.insert(0, {examples!r})
+import parallel
+from training import sync, world
+
+with world.joined() as me:
+    parallel.main(me)
+alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, (parallel.Net, sync.GradientSync))]
+threads = [Path(f"/proc/self/task/{{task}}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+if alive or any("gloo" in name for name in threads):
+    sys.exit(f"alive: {{alive}}, threads: {{threads}}")
+"""
+
+
+@pytest.mark.parametrize("name", [name for name in sync.STRATEGIES if name not in ("data_parallel", "fsdp")])
+def test_nothing_of_a_strategy_outlives_its_group(name: str, tmp_path: Path) -> None:
+    """A gloo thread that drops a tensor while Python ends aborts the process: exit code 134 after the work is done.
+
+    fsdp is not among them: torch's device meshes are kept for ever, and hold their groups.
+    """
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING.format(examples=str(EXAMPLES)))
+    done = run([*TORCHRUN, str(script), name])
+    assert done.code == 0 and len(_lines(done.output)) == 3, done.output
+
+
 SPAWNING = """
 import os, sys
 import torch.multiprocessing as mp

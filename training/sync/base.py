@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from training import settings as typed
 from training.clock import StepClock
@@ -178,6 +180,22 @@ def scattered(model: nn.Module) -> str | None:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that get gradients, last layers first: about the order in which backward reaches them."""
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+
+
+def on_grad(parameter: torch.Tensor, method: Callable[..., None], *args: Any) -> RemovableHandle:
+    """Calls `method(*args, parameter)` as soon as autograd has the parameter's gradient, while the method's object lives.
+
+    Python's garbage collector does not see a tensor's hooks. Held through them, a strategy and its model would keep each
+    other for ever, and with them a process group that was destroyed.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(given: torch.Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*args, given)
+
+    return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.clock import Mark, StepClock, mark
-from training.sync.base import GradientSync, nbytes
+from training.sync.base import GradientSync, nbytes, on_grad
 from training.world import World
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -39,7 +39,7 @@ class Ddp(GradientSync):
         self._waits: list[tuple[Mark, Mark]] = []
         self._device = world.device
         for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._on_grad)
+            on_grad(parameter, self._on_grad)
         self.network = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.clock import StepClock
-from training.sync.base import GradientSync, broadcast_module, nbytes, trained
+from training.sync.base import GradientSync, broadcast_module, nbytes, on_grad, trained
 from training.world import World
 
 
@@ -44,9 +44,9 @@ class Flat(GradientSync):
         # Backward reaches the last layers first, so the buffer begins with them.
         for params in self._groups(trained(model)):
             self._lay_out(params)
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.params):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                on_grad(parameter, self._on_grad, number, index)
         self.zero_grad()
         return model
 
@@ -70,22 +70,20 @@ class Flat(GradientSync):
                 self._buckets.append(Bucket(flat[start:at], inside))
                 start, inside = at, []
 
-    def _hook(self, bucket: Bucket, index: int):  # type: ignore[no-untyped-def]
-        def on_grad(parameter: nn.Parameter) -> None:
-            if index not in bucket.missing:  # its bucket is, or may be, on its way
-                raise self.refuse(
-                    f"sends each gradient once a step, and {self._names[parameter]} got another after that",
-                    "run every backward pass of a step but the last inside accumulate(), and synchronize() after it",
-                )
-            view = self._views[parameter]
-            if parameter.grad is not view:  # autograd's own tensor, or one that somebody put there
-                view.copy_(parameter.grad)  # type: ignore[arg-type]
-                parameter.grad = view
-            if not self._silent:
-                bucket.missing.discard(index)
-                self._start_ready()
-
-        return on_grad
+    def _on_grad(self, number: int, index: int, parameter: nn.Parameter) -> None:
+        bucket = self._buckets[number]
+        if index not in bucket.missing:  # its bucket is, or may be, on its way
+            raise self.refuse(
+                f"sends each gradient once a step, and {self._names[parameter]} got another after that",
+                "run every backward pass of a step but the last inside accumulate(), and synchronize() after it",
+            )
+        view = self._views[parameter]
+        if parameter.grad is not view:  # autograd's own tensor, or one that somebody put there
+            view.copy_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = view
+        if not self._silent:
+            bucket.missing.discard(index)
+            self._start_ready()
 
     def _start_ready(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, scattered
+from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, on_grad, scattered
 from training.world import World
 
 
@@ -67,7 +67,7 @@ class _Gathered(nn.Module):
         """Whole parameters are objects of their own, made by the first gathering."""
         params: set[torch.Tensor] = {p for p in self.module.parameters() if p.requires_grad}
         for parameter in params - self._watched:
-            parameter.register_post_accumulate_grad_hook(self._on_grad)
+            on_grad(parameter, self._on_grad)
         self._watched |= params
         self._missing = params  # `_AllUsed` sees to it that all of them come
 

@@ -26,7 +26,7 @@ from torch import nn
 from training.clock import StepClock
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import BuildOptimizer, GradientSync, broadcast_module, nbytes
+from training.sync.base import BuildOptimizer, GradientSync, broadcast_module, nbytes, on_grad
 from training.world import World
 
 
@@ -50,7 +50,7 @@ class Reducer:
         self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
         self.order = list(reversed(self.names))  # backward reaches the last layers first
         self.size = dist.get_world_size()
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._on_grad) for parameter in self.order]
+        self._handles = [on_grad(parameter, self._on_grad) for parameter in self.order]
         self.reset()
 
     def reset(self) -> None:

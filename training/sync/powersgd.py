@@ -8,7 +8,9 @@ keeps their sum over the ranks.
 T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression" (2019).
 """
 
-# No `from __future__ import annotations`: torch compares the annotations of a hook with its classes.
+from __future__ import annotations
+
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -74,7 +76,8 @@ class PowerSgd(Ddp):
         return super().wrap(model, world, example)
 
     def _warm_up(self, example: torch.Tensor) -> None:
-        self.network.register_comm_hook(self._state, self._compress)
+        compress = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the whole strategy alive
+        self.network.register_comm_hook(self._state, lambda state, bucket: compress()(state, bucket))  # type: ignore[misc]
         super()._warm_up(example)
         self._state.iter = self.bytes_sent = 0  # the pass that was undone does not count
 
