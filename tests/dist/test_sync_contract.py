@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.nets import SmallConv
 from tests.ranks import on_ranks
-from training import config, sync
+from training import config, optim, sync
 from training.clock import StepClock
 from training.closeness import ReplicasDiffer, check_parameter_closeness
 from training.contract import UserError
@@ -96,10 +96,16 @@ def _batch(step: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tenso
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     parameters = list(parameters)
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1]},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.01},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.005},
     ]
     return torch.optim.SGD([group for group in groups if group["params"]], lr=0.05, momentum=0.9)
+
+
+def _ours(parameters: Any) -> torch.optim.Optimizer:
+    """The same as `_sgd` builds, from the settings of a run."""
+    settings = config.Optim(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.01, bias_lr_factor=2.0)
+    return optim.build(parameters, config.Config(global_batch_size=BATCH, optim=settings), BATCH)
 
 
 def _fresh(net: str, seed: int = 1) -> nn.Module:
@@ -138,13 +144,15 @@ class Run:
     """What a user's own loop over the protocol does."""
 
     def __init__(
-        self, settings: config.Sync, model: nn.Module, world: World, shape: tuple[int, ...], mark: int = 0
-    ) -> None:
-        self.world, self.shape, self.mark = world, shape, mark
+        self, settings: config.Sync, model: nn.Module, world: World, shape: tuple[int, ...], mark: int = 0,
+        layout: torch.memory_format = torch.contiguous_format,
+    ) -> None:  # fmt: skip
+        self.world, self.shape, self.mark, self.layout = world, shape, mark, layout
+        model.to(memory_format=layout)
         self.sync: GradientSync = sync.build(settings)
         self.sync.check(config.load("smoke", ["nonfinite=ignore"]), world)
-        self.network = self.sync.wrap(model, world, torch.zeros(2, *shape))
-        self.optimizer = self.sync.make_optimizer(_sgd)
+        self.network = self.sync.wrap(model, world, torch.zeros(2, *shape).contiguous(memory_format=layout))
+        self.optimizer = self.sync.make_optimizer(_ours)
         ema = Ema(model, 0.9, 1, self.sync.duplicate())
         self.state = TrainState(
             world, model, self.optimizer, self.sync, ema, Cursor(), StepClock(), torch.zeros(2, dtype=torch.float64), {}
@@ -163,7 +171,8 @@ class Run:
         parts = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
         for a, b in parts:
             with self.sync.accumulate() if announce and (a, b) != parts[-1] else contextlib.nullcontext():
-                loss = F.cross_entropy(self.network(x[a:b]), y[a:b], reduction="sum")
+                part = x[a:b].contiguous(memory_format=self.layout)
+                loss = F.cross_entropy(self.network(part), y[a:b], reduction="sum")
                 if pieces == 1 and number % 2 and forget:
                     self.sync.zero_grad()  # many loops do it here
                 (loss * (self.sync.loss_scale / samples)).backward()
@@ -249,6 +258,10 @@ def _variants(world: World, name: str) -> dict[str, Any]:
     for number in range(4):
         run.step(number, forget=False)
     found["optimizer.zero_grad"] = run.weights()
+    run = Run(settings, _fresh("conv"), world, shape, layout=torch.channels_last)
+    for number in range(4):
+        run.step(number)
+    found["channels_last"] = run.weights()
     run = Run(settings, _fresh("conv"), world, shape)
     try:
         for number in range(4):
@@ -290,14 +303,7 @@ def _built(name: str, world: World, build: Any = _sgd, change: Any = lambda mode
 
 MISUSED: dict[str, tuple[Callable[[World], object], str]] = {
     "data_parallel among ranks": (lambda world: _built("data_parallel", world), "has no ranks, and was started on 2"),
-    "fsdp, channels_last": (
-        lambda world: _built("fsdp", world, change=lambda model: model.to(memory_format=torch.channels_last)), "channels_last=false",
-    ),
     "fsdp, compiled": (lambda world: _built("fsdp", world, change=torch.compile), "compile=false"),
-    "powersgd, channels_last": (
-        lambda world: _built("powersgd", world, change=lambda model: model.to(memory_format=torch.channels_last)),
-        "channels_last=false",
-    ),
     "overlapped steps and clipping": (lambda world: _built("hooks, overlapped", world).clip(1.0), "optim.clip=0"),
     "overlapped steps and the norm": (lambda world: _built("hooks, overlapped", world).grad_norm(), "nonfinite=ignore"),
     "overlapped steps that are counted": (lambda world: _built("hooks, overlapped", world, _muon), "normalise_every=1"),
@@ -498,11 +504,11 @@ def _check(name: str, size: int, found: dict[str, torch.Tensor], expected: nn.Mo
     [
         (name, variant)
         for name in [*RANKED, *FURTHER]
-        for variant in ("micro-batches", "clipped", "optimizer.zero_grad")
+        for variant in ("micro-batches", "clipped", "optimizer.zero_grad", "channels_last")
         if (name, variant) != ("hooks, overlapped", "clipped")
     ],  # refused, see below
 )
-def test_micro_batches_and_clipping(by_size: Any, name: str, variant: str) -> None:
+def test_micro_batches_clipping_and_layout(by_size: Any, name: str, variant: str) -> None:
     build, shape = NETS["conv"]
     for size in (1, 2, 3):
         few = (FEW, _few(size)) if variant == "micro-batches" else (-1, 0)
@@ -574,9 +580,7 @@ REFUSED: dict[str, tuple[config.Sync, list[str], str]] = {
         config.Sync(name="hooks", options={"step": "overlapped"}),
         ["nonfinite=ignore", "optim.clip=0", "optim.name=muon", "optim.normalise_every=2"], "optim.normalise_every=1",
     ),
-    "fsdp and channels_last": (config.Sync(name="fsdp"), ["channels_last=true"], "channels_last=false"),
     "fsdp and compile": (config.Sync(name="fsdp"), ["compile=true"], "compile=false"),
-    "powersgd and channels_last": (config.Sync(name="powersgd"), ["channels_last=true"], "channels_last=false"),
 }  # fmt: skip
 
 

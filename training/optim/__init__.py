@@ -47,7 +47,10 @@ def build(
         return Muon(groups, lr=optim.lr, momentum=optim.momentum, normalise_every=optim.normalise_every)
     if optim.name == "adam":
         return torch.optim.Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
+    # Fused, it goes through the memory once instead of four times. torch has no such kernel for sharded parameters
+    # (DTensor, whose import would be half a second of every start).
+    sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=not sharded, foreach=sharded)
 
 
 def learning_rate(optim: Optim, when: float) -> float:

@@ -142,10 +142,26 @@ class GradientSync(ABC):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Takes this rank's part of a whole `state_dict`, saved at any world size."""
-        optimizer.load_state_dict(state)
+        load_optimizer(optimizer, state)
 
     model: nn.Module
     """The module as the user wrote it; set by `wrap`."""
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`load_state_dict`, with every entry laid out in memory as its parameter.
+
+    torch's fused optimizers go by address: beside a channels_last parameter a contiguous momentum would silently be that
+    of other elements.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, entries in optimizer.state.items():
+        shaped = [name for name, value in entries.items() if getattr(value, "shape", None) == parameter.shape]
+        for name in shaped:
+            value = entries[name]
+            if value.stride() != parameter.stride():
+                entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 @torch.no_grad()
@@ -170,11 +186,6 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `model` comes from `torch.compile`; asks without loading the compiler."""
     return "_orig_mod" in model._modules
-
-
-def scattered(model: nn.Module) -> str | None:
-    """The name of a parameter that is not contiguous (channels_last), or None."""
-    return next((name for name, parameter in model.named_parameters() if not parameter.is_contiguous()), None)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

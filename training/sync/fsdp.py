@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, on_grad, scattered
+from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, on_grad
 from training.world import World
 
 
@@ -90,27 +90,24 @@ class Fsdp(GradientSync):
     replicas = False
 
     def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        self._refuse(config.channels_last, config.compile)
+        self._refuse(config.compile)
 
-    def _refuse(self, channels_last: bool, compiled: bool) -> None:
-        if channels_last:
-            raise self.refuse(
-                "shards contiguous parameters only",
-                "set channels_last=false (in a script: memory_format=torch.contiguous_format)",
-            )
+    def _refuse(self, compiled: bool) -> None:
         if compiled:
             raise self.refuse(
                 "is not shown to work with compile=true here", "set compile=false, or use sync.name=zero1"
             )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self._refuse(scattered(model) is not None, is_compiled(model))
+        self._refuse(is_compiled(model))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
                 raise self.refuse(
                     f"cannot shard a parameter without dimensions, and {name} is one", "give it the shape [1]"
                 )
         self.model, self._world, self.loss_scale = model, world, float(world.size)
+        # Rows of contiguous parameters are what is sharded. Convolutions follow the layout of their images all the same.
+        model.to(memory_format=torch.contiguous_format)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
         self.network = _Gathered(model, world.device)

@@ -31,7 +31,7 @@ from training import world as worlds
 from training.clock import StepClock
 from training.data.partition import PartitionedLoader
 from training.exchange import broadcast_tree
-from training.sync.base import BuildOptimizer, GradientSync, broadcast_tensors
+from training.sync.base import BuildOptimizer, GradientSync, broadcast_tensors, load_optimizer
 from training.sync.horovod_optimizer import distribute
 from training.world import World
 
@@ -158,7 +158,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     me = _me()
     state = broadcast_tree(optimizer.state_dict() if me.rank == root_rank else None, me, root_rank)
     if me.rank != root_rank:
-        optimizer.load_state_dict(state)
+        load_optimizer(optimizer, state)
 
 
 def DistributedOptimizer(

@@ -20,8 +20,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from training.clock import StepClock, mark
-from training.config import Config
-from training.sync.base import scattered
 from training.sync.ddp import Ddp, DdpOptions
 from training.world import World
 
@@ -49,18 +47,9 @@ class PowerSgdOptions(DdpOptions):
 class PowerSgd(Ddp):
     Options = PowerSgdOptions
 
-    def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        self._refuse(config.channels_last)
-
-    def _refuse(self, channels_last: bool) -> None:
-        if channels_last:
-            raise self.refuse(
-                "reads gradients as matrices, which channels_last ones are not",
-                "set channels_last=false (in a script: memory_format=torch.contiguous_format)",
-            )
-
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
-        self._refuse(scattered(model) is not None)
+        # Gradients are read as matrices. Convolutions follow the layout of their images, whatever that of their weights.
+        model.to(memory_format=torch.contiguous_format)
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
         if scalars:
             raise self.refuse(

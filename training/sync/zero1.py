@@ -18,7 +18,7 @@ from torch import nn
 
 from training.clock import StepClock
 from training.exchange import all_gather_trees, gather_trees
-from training.sync.base import BuildOptimizer, global_norm, nbytes
+from training.sync.base import BuildOptimizer, global_norm, load_optimizer, nbytes
 from training.sync.flat import Bucket, Flat
 
 
@@ -107,7 +107,7 @@ class Zero1(Flat):
             groups.append({**group, "params": own})
         kept = {n for group in groups for n in group["params"]}
         entries = {n: entry for n, entry in state["state"].items() if n in kept}
-        optimizer.load_state_dict({"state": entries, "param_groups": groups})
+        load_optimizer(optimizer, {"state": entries, "param_groups": groups})
 
 
 def _shares(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
