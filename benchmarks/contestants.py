@@ -40,6 +40,8 @@ class Outcome:
     accuracy: float
 
 
+BARE = ["evaluate.every=1000", "log.report=false", "checkpoint.every_steps=1000000"]
+"""Settings of ours: one evaluation and one checkpoint, at the end."""
 Run = Callable[[int], Outcome]
 """Trains once with a seed."""
 
@@ -68,7 +70,7 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
     setup.Loader, loop.Evaluator = TimedLoader, TimedEvaluator  # type: ignore[misc]
 
     def run(seed: int) -> Outcome:
-        words = [f"data.root={data_root}", f"seed={seed}", "evaluate.every=1000", "log.report=false", *assignments]
+        words = [f"data.root={data_root}", f"seed={seed}", *BARE, *assignments]
         settings = config.load(recipe, words)
         with tempfile.TemporaryDirectory() as folder, joined(detect({}), settings.device) as world:
             with contextlib.redirect_stdout(io.StringIO()):

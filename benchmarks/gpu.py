@@ -2,13 +2,15 @@
 
 What one GPU can tell in ten minutes (`make bench-gpu`):
 
-- steps: milliseconds of a whole training step of bag_of_tricks and speedrun, eager, compiled and recorded as CUDA graphs, in turn,
-  at the recipe's batch and at 1/2 … 1/8 of it; the share of the floor, which is the step's arithmetic at the rate of a
-  large half-precision matrix product measured in the same rounds; and the kernels that take the time of an eager step
-- same numbers: how far the weights of recorded and eager steps are apart after 20 steps
+- steps: milliseconds of a whole training step of bag_of_tricks and speedrun, eager and recorded as CUDA graphs, and both
+  compiled, in turn, at the recipe's batch; at 1/2 … 1/8 of it without the compiled ones; the share of the floor, which is
+  the step's arithmetic at the rate of a large half-precision matrix product measured in the same rounds; and the
+  kernels that take the time of an eager step
+- same numbers: how far the summed losses of 20 recorded and 20 eager steps are apart
 - projection: the step on 1 … 64 GPUs by `scaling_model.py`
-- trainings against the published codes, by `speedrun.py`, for the time that is left
+- trainings against the published codes, by `speedrun.py`, for the time that is left; it takes that program's options too
 
+The file is written anew after every stage: what is done is not lost where the time ends before the work.
 `--device cpu --small` runs every line of it that needs no GPU, on small batches: to see that it works, not to measure.
 """
 
@@ -58,16 +60,15 @@ def matmul(device: torch.device, size: int) -> Callable[[], Any]:
     return lambda: torch.mm(a, b)
 
 
-def forms(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Name → arguments of `our_step`."""
+def forms(device: torch.device, whole: bool = True) -> dict[str, dict[str, Any]]:
+    """Name → arguments of `our_step`; the compiled ones, which take long to make, for the whole batch alone."""
     if device.type == "cpu":
         return {"eager": {}}
     plain = [word for word in speedrun.ON_GPU if not word.startswith("capture")]
-    return {
-        "eager": {"extra": plain}, "compiled": {"extra": plain, "compiled": True},
-        "recorded": {"extra": [*plain, "capture=auto"]},
-        "recorded, compiled": {"extra": [*plain, "capture=auto"], "compiled": True},
-    }  # fmt: skip
+    found: dict[str, dict[str, Any]] = {"eager": {"extra": plain}, "recorded": {"extra": [*plain, "capture=auto"]}}
+    if whole:
+        found |= {f"{name}, compiled": {**settings, "compiled": True} for name, settings in found.items()}
+    return found
 
 
 def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]
     for part in (1, 2) if args.small else (1, 2, 4, 8):
         batch = whole // part
         variants = {"matmul": repeated(matmul(device, size), device, repeats)}
-        for name, settings in forms(device).items():
+        for name, settings in forms(device, part == 1).items():
             try:
                 step = our_step(recipe, batch, world, "flat", **settings)
                 for _ in range(5):  # compiles, or records
@@ -111,8 +112,12 @@ def kernels(recipe: str, world: World, batch: int) -> list[dict[str, Any]]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         repeated(step, world.device, 3)()
-    field = "self_device_time_total" if world.device.type == "cuda" else "self_cpu_time_total"
-    rows = sorted(((getattr(row, field), row.key, row.count) for row in profile.key_averages()), reverse=True)
+    averages = list(profile.key_averages())
+    field = "self_cpu_time_total"
+    if world.device.type == "cuda":  # the rows of operators and annotations count their kernels' time once more
+        field, gpu = "self_device_time_total", torch.autograd.DeviceType.CUDA
+        averages = [row for row in averages if row.device_type == gpu and not row.is_user_annotation]
+    rows = sorted(((getattr(row, field), row.key, row.count) for row in averages), reverse=True)
     total = sum(time for time, *_ in rows)
     return [{"name": key[:120], "share": time / total, "calls": count / 3} for time, key, count in rows[:12]]
 
@@ -129,7 +134,8 @@ def drift(recipe: str, world: World, batch: int) -> float:
     return float(((losses[0] - losses[1]).abs() / losses[0].abs()).max())
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Everything; hands what there is to `save` after each stage."""
     deadline = time.monotonic() + args.seconds
     found: dict[str, Any] = {"machine": machine(), "gpu": gpu_name(args.device), "recipes": {}}
     recorded = config.load("speedrun", ["capture=auto"])
@@ -142,14 +148,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 row["recorded_against_eager"] = drift(recipe, world, row["batch"])
             best = min(row["milliseconds"].values(), key=lambda times: times[row["batch"]])
             points = [(float(batch), ms / 1e3) for batch, ms in best.items()]
-            payload = PARAMETERS[recipe] * 2
+            payload = PARAMETERS[recipe] * 4  # gradients have the type of the weights
             row["projection_ms"] = {
-                gpus: {name: s * 1e3 for name, s in project(points, row["batch"], payload, "h200", gpus).items()}
+                gpus: {name: s * 1e3 for name, s in project(points, row["batch"], payload, table, gpus).items()}
                 for gpus in (1, 2, 4, 8, 16, 32, 64)
+                for table in ("h200" if gpus <= 8 else "h100-ib",)
             }
             show(recipe, row)
+            save(found)
     args.seconds = max(deadline - time.monotonic(), 30)
     found["trainings"] = speedrun.measure(args)
+    save(found)
     return found
 
 
@@ -171,26 +180,31 @@ def gpu_name(device: str) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, allow_abbrev=False
     )
     parser.add_argument("-h", "--help", action="help")
     parser.add_argument("--small", action="store_true", help="small batches, to see that everything runs")
     parser.add_argument("--rounds", type=int, default=7, help="of each step form")
+    parser.add_argument("--seconds", type=float, default=600, help="no further training after so long")
+    parser.add_argument("--cold", type=int, default=1, help="trainings of each contestant in a process of its own")
+    parser.add_argument("--out", type=Path)
     own, rest = parser.parse_known_args()
-    args = speedrun.arguments([*rest, *([] if "--seconds" in rest else ["--seconds", "600"])])
-    args.small, args.rounds = own.small, own.rounds
+    args = speedrun.arguments(rest)
+    for name, value in vars(own).items():
+        setattr(args, name, value)
     if args.device == "cpu" and not args.small:
         raise SystemExit("error: no GPU here: run this where one is, or see that it works with --device cpu --small")
-    if "--out" not in rest:
+    if args.out is None:
         name = re.sub(r"[^a-z0-9]+", "-", gpu_name(args.device).lower()).strip("-")
         args.out = RESULTS / f"{name}-{machine()['date']}.json"
+        args.png = args.png or args.out.with_suffix(".png")
     return args
 
 
 def main() -> None:
     args = arguments()
-    result = measure(args)
-    print(f"written to {write('gpu', result, args.out)}")
+    measure(args, lambda result: write("gpu", result, args.out))
+    print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

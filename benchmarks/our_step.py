@@ -27,7 +27,8 @@ def our_step(
 
     Args:
         batch: images of this rank.
-        extra: settings; with `capture=auto` the step is recorded, and has to run on `capture_stream`.
+        extra: settings; with `capture=auto` the step is recorded, and has to run on `capture_stream`. Raises
+            `RuntimeError`, here or in the step that was to be recorded, where it cannot be.
     """
     torch.manual_seed(0)
     settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}", *(extra or [])])
@@ -44,8 +45,11 @@ def our_step(
     losses = torch.zeros(2, dtype=torch.float64, device=device)
     state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), step_clock(device), losses, {})
     step = Step(settings, state, network, batch_multiple(model))
-    if settings.capture == "auto" and why_not(settings, state) is None:
-        step = CapturedStep(settings, state, network, batch_multiple(model), print)
+    if settings.capture == "auto":
+        reason = why_not(settings, state)
+        if reason:
+            raise RuntimeError(reason)
+        step = CapturedStep(settings, state, network, batch_multiple(model), _refuse)
     images = torch.randint(0, 256, (max(4096, batch + 1), 32, 32, 3), dtype=torch.uint8).to(device)
     rows = torch.arange(batch, device=device)
     part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)).to(device), batch * world.size)
@@ -62,3 +66,8 @@ def our_step(
 
     run.losses = losses  # type: ignore[attr-defined]
     return run
+
+
+def _refuse(why: str) -> None:
+    """Eager times are not to be published as recorded ones."""
+    raise RuntimeError(why)

@@ -6,13 +6,15 @@ recording reads. With the check for NaN the step is two graphs, gradients and up
 between them; with `nonfinite: ignore` it is one.
 
 Steps of another shape (the short last one of an epoch) run eagerly, and so does everything where a recording fails.
+The weights' average has a launch of its own every few steps, outside.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -41,8 +43,6 @@ def why_not(config: Config, state: TrainState) -> str | None:
         return f"sync.name={config.sync.name} cannot be recorded: use flat"
     if not isinstance(state.optimizer, RatedOptimizer):
         return f"optim.name={config.optim.name} cannot be recorded: use nesterov or muon"
-    if config.optim.name == "muon" and config.optim.normalise_every > 1:
-        return "optim.normalise_every above 1 makes steps differ"
     return None
 
 
@@ -68,23 +68,35 @@ class CudaGraphs:
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+        # Meanwhile the loader's thread may pin memory, which a recording in the mode "global" would not survive.
+        stream, mode = torch.cuda.current_stream(), "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             body()
         return graph.replay
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """One shape of batch: its input tensors and what replays the step on them."""
+    """What replays the step on its input tensors."""
 
     inputs: Batch
-    parts: list[Callable[[], None]]
-    bytes_sent: int
+    gradients: Callable[[], None] | None = None
+    """None where they are part of the update's recording."""
+    updates: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """By the optimizer's kind of step (`RatedOptimizer.kind`)."""
+    norm: torch.Tensor | None = None
+    """Where `gradients` leaves the gradient's norm."""
+    norms: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    """Where the whole step has left it: that of the clipping, if there is one."""
+    bytes_sent: int = 0
     """What one replay hands to collectives."""
 
 
 class CapturedStep(Step):
-    """A `Step` that is recorded after `WARM_UP` steps of the same shape.
+    """A `Step` that is recorded after `WARM_UP` steps over the same number of samples.
+
+    One size of global batch is recorded, the first that has come so often: whether to record is thereby the same question
+    on all ranks, and no second recording can take the memory of the first.
 
     Args:
         say: told once, in a sentence, when recording failed.
@@ -104,50 +116,57 @@ class CapturedStep(Step):
         self._epoch: int | None = None
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._before: list[torch.Tensor] = []
-        self._seen: dict[tuple[int, int, float], int] = {}
-        self._recorded: dict[tuple[int, int, float], _Recorded] = {}
+        self._seen: dict[int, int] = {}
+        self._recorded: _Recorded | None = None
         self._failed = False
 
-    def __call__(self, batch: Batch, epoch: int, when: float) -> None:
-        shape = (len(batch.rows), batch.total, batch.weight)
-        recorded = self._recorded.get(shape)
-        if recorded is None and not self._failed and batch.weight == 1.0:
-            self._seen[shape] = self._seen.get(shape, 0) + 1
-            if self._seen[shape] > WARM_UP:
-                recorded = self._try(batch, shape)
-        if recorded is None:
-            super().__call__(batch, epoch, when)
-        else:
-            self._replay(recorded, batch, epoch, when)
+    @property
+    def _optimizer(self) -> RatedOptimizer:
+        return cast(RatedOptimizer, self.state.optimizer)
 
-    def _try(self, batch: Batch, shape: tuple[int, int, float]) -> _Recorded | None:
+    def __call__(self, batch: Batch, epoch: int, when: float) -> None:
+        kind = self._optimizer.kind
+        if not self._failed and self._is_due(batch, kind):
+            self._try(batch, kind)
+        recorded = self._recorded
+        if recorded is not None and kind in recorded.updates and _shape(batch) == _shape(recorded.inputs):
+            self._replay(recorded, batch, kind, epoch, when)
+        else:
+            super().__call__(batch, epoch, when)
+
+    def _is_due(self, batch: Batch, kind: int) -> bool:
+        """Whether a step of this kind is to be recorded now. The same on all ranks."""
+        if self._recorded is not None:
+            return batch.total == self._recorded.inputs.total and kind not in self._recorded.updates
+        self._seen[batch.total] = self._seen.get(batch.total, 0) + 1
+        return self._seen[batch.total] > WARM_UP
+
+    def _try(self, batch: Batch, kind: int) -> None:
         """Records on all ranks, or on none. Collective."""
         error = ""
         try:
-            recorded = self._make(batch)
+            self._make(batch, kind)
         except Exception as caught:  # noqa: BLE001 - whatever a model does that cannot be recorded; eager steps go on
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
         errors = all_gather_trees(error, self.state.world)
         self.state.sync.zero_grad()
         failed = next(((rank, text) for rank, text in enumerate(errors) if text), None)
         if failed is not None:
-            self._failed = True
-            self._recorded.clear()
+            self._failed, self._recorded = True, None
             self._say(f"the step cannot be recorded (rank {failed[0]}: {failed[1]}); it runs eagerly")
-            return None
-        self._recorded[shape] = recorded
-        return recorded
 
-    def _make(self, batch: Batch) -> _Recorded:
+    def _make(self, batch: Batch, kind: int) -> None:
         if self._record is None:
             self._record = CudaGraphs()
         state, looks = self.state, self.config.nonfinite != "ignore"
-        inputs = Batch(
-            batch.images, batch.rows.clone(), batch.ids.clone(), batch.labels.clone(), batch.total, batch.weight
-        )
-        if not self._resident(batch):
-            inputs = Batch(batch.images.clone(), inputs.rows, inputs.ids, inputs.labels, batch.total, batch.weight)
-        self._before = [tensor.clone() for tensor in self.statistics()] if looks else []
+        if batch.weight != 1.0:
+            raise ValueError("this rank has no sample of the batch")
+        recorded = self._recorded or _Recorded(self._inputs(batch))
+        if _shape(batch) != _shape(recorded.inputs):
+            raise ValueError("this rank's part of the batch changes its size")
+        inputs = recorded.inputs
+        if self._recorded is None:
+            self._before = [tensor.clone() for tensor in self.statistics()] if looks else []
 
         def gradients() -> None:
             for kept, tensor in zip(self._before, self.statistics()):
@@ -163,17 +182,28 @@ class CapturedStep(Step):
             gradients()
             self.update()
 
-        sent = state.sync.bytes_sent
-        parts = [self._record(gradients), self._record(self.update)] if looks else [self._record(both)]
-        sent, state.sync.bytes_sent = state.sync.bytes_sent - sent, sent
-        return _Recorded(inputs, parts, sent)
+        sent, taken = state.sync.bytes_sent, self._optimizer.taken
+        if self._recorded is None and looks:
+            recorded.gradients = self._record(gradients)
+            recorded.norm = self.grad_norm
+        self.grad_norm = recorded.norm
+        recorded.updates[kind] = self._record(self.update if looks else both)
+        recorded.norms[kind] = self.grad_norm
+        recorded.bytes_sent = max(recorded.bytes_sent, state.sync.bytes_sent - sent)
+        state.sync.bytes_sent, self._optimizer.taken = sent, taken  # nothing has run yet
+        self._recorded = recorded
+
+    def _inputs(self, batch: Batch) -> Batch:
+        """Tensors of its own for the recording to read."""
+        images = batch.images if self._resident(batch) else batch.images.clone()
+        return Batch(images, batch.rows.clone(), batch.ids.clone(), batch.labels.clone(), batch.total, batch.weight)
 
     def _resident(self, batch: Batch) -> bool:
         """Whether `batch` is rows of images that stay where they are, rather than images of its own."""
         return len(batch.images) > len(batch.rows)
 
-    def _replay(self, recorded: _Recorded, batch: Batch, epoch: int, when: float) -> None:
-        state, inputs = self.state, recorded.inputs
+    def _replay(self, recorded: _Recorded, batch: Batch, kind: int, epoch: int, when: float) -> None:
+        state, inputs, taken = self.state, recorded.inputs, self._optimizer.taken
         set_rates(state.optimizer, self.config.optim, when)
         if epoch != self._epoch:
             self._keys.copy_(torch.tensor(draw_keys(self.config.seed, epoch)))
@@ -183,11 +213,17 @@ class CapturedStep(Step):
         inputs.labels.copy_(batch.labels)
         if inputs.images is not batch.images:
             inputs.images.copy_(batch.images)
-        recorded.parts[0]()
+        self.grad_norm = recorded.norms[kind]
         state.sync.bytes_sent += recorded.bytes_sent
-        if self.config.nonfinite != "ignore":
+        if recorded.gradients is not None:
+            recorded.gradients()
             if not bool(self._finite):
                 self.restore(self._before)
                 state.sync.abandon()
                 raise NonFinite
-            recorded.parts[1]()
+        recorded.updates[kind]()
+        self._optimizer.taken = taken + 1
+
+
+def _shape(batch: Batch) -> tuple[int, int, float]:
+    return len(batch.rows), batch.total, batch.weight

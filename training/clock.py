@@ -75,6 +75,9 @@ class StepClock:
         self._closed = [times]
         return times
 
+    def settle(self) -> None:
+        """Waits for the device, and counts that as training: steps end on the host when they are queued."""
+
     def measured(self) -> list[Times]:
         """The closed steps whose seconds have become known since the last call, oldest first."""
         closed, self._closed = self._closed, []
@@ -125,6 +128,11 @@ class CudaStepClock(StepClock):
     def end(self) -> Times:
         self._pending.append(([*self._open, self._event()], self._waits))
         return super().end()
+
+    def settle(self) -> None:
+        began = self._now()
+        torch.cuda.synchronize()
+        self.trained += self._now() - began
 
     def measured(self) -> list[Times]:
         found = []

@@ -210,6 +210,7 @@ class _Loop:
 
     def _end_of_epoch(self) -> Ending | None:
         state, p = self.state, self.p
+        state.clock.settle()
         epoch, last = state.cursor.epoch + 1, state.cursor.epoch + 1 >= self.config.epochs
         score: Score | None = None
         if last or epoch % self.config.evaluate.every == 0:
@@ -246,6 +247,7 @@ class _Loop:
     def _preempted(self) -> Ending:
         self.consensus.settle()
         p, state = self.p, self.state
+        state.clock.settle()
         p.metrics.preempted()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if self.config.checkpoint.on_signal:

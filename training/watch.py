@@ -60,6 +60,7 @@ class _StepLines:
         self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
         if p.steps_done != 1 and p.steps_done % p.config.log.score_every:
             return
+        state.clock.settle()
         loss = (self._seen - before).cpu()
         dist.all_reduce(loss)
         score = self.score()

@@ -158,3 +158,38 @@ def _agreeing(world: World) -> tuple[str, str]:
 
 def test_an_error_on_one_rank_stops_all_with_its_name() -> None:
     assert on_ranks(_agreeing, 2) == [("UserError: rank 1: no data", "RuntimeError: rank 0: a bug")] * 2
+
+
+def _halves(world: World, base: list[str], run: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for precision in ("float32", "bfloat16", "float16"):
+        loaded = config.load("smoke", [*base, f"precision={precision}"])
+        p = setup.prepare(loaded, world, Path(run) / precision, fresh=False)
+
+        def weights(model: torch.nn.Module = p.state.model) -> torch.Tensor:
+            return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+        begun = weights()
+        for number in range(20):
+            epoch, step = divmod(number, p.loader.steps_per_epoch)
+            p.step(p.loader.resident_batch(epoch, step), epoch, (number + 1) / p.loader.steps_per_epoch)
+        found[precision] = (begun, weights(), {t.dtype for t in [*p.state.model.parameters(), p.state.model.head.weight.grad]})
+        if p.run:
+            p.run.close()
+    return found
+
+
+def test_half_precision_goes_the_way_of_single_precision(data_root: Path, tmp_path: Path) -> None:
+    """Weights, gradients and their sums stay float32; convolutions and products are rounded."""
+    base = [
+        f"data.root={data_root}", "data.source=synthetic", "data.options={n: 192, n_test: 50, size: 8, noise: 1.5}",
+        "data.num_shards=3", "model=tests.nets:SmallConv", "model_options={}", "global_batch_size=24", "uneven=drop",
+        "ema.decay=0", "loss.reduction=mean", "optim.name=sgd", "lr=0.05", "bias_lr_factor=1", "weight_decay=0", "schedule=[]",
+    ]  # fmt: skip
+    for rank in on_ranks(_halves, 2, base, str(tmp_path)):
+        begun, exact, _ = rank["float32"]
+        for precision, bound in (("bfloat16", 0.1), ("float16", 0.02)):
+            same, rounded, types = rank[precision]
+            assert torch.equal(begun, same) and types == {torch.float32}
+            off = float((rounded - exact).norm() / (exact - begun).norm())
+            assert 0 < off < bound, (precision, off)

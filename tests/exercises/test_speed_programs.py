@@ -29,6 +29,9 @@ def test_the_gate_asks_for_confidence_not_for_luck() -> None:
     scattered = speedrun.gate([0.90, 0.98], [0.90, 0.98])  # no difference, and no confidence that there is none
     assert scattered["passed"] is False
     assert speedrun.gate([0.94], [0.90])["passed"] is None
+    # Two runs know little of their own spread: what twenty of the same would prove, they do not.
+    lucky, other = [0.9391, 0.9392], [0.9399, 0.9400]
+    assert speedrun.gate(lucky, other)["passed"] is False and speedrun.gate(lucky * 10, other * 10)["passed"] is True
 
 
 def test_each_peer_is_compared_by_the_clock_that_it_has_itself() -> None:
@@ -95,6 +98,44 @@ def test_both_kinds_of_runs_end_in_a_table_and_a_file(tmp_path: Path) -> None:
     ((own, whole, accuracy), *_) = result["runs"]["bag_of_tricks"]
     assert 0 < own < whole and 0 <= accuracy <= 1 and result["cold"]["bag_of_tricks"][0] > whole
     assert "bag_of_tricks" in done.stdout and (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_what_the_gpu_benchmark_can_do_without_one_runs_to_its_file(tmp_path: Path) -> None:
+    words = [
+        "--data-root",
+        str(_cifar10(tmp_path / "data")),
+        "--device",
+        "cpu",
+        "--small",
+        "--rounds",
+        "1",
+        "--runs",
+        "1",
+    ]
+    words += ["--ours", "bag_of_tricks", "--out", str(tmp_path / "out.json")]
+    words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    for row in result["recipes"].values():
+        assert row["milliseconds"]["eager"].keys() == {"64", "32"} and sum(k["share"] for k in row["kernels"]) <= 1
+        assert row["projection_ms"]["1"]["compute"] == pytest.approx(row["milliseconds"]["eager"]["64"])
+    assert len(result["trainings"]["runs"]["bag_of_tricks"]) == 1 and result["trainings"]["failed"] == {}
+
+
+def test_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "train.py").write_text("raise RuntimeError('written for another torch')\n")
+    words = ["--data-root", str(_cifar10(tmp_path / "data")), "--ours", "bag_of_tricks", "--bag", str(checkout)]
+    words += ["--runs", "1", "--cold", "0", "--device", "cpu", "--out", str(tmp_path / "out.json")]
+    words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "speedrun.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and "bag FAILED" in done.stderr, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert "written for another torch" in result["failed"]["bag"] and list(result["runs"]) == ["bag_of_tricks"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.processes import ROOT, free_port, poll
 from training import config, contract
-from training.clock import StepClock
+from training.clock import CudaStepClock, StepClock
 from training.contract import UserError
 from training.exporter import Exporter
 from training.metrics import BUCKETS, LATER, PREFIX, TABLE, Metrics
@@ -105,6 +106,20 @@ def test_the_clock_tells_each_closed_step_once() -> None:
     clock.end()
     assert clock.measured() == [{"data_wait": 1.0, "grad_ready": 2.0, "sync_wait": 4.0, "step_duration": 9.0}]
     assert clock.measured() == []
+
+
+def test_what_is_queued_on_a_gpu_is_waited_for_and_counts_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device and its events are stand-ins: what is shown is which seconds are added."""
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda: None, query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 5.0))
+    clock = CudaStepClock(lambda: now[0])
+    clock.begin()
+    now[0] = 0.25
+    clock.end()
+    assert clock.trained == 0.25
+    clock.settle()
+    assert clock.trained == 5.25
 
 
 def test_waiting_before_the_own_gradients_is_no_work() -> None:

@@ -10,6 +10,7 @@ from training import config, optim
 from training.data.augment import augment, draw_keys
 from training.evaluate import augmented
 from training.models.speedrun import Speedrun
+from training.optim import muon
 from training.optim.muon import Muon, orthogonalise
 
 
@@ -22,6 +23,23 @@ def plain_newton_schulz(g: torch.Tensor) -> torch.Tensor:
         s = x @ x.T
         x = a * x + (b * s + c * s @ s) @ x
     return x.T if g.size(0) > g.size(1) else x
+
+
+def test_the_filters_of_a_gpu_go_in_one_padded_batch_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors only say that they are on a GPU: the way there is taken on the CPU."""
+    torch.manual_seed(0)
+    filters = [torch.randn(16, 4, 3, 3), torch.randn(24, 16, 3, 3), torch.randn(24, 24, 3, 3)]
+    exact = muon._orthogonal(filters, 3)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    shapes = []
+    orthogonal = muon.orthogonalise
+    monkeypatch.setattr(
+        muon, "orthogonalise", lambda x, steps: shapes.append((x.shape, x.dtype)) or orthogonal(x, steps)
+    )
+    for found, expected in zip(muon._orthogonal(filters, 3), exact, strict=True):
+        assert found.shape == expected.shape and found.dtype == torch.float32
+        assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+    assert shapes == [((3, 24, 216), torch.bfloat16)]
 
 
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (6, 6)])

@@ -43,10 +43,11 @@ class GhostBatchNorm(nn.Module):
         groups = max(n // self.ghost, 1)
         mean = torch.zeros(groups * channels, dtype=self.running_mean.dtype, device=x.device)
         variance = torch.zeros_like(mean)
-        # Momentum 1 makes the kernel write this batch's statistics into `mean` and `variance`.
+        # Momentum 1 makes the kernel write this batch's statistics into `mean` and `variance`. A GPU's kernel has no
+        # backward pass for a bias without a weight.
         y = F.batch_norm(
             x.view(n // groups, groups * channels, height, width), mean, variance,
-            None, self.bias.repeat(groups), True, 1.0, self.eps,
+            torch.ones_like(mean), self.bias.repeat(groups), True, 1.0, self.eps,
         )  # fmt: skip
         with torch.no_grad():
             self.running_mean.lerp_(mean.view(groups, channels).mean(0), self.momentum)

@@ -23,9 +23,16 @@ class RatedOptimizer(Optimizer):
     load_state_dict = _plain(Optimizer.load_state_dict)
 
     rates: torch.Tensor | None = None
+    taken: int = 0
+    """Steps so far, where the kind depends on it. A recorded step has no code that counts, so it is set from outside."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
+
+    @property
+    def kind(self) -> int:
+        """Of the next step. An optimizer whose steps are not all alike numbers their kinds; each is recorded for itself."""
+        return 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

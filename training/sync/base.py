@@ -173,6 +173,8 @@ def broadcast_module(model: nn.Module) -> None:
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
     """Sends the tensors of rank `source` to all ranks, in place, one collective an element type."""
+    if dist.get_world_size() == 1:
+        return  # on a GPU a communicator is made for the first collective, which takes its time
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
