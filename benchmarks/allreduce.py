@@ -1,10 +1,10 @@
-"""python benchmarks/allreduce.py [--rounds 7] [--ranks 2] [--batch 64] [--no-steps] [--out FILE]
+"""python benchmarks/allreduce.py [--rounds 7] [--ranks 2] [--batch 64] [--recipe bag_of_tricks] [--no-steps] [--out FILE]
 
 What gradient communication costs on this machine, over gloo, the ranks taking turns at nothing else:
 
 - the gradients of airbench's network and of the bag of tricks, summed by one call a tensor, in one flat float32 or
   bfloat16 buffer, by torch's coalesced all-reduce, and in the buckets of 25 MB that DDP would use;
-- the *exposed* part of it in a real training step of bag_of_tricks under `ddp`, `flat` and `bf16_compress`: the seconds
+- the *exposed* part of it in a real training step of a recipe under `ddp`, `flat` and `bf16_compress`: the seconds
   from a rank's last own gradient to the sum's arrival, by the run's own step clock (the median over the rounds of the
   rank that waits least, since the others also wait for it).
 """
@@ -31,6 +31,7 @@ from training.bench.gang import on_ranks
 from training.world import detect, joined
 
 STRATEGIES = ("ddp", "flat", "bf16_compress")
+MODELS = ("speedrun", "bag_of_tricks")
 BUCKET = 25_000_000
 
 
@@ -73,12 +74,12 @@ def _rank(args: argparse.Namespace) -> dict[str, Any]:
                 name: [s * 1e3 for s in seconds]
                 for name, seconds in interleaved(ways(payload(model)), args.rounds * 3).items()
             }
-            for model in ("speedrun", "bag_of_tricks")
+            for model in MODELS
         }
         exposed: dict[str, list[float]] = {}
         steps: dict[str, list[float]] = {}
         if not args.no_steps:
-            runs = {name: our_step("bag_of_tricks", args.batch, world, name) for name in STRATEGIES}
+            runs = {name: our_step(args.recipe, args.batch, world, name) for name in STRATEGIES}
             for number in range(args.rounds + 1):
                 for name, run in runs.items():
                     dist.barrier()
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
+    parser.add_argument("--recipe", choices=MODELS, default="bag_of_tricks", help="whose steps are timed")
     parser.add_argument("--no-steps", action="store_true", help="only the collectives alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -110,13 +112,13 @@ def main() -> None:
         for name, values in rows.items():
             print(f"  {name:18} {statistics.median(values):8.2f} ms  (least {min(values):.2f})")
     if found["exposed_ms"]:
-        print(f"exposed in a step of bag_of_tricks, batch {args.batch} a rank")
+        print(f"exposed in a step of {args.recipe}, batch {args.batch} a rank")
         base = statistics.median(found["exposed_ms"]["ddp"])
         for name, values in found["exposed_ms"].items():
             wait = statistics.median(values)
             step = statistics.median(found["step_ms"][name])
             print(f"  {name:18} {wait:8.2f} ms of {step:.0f} ms   {wait / base:.3f} of ddp's")
-    result = {"machine": about, "ranks": args.ranks, "rounds": args.rounds, "batch": args.batch, **found}
+    result = {"machine": about, "ranks": args.ranks, "rounds": args.rounds, "recipe": args.recipe, "batch": args.batch, **found}
     print(f"written to {write('allreduce', result, args.out)}")
 
 
