@@ -118,7 +118,14 @@ def main() -> None:
             wait = statistics.median(values)
             step = statistics.median(found["step_ms"][name])
             print(f"  {name:18} {wait:8.2f} ms of {step:.0f} ms   {wait / base:.3f} of ddp's")
-    result = {"machine": about, "ranks": args.ranks, "rounds": args.rounds, "recipe": args.recipe, "batch": args.batch, **found}
+    result = {
+        "machine": about,
+        "ranks": args.ranks,
+        "rounds": args.rounds,
+        "recipe": args.recipe,
+        "batch": args.batch,
+        **found,
+    }
     print(f"written to {write('allreduce', result, args.out)}")
 
 
