@@ -102,9 +102,9 @@ def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]
     return found
 
 
-def kernels(recipe: str, world: World, batch: int) -> list[dict[str, Any]]:
+def kernels(recipe: str, world: World, row: dict[str, Any]) -> list[dict[str, Any]]:
     """The twelve kernels (operators, on a CPU) that take most of an eager step, with their share of its time."""
-    step = our_step(recipe, batch, world, "flat", **forms(world.device)["eager"])
+    step = our_step(recipe, row["batch"], world, "flat", **forms(world.device)["eager"])
     for _ in range(3):
         step()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -122,16 +122,36 @@ def kernels(recipe: str, world: World, batch: int) -> list[dict[str, Any]]:
     return [{"name": key[:120], "share": time / total, "calls": count / 3} for time, key, count in rows[:12]]
 
 
-def drift(recipe: str, world: World, batch: int) -> float:
-    """The largest difference of the summed loss of 20 recorded and 20 eager steps, relative to it."""
+def drift(recipe: str, world: World, row: dict[str, Any]) -> float | None:
+    """The largest difference of the summed loss of 20 recorded and 20 eager steps, relative to it; None without a GPU."""
+    if world.device.type != "cuda":
+        return None
     losses = []
     for name in ("eager", "recorded"):
         torch.manual_seed(0)
-        step = our_step(recipe, batch, world, "flat", **forms(world.device)[name])
+        step = our_step(recipe, row["batch"], world, "flat", **forms(world.device)[name])
         for _ in range(20):
             step()
         losses.append(step.losses.clone())  # type: ignore[attr-defined]
     return float(((losses[0] - losses[1]).abs() / losses[0].abs()).max())
+
+
+def projection(recipe: str, world: World, row: dict[str, Any]) -> dict[int, dict[str, float]]:  # noqa: ARG001
+    """Milliseconds of a step on 1 … 64 GPUs, from the fastest form that was measured at every size of batch."""
+    times = row["milliseconds"].values()
+    most = max(len(one) for one in times)
+    best = min((one for one in times if len(one) == most), key=lambda one: one[max(one)])
+    points = [(float(batch), ms / 1e3) for batch, ms in best.items()]
+    payload = PARAMETERS[recipe] * 4  # gradients have the type of the weights
+    found = {}
+    for gpus in (1, 2, 4, 8, 16, 32, 64):
+        table = "h200" if gpus <= 8 else "h100-ib"
+        found[gpus] = {name: s * 1e3 for name, s in project(points, row["batch"], payload, table, gpus).items()}
+    return found
+
+
+STAGES = {"kernels": kernels, "recorded_against_eager": drift, "projection_ms": projection}
+"""What is asked of a recipe once its steps are timed."""
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -143,17 +163,12 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], object]) 
     with joined(detect({}), args.device) as world, capture_stream(recorded, world.device):
         for recipe in BATCH:
             row = found["recipes"][recipe] = steps(recipe, world, args)
-            row["kernels"] = kernels(recipe, world, row["batch"])
-            if world.device.type == "cuda":
-                row["recorded_against_eager"] = drift(recipe, world, row["batch"])
-            best = min(row["milliseconds"].values(), key=lambda times: times[row["batch"]])
-            points = [(float(batch), ms / 1e3) for batch, ms in best.items()]
-            payload = PARAMETERS[recipe] * 4  # gradients have the type of the weights
-            row["projection_ms"] = {
-                gpus: {name: s * 1e3 for name, s in project(points, row["batch"], payload, table, gpus).items()}
-                for gpus in (1, 2, 4, 8, 16, 32, 64)
-                for table in ("h200" if gpus <= 8 else "h100-ib",)
-            }
+            save(found)
+            for name, stage in STAGES.items():
+                try:
+                    row[name] = stage(recipe, world, row)
+                except Exception as error:  # noqa: BLE001 - the stages after it have something to tell all the same
+                    row.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
             show(recipe, row)
             save(found)
     args.seconds = max(deadline - time.monotonic(), 30)
@@ -170,7 +185,7 @@ def show(recipe: str, row: dict[str, Any]) -> None:
         print(f"  {name:20} {cells}   share of the floor {share:.2f}" if share else f"  {name:20} {cells}")
     for name, text in row.get("failed", {}).items():
         print(f"  {name}: {text}")
-    for kernel in row["kernels"][:6]:
+    for kernel in row.get("kernels", [])[:6]:
         print(f"  {kernel['share']:6.1%}  {kernel['calls']:5.1f} calls  {kernel['name']}")
 
 

@@ -183,14 +183,16 @@ class CapturedStep(Step):
             self.update()
 
         sent, taken = state.sync.bytes_sent, self._optimizer.taken
-        if self._recorded is None and looks:
-            recorded.gradients = self._record(gradients)
-            recorded.norm = self.grad_norm
-        self.grad_norm = recorded.norm
-        recorded.updates[kind] = self._record(self.update if looks else both)
-        recorded.norms[kind] = self.grad_norm
-        recorded.bytes_sent = max(recorded.bytes_sent, state.sync.bytes_sent - sent)
-        state.sync.bytes_sent, self._optimizer.taken = sent, taken  # nothing has run yet
+        try:
+            if self._recorded is None and looks:
+                recorded.gradients = self._record(gradients)
+                recorded.norm = self.grad_norm
+            self.grad_norm = recorded.norm
+            recorded.updates[kind] = self._record(self.update if looks else both)
+            recorded.norms[kind] = self.grad_norm
+            recorded.bytes_sent = max(recorded.bytes_sent, state.sync.bytes_sent - sent)
+        finally:
+            state.sync.bytes_sent, self._optimizer.taken = sent, taken  # nothing has run yet
         self._recorded = recorded
 
     def _inputs(self, batch: Batch) -> Batch:

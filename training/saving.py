@@ -46,6 +46,7 @@ class Saver:
 
     def save(self, score: float | None = None) -> None:
         """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
+        self.p.state.clock.settle()
         began = time.perf_counter()
         self._reap()
         gathered = gather(self.p.state, everywhere=self.settings.write == "node")

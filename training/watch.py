@@ -36,6 +36,7 @@ class _Closeness:
 
     def __call__(self) -> None:
         if self.p.steps_done % self.p.config.check_closeness == 0:
+            self.p.state.clock.settle()
             check_parameter_closeness(
                 self.p.state.model, batch_statistics=False
             )  # a rank's own, see `averaged_buffers`

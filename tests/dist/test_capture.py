@@ -32,7 +32,10 @@ CASES = {
         "optim.groups={head: {lr: 0.02, momentum: 0.5}}",
     ],
     "muon that scales every third step": [
-        "model=tests.nets:SmallConv", "optim.name=muon", "lr=0.01", "optim.normalise_every=3",
+        "model=tests.nets:SmallConv",
+        "optim.name=muon",
+        "lr=0.01",
+        "optim.normalise_every=3",
     ],
     "micro-batches": ["model=tests.nets:SmallConv", "accumulate=2"],
     "not looking": ["model=tests.nets:SmallConv", "nonfinite=ignore"],
@@ -97,6 +100,8 @@ def _failing(world: World, root: str, run: str) -> Any:
     said: list[str] = []
 
     def record(body: Any) -> Any:
+        p.state.optimizer.taken += 1  # type: ignore[attr-defined] # as the body does, which runs while it is recorded
+        p.state.sync.bytes_sent += 7
         if world.rank == 1:
             raise RuntimeError("operation not permitted when stream is capturing")
         return body
@@ -105,6 +110,7 @@ def _failing(world: World, root: str, run: str) -> Any:
     for number in range(8):
         epoch, at = divmod(number, p.loader.steps_per_epoch)
         step(p.loader.resident_batch(epoch, at), epoch, number / 4)
+    assert p.state.optimizer.taken == 0 and p.state.sync.bytes_sent % 4 == 0  # type: ignore[attr-defined]
     with torch.no_grad():
         next(iter(p.state.model.parameters()))[:] = float("nan")
     try:

@@ -173,7 +173,11 @@ def _halves(world: World, base: list[str], run: str) -> dict[str, Any]:
         for number in range(20):
             epoch, step = divmod(number, p.loader.steps_per_epoch)
             p.step(p.loader.resident_batch(epoch, step), epoch, (number + 1) / p.loader.steps_per_epoch)
-        found[precision] = (begun, weights(), {t.dtype for t in [*p.state.model.parameters(), p.state.model.head.weight.grad]})
+        found[precision] = (
+            begun,
+            weights(),
+            {t.dtype for t in [*p.state.model.parameters(), p.state.model.head.weight.grad]},
+        )
         if p.run:
             p.run.close()
     return found

@@ -170,13 +170,18 @@ def test_own_slices_cannot_be_resumed_at_another_world_size(data_root: Path, tmp
 
 @pytest.mark.parametrize(
     ("optimizer", "sync", "state"),
-    [("muon", "flat", "velocity"), ("sgd", "zero1", "momentum_buffer"), ("adam", "flat", "exp_avg_sq")],
+    [
+        ("muon", "flat", "velocity"),
+        ("nesterov", "ddp", "velocity"),
+        ("sgd", "zero1", "momentum_buffer"),
+        ("adam", "flat", "exp_avg_sq"),
+    ],
 )
 def test_channels_last_goes_on_bit_for_bit(
     optimizer: str, sync: str, state: str, data_root: Path, tmp_path: Path
 ) -> None:
     """Neither a checkpoint nor an optimizer's state forgets the layout; fused optimizers would mix up elements."""
-    rate = {"muon": 0.05, "sgd": 0.02, "adam": 0.002}[optimizer]
+    rate = {"muon": 0.05, "nesterov": 0.02, "sgd": 0.02, "adam": 0.002}[optimizer]
     changes = {"channels_last": "true", "optim.name": optimizer, "lr": rate, "optim.momentum": 0.6}
     words = _settings(data_root, sync, **changes)
     whole, cut = (("run", "smoke", "--run-dir", str(tmp_path / name), *words) for name in ("whole", "cut"))

@@ -212,3 +212,19 @@ def test_the_exercises_networks() -> None:
 def test_a_schedule_in_steps() -> None:
     points = config.load("mlp").optim.schedule
     assert [round(piecewise_linear(points, step), 6) for step in (0, 500, 1000, 2000)] == [1.0, 0.65, 0.3, 0.3]
+
+
+def test_a_parameter_whose_first_gradient_comes_late_is_as_in_torchs_plain_sgd() -> None:
+    config = Config(global_batch_size=8, optim=Optim(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.01))
+    torch.manual_seed(0)
+    ours, plain = ([torch.nn.Parameter(torch.ones(4, 3) * number) for number in (1, 2)] for _ in range(2))
+    fused = optim.build(ours, config, 8)
+    loop = torch.optim.SGD(plain, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False)
+    for step in range(4):
+        gradients = [torch.randn(4, 3), torch.randn(4, 3) if step > 1 else None]
+        for parameters, optimizer in ((ours, fused), (plain, loop)):
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = None if gradient is None else gradient.clone()
+            optimizer.step()
+    for mine, theirs in zip(ours, plain):
+        torch.testing.assert_close(mine, theirs)

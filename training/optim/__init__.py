@@ -50,7 +50,19 @@ def build(
     # Fused, it goes through the memory once instead of four times. torch has no such kernel for sharded parameters
     # (DTensor, whose import would be half a second of every start).
     sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=not sharded, foreach=sharded)
+    sgd = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=not sharded, foreach=sharded)
+    if not sharded:
+        sgd.register_step_pre_hook(_start_momentum)
+    return sgd
+
+
+def _start_momentum(sgd: torch.optim.Optimizer, *_: object) -> None:
+    """The fused kernel fails where one parameter has momentum and another, whose first gradient this is, has none. From
+    zeros the first step gives the same momentum, the gradient."""
+    for group in sgd.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and sgd.state[parameter].get("momentum_buffer") is None:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def learning_rate(optim: Optim, when: float) -> float:

@@ -69,7 +69,10 @@ class GradientSync(ABC):
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer over the model's parameters; strategies that shard it wrap it."""
-        return build(self.model.parameters())
+        optimizer = build(self.model.parameters())
+        # The hooks hold the strategy weakly (`on_grad`): a script that keeps only its optimizer keeps it so.
+        optimizer.sync = self  # type: ignore[attr-defined]
+        return optimizer
 
     def _refuse_mixing(self, optimizer: torch.optim.Optimizer) -> None:
         """For strategies that give an optimizer a part of the parameters at a time."""
@@ -157,6 +160,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """
     optimizer.load_state_dict(state)
     for parameter, entries in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            continue  # some optimizers keep a count of their own there
         shaped = [name for name, value in entries.items() if getattr(value, "shape", None) == parameter.shape]
         for name in shaped:
             value = entries[name]
@@ -188,6 +193,12 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `model` comes from `torch.compile`; asks without loading the compiler."""
     return "_orig_mod" in model._modules
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Lays the parameters out row by row, in place."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, on_grad
+from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, make_contiguous, on_grad
 from training.world import World
 
 
@@ -107,7 +107,7 @@ class Fsdp(GradientSync):
                 )
         self.model, self._world, self.loss_scale = model, world, float(world.size)
         # Rows of contiguous parameters are what is sharded. Convolutions follow the layout of their images all the same.
-        model.to(memory_format=torch.contiguous_format)
+        make_contiguous(model)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
         self.network = _Gathered(model, world.device)

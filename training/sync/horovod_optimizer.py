@@ -107,6 +107,8 @@ def distribute(
     twin.__dict__.update(optimizer.__dict__)
     _Distributed.__init__(twin)
     twin._reducer = Reducer(named, scale, passes)
+    # A script that goes on with the optimizer it gave away shall fail (a second gradient), not train each rank alone.
+    optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     return twin
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from training.clock import StepClock, mark
+from training.sync.base import make_contiguous
 from training.sync.ddp import Ddp, DdpOptions
 from training.world import World
 
@@ -49,7 +50,7 @@ class PowerSgd(Ddp):
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
         # Gradients are read as matrices. Convolutions follow the layout of their images, whatever that of their weights.
-        model.to(memory_format=torch.contiguous_format)
+        make_contiguous(model)
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
         if scalars:
             raise self.refuse(
@@ -65,8 +66,15 @@ class PowerSgd(Ddp):
         return super().wrap(model, world, example)
 
     def _warm_up(self, example: torch.Tensor) -> None:
-        compress = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the whole strategy alive
-        self.network.register_comm_hook(self._state, lambda state, bucket: compress()(state, bucket))  # type: ignore[misc]
+        weak = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the whole strategy alive
+
+        def compress(state, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its classes
+            method = weak()
+            if method is None:
+                raise RuntimeError("the powersgd strategy is gone: keep it, or its optimizer, as long as its network")
+            return method(state, bucket)
+
+        self.network.register_comm_hook(self._state, compress)
         super()._warm_up(example)
         self._state.iter = self.bytes_sent = 0  # the pass that was undone does not count
 

@@ -57,7 +57,7 @@ class Zero1(Flat):
         return norm
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        optimizer = build(self.model.parameters())
+        optimizer = super().make_optimizer(build)
         self._refuse_mixing(optimizer)
         self._all = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
