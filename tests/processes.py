@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from training.bench.gang import free_port as free_port  # where benchmarks find their ranks a port, too
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -28,15 +28,6 @@ def clean_env(**extra: str) -> dict[str, str]:
         "LOCKSTEP_METRICS_PORT": "0",  # any free one: other tests may run on this machine
         **extra,
     }  # fmt: skip
-
-
-def free_port() -> int:
-    """A free port below those that the kernel hands out by itself: between now and its use nobody gets it by chance."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise AssertionError("no free port between 20000 and 32000")
 
 
 @dataclass

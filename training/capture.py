@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import nn
@@ -110,7 +109,8 @@ class CapturedStep(Step):
         super().__init__(config, state, network, multiple)
         assert isinstance(state.optimizer, RatedOptimizer)
         device = state.world.device
-        state.optimizer.use_tensor(device)
+        self._optimizer = state.optimizer
+        self._optimizer.use_tensor(device)
         self._say, self._record = say, record
         self._keys = torch.zeros(len(draw_keys(0, 0)), dtype=torch.int64, device=device)
         self._epoch: int | None = None
@@ -119,10 +119,6 @@ class CapturedStep(Step):
         self._seen: dict[int, int] = {}
         self._recorded: _Recorded | None = None
         self._failed = False
-
-    @property
-    def _optimizer(self) -> RatedOptimizer:
-        return cast(RatedOptimizer, self.state.optimizer)
 
     def __call__(self, batch: Batch, epoch: int, when: float) -> None:
         kind = self._optimizer.kind

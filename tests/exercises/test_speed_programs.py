@@ -101,17 +101,8 @@ def test_both_kinds_of_runs_end_in_a_table_and_a_file(tmp_path: Path) -> None:
 
 
 def test_what_the_gpu_benchmark_can_do_without_one_runs_to_its_file(tmp_path: Path) -> None:
-    words = [
-        "--data-root",
-        str(_cifar10(tmp_path / "data")),
-        "--device",
-        "cpu",
-        "--small",
-        "--rounds",
-        "1",
-        "--runs",
-        "1",
-    ]
+    words = ["--data-root", str(_cifar10(tmp_path / "data")), "--device", "cpu", "--small"]
+    words += ["--rounds", "1", "--runs", "1"]
     words += ["--ours", "bag_of_tricks", "--out", str(tmp_path / "out.json")]
     words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
+import random
 import resource
 import socket
 import tempfile
@@ -69,9 +71,7 @@ def on_ranks(size: int, timeout: float, function: Callable[..., Any], *args: Any
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [(rank, size, port, results, function, args) for rank in range(size)]
     processes = [context.Process(target=_rank, args=each, daemon=True) for each in words]
     for process in processes:
@@ -85,6 +85,19 @@ def on_ranks(size: int, timeout: float, function: Callable[..., Any], *args: Any
                 process.kill()
                 process.join()
     return [found[rank] for rank in range(size)]
+
+
+def free_port() -> int:
+    """A free port below those that the kernel hands out by itself: between now and its use nobody gets it by chance.
+
+    Raises:
+        RuntimeError: a hundred ports were all taken.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 32000")
 
 
 def _result(results: Any, timeout: float) -> tuple[int, Any]:

@@ -162,10 +162,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
             continue  # some optimizers keep a count of their own there
-        shaped = [name for name, value in entries.items() if getattr(value, "shape", None) == parameter.shape]
-        for name in shaped:
-            value = entries[name]
-            if value.stride() != parameter.stride():
+        for name, value in entries.items():
+            shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if shaped and value.stride() != parameter.stride():
                 entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
