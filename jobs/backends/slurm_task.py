@@ -68,7 +68,7 @@ class TrainingTask:
         if may and code != EXIT_PREEMPTED and here.refused():
             may = False
         if may and (code != EXIT_PREEMPTED or here.rank == 0):
-            _requeue(here)
+            _requeue(here, code)
         elif may:
             _hold(REQUEUE_SECONDS + HOLD_SECONDS)
         self._leave(here, code, reason)
@@ -180,7 +180,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
     """In place of submitit's handlers, which would requeue before the ranks have agreed on a step."""
 
 
-def _requeue(here: _Here) -> None:
+def _requeue(here: _Here, code: int) -> None:
     """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
     if shutil.which("scontrol") is None:
         note(here.folder, here.job_id, f"requeue_{here.restarts}").touch()  # the batch script, outside, asks instead
@@ -194,7 +194,8 @@ def _requeue(here: _Here) -> None:
         if state is not None:
             done = _scontrol("requeue", here.job_id)
             if done.returncode == 0:
-                print(f"saved; SLURM starts job {here.job_id} again", file=sys.stderr, flush=True)
+                ended = "saved" if code == EXIT_PREEMPTED else f"rank {here.rank} ended with {code}"
+                print(f"{ended}; SLURM starts job {here.job_id} again", file=sys.stderr, flush=True)
                 _hold(HOLD_SECONDS)
                 return
             print(f"scontrol requeue: {done.stderr.strip()}", file=sys.stderr, flush=True)

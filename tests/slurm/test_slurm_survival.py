@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -176,14 +177,27 @@ def _text(path: Path) -> str:
 
 
 @once
-def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing holds it back yet, so the task dies of it. The script has the job started again."""
-    _stand_in(bench, monkeypatch, f"[ -e {bench.folder}/once ] || {{ touch {bench.folder}/once; kill -USR2 $$; }}")
+@pytest.mark.parametrize("struck", ["every task", "one task"])
+def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch, struck: str) -> None:
+    """Nothing holds it back yet, so the task dies of it: the job is started again, once.
+
+    Where every task dies, only the script is left to ask for that. Where one dies, SLURM ends the others, and
+    what asks is whichever comes first: the script, or the task of a rank that had been started and says so.
+    """
+    which = '"${SLURM_PROCID}"' if struck == "every task" else "1"
+    first = f'[ "${{SLURM_RESTART_COUNT:-0}}" != 0 ] || [ "${{SLURM_PROCID}}" != {which} ] || kill -USR2 $$'
+    _stand_in(bench, monkeypatch, first)
     slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
     bench.backend.submit(bench.command("struck", "print('through')", max_restarts=1, slurm=slurm))
     found = bench.backend.wait("struck", 60)
     assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found
-    assert list(bench.backend.logs("struck", rank=1)) == ["through"]
+    for rank in (0, 1):
+        said = [line for line in bench.backend.logs("struck", rank=rank) if not line.startswith("slurmstepd")]
+        assert said[-1] == "through", said
+        if struck == "every task" or rank == 1:  # nobody was there who could have said anything
+            assert said == ["through"], said
+        for line in said[:-1]:  # the rank may have ended before SLURM got to it
+            assert re.fullmatch(r"through|rank 0 ended with \d+; SLURM starts job \d+ again", line), said
 
 
 def _stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
