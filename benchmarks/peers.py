@@ -1,6 +1,6 @@
 """python benchmarks/peers.py [--stem small stock] [--rounds 5] [--steps 20] [--data-root DATA] [--out FILE]
 
-The same ResNet-18 on the same images and ranks: plain PyTorch DDP as the data-parallel tutorial writes it (DataLoader,
+ResNet-18 on the same images and ranks: plain PyTorch DDP as the data-parallel tutorial writes it (DataLoader,
 PIL transforms, DistributedSampler), Lightning, Accelerate, and this package's own `training run`. All start under torchrun,
 take turns round by round, and report images/s after the warm-up, the largest peak memory of a rank, and the seconds
 from the start of the command to the end of the first step. Needs the extra: pip install -e '.[peers]'.
@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from benchmarks.measure import machine, write
 from training.arguments import positive
 from training.contract import EXIT_USAGE, UserError
-from training.models.resnet18 import ResNet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 1e-5
@@ -79,6 +78,17 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return self.transform(Image.fromarray(np.asarray(self.images[index]))), int(self.labels[index])
 
 
+def tutorial_model(stem: str) -> torch.nn.Module:
+    """torchvision's own ResNet-18, as the tutorial builds it; for the small stem its first layers are replaced."""
+    from torchvision.models import resnet18
+
+    network = resnet18(num_classes=10)
+    if stem == "small":
+        network.conv1 = torch.nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
+        network.maxpool = torch.nn.Identity()
+    return network
+
+
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
 
@@ -92,7 +102,7 @@ def plain(args: argparse.Namespace, clock: Clock) -> None:
     data = Pictures(args.work)
     sampler = torch.utils.data.DistributedSampler(data)
     loader = torch.utils.data.DataLoader(data, args.batch, sampler=sampler, num_workers=args.workers)
-    network = DistributedDataParallel(ResNet18(10, args.stem))
+    network = DistributedDataParallel(tutorial_model(args.stem))
     optimizer = _sgd(network)
     network.train()
     sampler.set_epoch(0)
@@ -110,7 +120,7 @@ def lightning(args: argparse.Namespace, clock: Clock) -> None:
     class Net(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = ResNet18(10, args.stem)
+            self.network = tutorial_model(args.stem)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:  # noqa: ARG002
             images, labels = batch
@@ -134,7 +144,7 @@ def accelerate(args: argparse.Namespace, clock: Clock) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = ResNet18(10, args.stem)
+    model = tutorial_model(args.stem)
     optimizer = _sgd(model)
     loader = torch.utils.data.DataLoader(Pictures(args.work), args.batch, shuffle=True, num_workers=args.workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

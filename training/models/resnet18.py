@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from training.contract import UserError
+from training.models import small_maps
 
 
 class ResNet18(nn.Module):
@@ -33,6 +34,7 @@ class ResNet18(nn.Module):
             self.network.conv1 = nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
             nn.init.kaiming_normal_(self.network.conv1.weight, mode="fan_out", nonlinearity="relu")
             self.network.maxpool = nn.Identity()
+        small_maps.convert(self.network)  # with the stock stem, the last two stages see 2×2 and 1×1 pixels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.network(x)
