@@ -45,8 +45,17 @@ def training(bench: Bench, name: str, **more: Any) -> JobSpec:
     )  # fmt: skip
 
 
-@once
-def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench) -> None:
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
+    """The smoke recipe on 4 ranks of this machine, without SLURM."""
+    run = tmp_path_factory.mktemp("smoke") / "local"
+    words = ["--set", f"data.root={data_root}", "threads=1", "--log-format", "json"]
+    done = gang(4, "run", "smoke", "--run-dir", str(run), *words, env=clean_env(), timeout=300)
+    assert done.code == 0, done.output
+    return run
+
+
+def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench, local: Path) -> None:
     """2 nodes × 2 ranks, with SLURM's variables alone; the weights are those of 4 ranks of this machine."""
     run = bench.folder / "smoke"
     overrides = {"data.root": str(bench.data_root), "threads": 1}
@@ -66,10 +75,6 @@ def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench) -> None:
     summary = bench.backend.summary("smoke")
     assert summary["accuracy"] >= 0.98 and summary["world_size"] == 4
     assert [(part.name, part.ranks) for part in found.ranks] == [("node1", [0, 1]), ("node2", [2, 3])]
-    local = bench.folder / "local"
-    words = ["--set", f"data.root={bench.data_root}", "threads=1", "--log-format", "json"]
-    done = gang(4, "run", "smoke", "--run-dir", str(local), *words, env=clean_env(), timeout=300)
-    assert done.code == 0, done.output
     assert_same(run, local, summary["steps"])
 
 
@@ -235,7 +240,6 @@ def test_a_part_of_a_sweep_is_requeued_alone(bench: Bench) -> None:
     assert [(one.state, one.ranks[0].restarts) for one in found] == [("succeeded", 0), ("succeeded", 1)], found
 
 
-@once
 def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     shards = bench.folder / "shards"
     spec = training(bench, "fed", shards=str(shards), nodes=1)
