@@ -77,10 +77,19 @@ def test_resnet18_with_the_stock_stem_is_torchvisions(layout: torch.memory_forma
     torch.testing.assert_close(ours.eval()(x), plain.eval()(x), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_the_layout_of_their_parameters(layout: torch.memory_format) -> None:
+    """Else DDP warns, and copies them once more. In float32: the library's kernels for it hand layouts on."""
+    network = models.build("resnet18", {"stem": "stock"}, 10).to(memory_format=layout)
+    network(torch.randn(8, 3, 32, 32).contiguous(memory_format=layout)).sum().backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None and parameter.grad.stride() == parameter.stride(), name
+
+
 def test_other_convolutions_are_left_alone() -> None:
     left = [
         nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, dilation=2), nn.Conv2d(4, 4, 3, padding="same"),
-        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), nn.Conv1d(4, 4, 3),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), nn.Conv2d(4, 4, 1), nn.Conv1d(4, 4, 3),
     ]  # fmt: skip
     network = nn.Sequential(*left, nn.Sequential(nn.Conv2d(4, 4, 3)))
     weight = network[-1][0].weight

@@ -39,7 +39,10 @@ class SmallMapConv2d(nn.Conv2d):
                 # A pad of less than nothing cuts, and its backward pass fills the weight's gradient once, not once an axis.
                 cut = (0, 0, -column, column + right - left - width, -row, row + bottom - top - height)
                 pixels.append(F.linear(window, F.pad(taps, cut).flatten(1), self.bias))
-        return torch.stack(pixels, 1).unflatten(1, (len(rows), len(columns))).permute(0, 3, 1, 2)
+        size = (len(rows), len(columns))
+        if self.weight.is_contiguous():  # the layers behind it keep to the layout that they get
+            return torch.stack(pixels, -1).unflatten(-1, size)
+        return torch.stack(pixels, 1).unflatten(1, size).permute(0, 3, 1, 2)
 
 
 def _windows(conv: nn.Conv2d, shape: torch.Size, axis: int) -> list[tuple[int, int, int]]:
@@ -51,11 +54,14 @@ def _windows(conv: nn.Conv2d, shape: torch.Size, axis: int) -> list[tuple[int, i
 
 
 def convert(network: nn.Module) -> None:
-    """Replaces the convolutions of `network` that can have the other form. Names and parameters stay."""
+    """Replaces the convolutions of `network` that can have the other form. Names and parameters stay.
+
+    Those of 1×1 stay as well: they have no tap over padding.
+    """
     for name, conv in list(network.named_modules()):
         if type(conv) is not nn.Conv2d or conv.groups != 1 or conv.dilation != (1, 1):
             continue
-        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or conv.kernel_size == (1, 1):
             continue
         windows: dict[str, Any] = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
         other = SmallMapConv2d(
