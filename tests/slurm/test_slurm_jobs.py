@@ -15,9 +15,9 @@ import pytest
 from jobs.backends.slurm import training_task
 from jobs.render import slurm as render
 from jobs.spec import JobSpec
-from tests.processes import PYTHON, ROOT, clean_env, gang, poll
+from tests.processes import PYTHON, ROOT, poll
 from tests.slurm.conftest import Bench, once
-from tests.slurm.test_slurm_survival import SETTINGS, assert_same, events
+from tests.slurm.test_slurm_survival import SETTINGS, assert_same, events, trained_here
 from training.contract import UserError
 
 LONG = "import time; print('begun', flush=True); time.sleep(600)"
@@ -49,10 +49,7 @@ def training(bench: Bench, name: str, **more: Any) -> JobSpec:
 def local(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     """The smoke recipe on 4 ranks of this machine, without SLURM."""
     run = tmp_path_factory.mktemp("smoke") / "local"
-    words = ["--set", f"data.root={data_root}", "threads=1", "--log-format", "json"]
-    done = gang(4, "run", "smoke", "--run-dir", str(run), *words, env=clean_env(), timeout=300)
-    assert done.code == 0, done.output
-    return run
+    return trained_here(run, 4, f"data.root={data_root}", "threads=1", timeout=300)
 
 
 def test_the_smoke_recipe_reaches_its_accuracy(bench: Bench, local: Path) -> None:

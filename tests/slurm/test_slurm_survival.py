@@ -32,9 +32,13 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     """The same training on 2 ranks of this machine, without SLURM."""
-    run = tmp_path_factory.mktemp("whole") / "run"
     words = [f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in SETTINGS.items()]
-    done = gang(2, "run", "smoke", "--run-dir", str(run), "--set", *words, f"data.root={data_root}", env=clean_env())
+    return trained_here(tmp_path_factory.mktemp("whole") / "run", 2, *words, f"data.root={data_root}")
+
+
+def trained_here(run: Path, ranks: int, *words: str, timeout: float = 180) -> Path:
+    """The smoke recipe with the settings `words`, trained on ranks of this machine, without SLURM, to its end."""
+    done = gang(ranks, "run", "smoke", "--run-dir", str(run), "--set", *words, env=clean_env(), timeout=timeout)
     assert done.code == 0, done.output
     return run
 

@@ -54,6 +54,8 @@ def test_the_form_is_taken_where_the_map_is_small(monkeypatch: pytest.MonkeyPatc
     for size in (1, 2, 3):
         conv(torch.randn(1, 2, size, size))
     assert seen == [(3, 3)]
+    conv(torch.randn(2, 1, 1))  # one image without a batch, which `nn.Conv2d` takes as well
+    assert len(seen) == 2
     with pytest.raises(RuntimeError, match="[Kk]ernel size"):  # a map that has no output stays torch's to refuse
         SmallMapConv2d(2, 2, 3)(torch.randn(1, 2, 2, 2))
 
@@ -84,6 +86,12 @@ def test_gradients_have_the_layout_of_their_parameters(layout: torch.memory_form
     network(torch.randn(8, 3, 32, 32).contiguous(memory_format=layout)).sum().backward()
     for name, parameter in network.named_parameters():
         assert parameter.grad is not None and parameter.grad.stride() == parameter.stride(), name
+
+
+@pytest.mark.parametrize("options", [{"groups": 2}, {"dilation": 2}, {"padding": "same"}, {"padding_mode": "reflect"}])
+def test_what_the_form_cannot_be_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="use nn.Conv2d"):
+        SmallMapConv2d(4, 4, 3, **options)
 
 
 def test_other_convolutions_are_left_alone() -> None:

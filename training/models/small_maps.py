@@ -21,23 +21,36 @@ class SmallMapConv2d(nn.Conv2d):
     """`nn.Conv2d` in all but the form of its arithmetic: equal to it within rounding, and itself for larger maps.
 
     On a GPU it is `nn.Conv2d`: nothing has been measured there.
+
+    Raises:
+        ValueError: groups, dilation, or a padding other than a number of zeros.
     """
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        if not _fits(self):
+            raise ValueError(
+                "SmallMapConv2d takes groups=1, dilation=1 and a number of zeros as padding: use nn.Conv2d"
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Images [b, in, h, w] → [b, out, h', w']."""
-        rows, columns = (_windows(self, x.shape, axis) for axis in (0, 1))
-        small = 0 < len(rows) * len(columns) <= MOST_PIXELS and all(first < end for first, end, _ in rows + columns)
-        if x.device.type != "cpu" or not small:
+        paddings: Any = self.padding  # numbers: `_fits`
+        (h, w), (height, width) = x.shape[-2:], self.kernel_size
+        rows = _starts(h, height, self.stride[0], paddings[0])
+        columns = _starts(w, width, self.stride[1], paddings[1])
+        small = 0 < len(rows) * len(columns) <= MOST_PIXELS
+        # With a padding as large as the kernel, some pixels see nothing of the map.
+        if x.device.type != "cpu" or x.dim() != 4 or not small or paddings[0] >= height or paddings[1] >= width:
             return super().forward(x)
-        height, width = self.kernel_size
         # Channels last, so that in both the pixels of a window and the channels of each are one row in the same order.
         x, taps = x.permute(0, 2, 3, 1), self.weight.permute(0, 2, 3, 1)
         pixels = []
-        for top, bottom, row in rows:
-            for left, right, column in columns:
-                window = x[:, top:bottom, left:right].flatten(1)
+        for top in rows:
+            for left in columns:
+                window = x[:, max(top, 0) : top + height, max(left, 0) : left + width].flatten(1)
                 # A pad of less than nothing cuts, and its backward pass fills the weight's gradient once, not once an axis.
-                cut = (0, 0, -column, column + right - left - width, -row, row + bottom - top - height)
+                cut = (0, 0, min(left, 0), min(w - left - width, 0), min(top, 0), min(h - top - height, 0))
                 pixels.append(F.linear(window, F.pad(taps, cut).flatten(1), self.bias))
         size = (len(rows), len(columns))
         if self.weight.is_contiguous():  # the layers behind it keep to the layout that they get
@@ -45,12 +58,14 @@ class SmallMapConv2d(nn.Conv2d):
         return torch.stack(pixels, 1).unflatten(1, size).permute(0, 3, 1, 2)
 
 
-def _windows(conv: nn.Conv2d, shape: torch.Size, axis: int) -> list[tuple[int, int, int]]:
-    """Of each output pixel along `axis`: the input's first pixel and the one after the last, and the first tap."""
-    size, kernel, stride, padding = shape[2 + axis], conv.kernel_size[axis], conv.stride[axis], conv.padding[axis]
-    assert isinstance(padding, int), "string paddings are not converted"
-    starts = [pixel * stride - padding for pixel in range((size + 2 * padding - kernel) // stride + 1)]
-    return [(max(start, 0), min(start + kernel, size), max(-start, 0)) for start in starts]
+def _starts(size: int, kernel: int, stride: int, padding: int) -> range:
+    """Where the window of each output pixel starts along one axis, in pixels of the input."""
+    return range(-padding, size + padding - kernel + 1, stride)
+
+
+def _fits(conv: nn.Conv2d) -> bool:
+    zeros = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+    return zeros and conv.groups == 1 and conv.dilation == (1, 1)
 
 
 def convert(network: nn.Module) -> None:
@@ -59,9 +74,7 @@ def convert(network: nn.Module) -> None:
     Those of 1×1 stay as well: they have no tap over padding.
     """
     for name, conv in list(network.named_modules()):
-        if type(conv) is not nn.Conv2d or conv.groups != 1 or conv.dilation != (1, 1):
-            continue
-        if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or conv.kernel_size == (1, 1):
+        if type(conv) is not nn.Conv2d or conv.kernel_size == (1, 1) or not _fits(conv):
             continue
         windows: dict[str, Any] = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
         other = SmallMapConv2d(
