@@ -187,7 +187,7 @@ def test_the_exercises_networks() -> None:
     shapes = [tuple(p.shape) for p in mlp.parameters()]
     assert shapes == [(256, 1024), (128, 256), (64, 128), (32, 64)]  # four layers, no bias
     for weight in mlp.parameters():  # kaiming-uniform: bounded by √2 · √(3 / fan in), and reaching for it
-        bound = math.sqrt(6 / weight.shape[1])
+        bound = float(torch.tensor(math.sqrt(6 / weight.shape[1]), dtype=weight.dtype))  # drawn in this precision
         assert 0.95 * bound < float(weight.detach().abs().max()) <= bound
     x = torch.randn(3, 1024)
     expected = x
