@@ -19,8 +19,8 @@ from training import sync
 from training.clock import StepClock, Times
 from training.world import World
 
-DELAY, STEPS = 0.06, 4
-"""Seconds, well above what a loaded machine adds; steps, of which the first is not looked at."""
+DELAY, STEPS = 0.06, 6
+"""Seconds, well above what a loaded machine adds to one rank alone; steps, of which the first is not looked at."""
 NAMES = [name for name in CASES if name not in RANKLESS]
 
 
@@ -47,8 +47,8 @@ class Net(nn.Module):
         return grad
 
 
-def _times(world: World, name: str, where: str) -> Times:
-    """Medians of a rank's phases; rank 1 is late by `DELAY` in its backward pass or in its data."""
+def _times(world: World, name: str, where: str) -> list[Times]:
+    """A rank's phases step by step; rank 1 is late by `DELAY` in its backward pass or in its data."""
     strategy, clock = sync.build(CASES[name]), StepClock()
     model = Net(spare="find_unused" in name)
     network = strategy.wrap(model, world, torch.zeros(2, 24))
@@ -68,7 +68,7 @@ def _times(world: World, name: str, where: str) -> Times:
         strategy.finish(clock)
         optimizer.step()
         found.append(clock.end())
-    return {phase: statistics.median(times[phase] for times in found[1:]) for phase in found[0]}
+    return found[1:]
 
 
 def _all(world: World) -> dict[str, Any]:
@@ -81,15 +81,21 @@ def _all(world: World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Times]]:
+def ranks() -> list[dict[str, list[Times]]]:
     return on_ranks(_all, 2)
 
 
 @pytest.mark.parametrize("where", ["backward", "data"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_late_rank_waits_least_and_its_own_phase_says_why(ranks: Any, name: str, where: str) -> None:
+    """Rank against rank within a step: what a collective itself takes (up to 20 ms among processes that have just slept,
+    more on a slow machine) both of them wait for, so it says nothing of who is late."""
     good, late = (rank[f"{name}, {where}"] for rank in ranks)
-    assert good["sync_wait"] > 0.7 * DELAY, (good, late)
-    assert late["sync_wait"] < 0.3 * good["sync_wait"], (good, late)
+
+    def more(of: list[Times], phase: str, than: list[Times]) -> float:
+        return statistics.median(a[phase] - b[phase] for a, b in zip(of, than, strict=True))
+
     guilty = "grad_ready" if where == "backward" else "data_wait"
-    assert late[guilty] > DELAY and good[guilty] < 0.5 * DELAY, (good, late)
+    assert more(good, "sync_wait", late) > 0.7 * DELAY, (good, late)
+    assert more(late, guilty, good) > 0.7 * DELAY, (good, late)
+    assert min(step[guilty] for step in late) > DELAY, late

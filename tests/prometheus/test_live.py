@@ -135,7 +135,8 @@ def test_a_straggler_is_named(
     assert {(item["alertname"], item["rank"], item["cause"]) for item in firing} == {("TrainingStraggler", "1", cause)}
     assert [rank["straggler"] for rank in ranks] == [None, cause], ranks
     # By metric: step time is the same on both; the slow rank waits least, and its own phase says why.
-    assert shares["sync_wait"]["0"] > 0.4 and shares["sync_wait"]["1"] < 0.3 * shares["sync_wait"]["0"], shares
+    # (By difference: what the collectives themselves take is in both ranks' wait, more of it on a slow machine.)
+    assert shares["sync_wait"]["0"] > shares["sync_wait"]["1"] + 0.4, shares
     guilty = "data_wait" if where == "data" else "grad_ready"
     assert shares[guilty]["1"] > shares[guilty]["0"] + 0.3, shares
     assert ranks[0]["step_seconds"] == pytest.approx(ranks[1]["step_seconds"], rel=0.2)
