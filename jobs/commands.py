@@ -158,9 +158,9 @@ def submit(
                 f"{done.name}: {'submitted' if done.created else 'is there already, with the same spec'} ({done.where})"
             )
         return
-    from jobs.job_commands import report
+    from jobs.job_commands import report, teller
 
-    report(done.name, job.wait(wait), as_json, waited=True)
+    report(done.name, job.wait(wait, teller(done.name)), as_json, waited=True)
 
 
 def diff(

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs import specfile
 from jobs.backends import open_backend
-from jobs.backends.base import Backend, Mode, Status, Submitted, differences
+from jobs.backends.base import Backend, Mode, Seen, Status, Submitted, differences, unseen
 from jobs.spec import JobSpec
 
 
@@ -25,9 +25,9 @@ class Job:
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         return self.backend.logs(self.name, rank, follow)
 
-    def wait(self, timeout: float = 86400) -> Status:
-        """The final status, or the one after `timeout` seconds."""
-        return self.backend.wait(self.name, timeout)
+    def wait(self, timeout: float = 86400, seen: Seen = unseen) -> Status:
+        """The final status, or the one after `timeout` seconds. `seen` is called with every status on the way."""
+        return self.backend.wait(self.name, timeout, seen)
 
     def cancel(self) -> Status:
         return self.backend.cancel(self.name)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.backends import open_backend
 from jobs.options import Backend, Context, File, Json, Name, Namespace, Profile
-from jobs.terminal import say, show, table
+from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
 
 if TYPE_CHECKING:
-    from jobs.backends.base import Part, Status
+    from jobs.backends.base import Part, Seen, Status
 
 
 def status(
@@ -20,6 +21,20 @@ def status(
 ) -> None:
     """Say where a job stands, and why."""
     report(name, open_backend(backend, namespace, context).status(name), as_json)
+
+
+def teller(name: str) -> Seen:
+    """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
+    last: tuple[str, str] | None = None
+
+    def tell(found: Status) -> None:
+        nonlocal last
+        now = (found.state, re.sub(r"\d+", "0", found.reason))
+        if now != last and not found.final:
+            note(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
+        last = now
+
+    return tell
 
 
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
@@ -70,8 +85,8 @@ def wait(
     context: Context = None,
     as_json: Json = False,
 ) -> None:
-    """Wait for the end; the exit code tells how it ended."""
-    report(name, open_backend(backend, namespace, context).wait(name, timeout), as_json, waited=True)
+    """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
+    report(name, open_backend(backend, namespace, context).wait(name, timeout, teller(name)), as_json, waited=True)
 
 
 def cancel(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import sweep as sweeps
 from jobs.backends.slurm import SlurmBackend
 from jobs.backends.slurm_folder import SUBMITIT, home
+from jobs.job_commands import teller
 from jobs.render import slurm as render
 from jobs.spec import JobSpec
 from jobs.terminal import say, show, table
@@ -52,7 +53,7 @@ def submit_sweep(spec: JobSpec, texts: list[str], mode: Mode, wait: float | None
             )
         return 0
     deadline = time.monotonic() + wait
-    found = [backend.wait(item.name, max(0.0, deadline - time.monotonic())) for item in done]
+    found = [backend.wait(item.name, max(0.0, deadline - time.monotonic()), teller(item.name)) for item in done]
     rows = [_row(backend, one, status, list(values)) for one, status in zip(specs, found)]
     if as_json:
         show(rows)

@@ -28,6 +28,11 @@ def say(text: str) -> None:
     print(clean(text), flush=True)
 
 
+def note(text: str) -> None:
+    """Beside the answer, so on stderr."""
+    print(clean(text), file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
     print(clean(f"warning: {text}"), file=sys.stderr, flush=True)
 

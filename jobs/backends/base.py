@@ -95,6 +95,14 @@ Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
 
 
+Seen = Callable[[Status], None]
+"""Is given each status that a wait comes by."""
+
+
+def unseen(status: Status) -> None:
+    """Nobody looks on."""
+
+
 Lines = list[str]  # named here, because `list` is a method of every backend
 
 
@@ -111,8 +119,8 @@ class Backend(Protocol):
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Lines of one rank, or of all with `[rank 5] ` before each. Following ends with the job."""
 
-    def wait(self, name: str, timeout: float) -> Status:
-        """The final status, or the one at the timeout (seconds)."""
+    def wait(self, name: str, timeout: float, seen: Seen = unseen) -> Status:
+        """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last."""
 
     def cancel(self, name: str) -> Status:
         """Ends the job with its grace, so that it can save. A finished one is left as it is."""
@@ -129,11 +137,12 @@ class Backend(Protocol):
         """`summary.json` of the finished run."""
 
 
-def poll(status: Callable[[], Status], timeout: float, interval: float) -> Status:
+def poll(status: Callable[[], Status], timeout: float, interval: float, seen: Seen = unseen) -> Status:
     """Asks until the status is final or `timeout` seconds are over."""
     deadline = time.monotonic() + timeout
     while True:
         found = status()
+        seen(found)
         left = deadline - time.monotonic()
         if found.final or left <= 0:
             return found

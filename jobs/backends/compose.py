@@ -163,8 +163,8 @@ class ComposeBackend:
         except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
             lines.put(error)
 
-    def wait(self, name: str, timeout: float) -> Status:
-        return base.poll(lambda: self.status(name), timeout, self.interval)
+    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
+        return base.poll(lambda: self.status(name), timeout, self.interval, seen)
 
     def cancel(self, name: str) -> Status:
         nodes = self._require(name)

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from jobs import lint, render
@@ -171,12 +172,15 @@ class KubernetesBackend:
         with self._explained():
             yield from lines
 
-    def wait(self, name: str, timeout: float) -> Status:
+    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
         deadline = time.monotonic() + timeout
-        found = self.status(name)  # a name that never was is the caller's mistake, not a lost job
+        with self._explained():
+            job: Manifest | None = self._require(name)  # a name that never was is the caller's mistake, not a lost job
+            found = self._status(job or {})
+        seen(found)
         bad_since: float | None = None
         while not found.final and (left := deadline - time.monotonic()) > 0:
-            self._await_change(name, min(left, self.interval))
+            self._await_change(name, job, min(left, self.interval))
             problem = ""
             try:
                 job = self._find(name)
@@ -190,16 +194,22 @@ class KubernetesBackend:
                 problem = str(error)
             bad_since = None if not problem else (bad_since or time.monotonic())
             if bad_since is not None and time.monotonic() - bad_since >= self.lost_after:
-                return Status("lost", f"{problem} (for {self.lost_after:g} s)", found.ranks)
+                found = Status("lost", f"{problem} (for {self.lost_after:g} s)", found.ranks)
+                seen(found)
+                return found
+            seen(replace(found, reason=problem) if problem else found)
         return found
 
-    def _await_change(self, name: str, seconds: float) -> None:
-        """Returns when the job changes, at the latest after `seconds`; a broken watch costs a short pause."""
+    def _await_change(self, name: str, known: Manifest | None, seconds: float) -> None:
+        """Returns when the job is no longer as `known`, at the latest after `seconds`; a broken watch costs a short pause."""
         began = time.monotonic()
         try:
             for kind in KINDS:
                 page = self.api.get(self.path(kind), fieldSelector=f"metadata.name={name}")
                 if page.get("items"):
+                    found = get(page, "items", 0, "metadata", "resourceVersion")
+                    if found != get(known, "metadata", "resourceVersion"):
+                        break  # since it was read; after the pause, for where reading fails for good
                     version = str(get(page, "metadata", "resourceVersion"))
                     selector = f"metadata.name={name}"
                     for event in self.api.watch(self.path(kind), version, seconds, fieldSelector=selector):

@@ -186,8 +186,8 @@ class LocalBackend:
             if rest and (found := _of_rank(rest, rank)) is not None:
                 yield found
 
-    def wait(self, name: str, timeout: float) -> Status:
-        return base.poll(lambda: self.status(name), timeout, POLL_SECONDS)
+    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
+        return base.poll(lambda: self.status(name), timeout, POLL_SECONDS, seen)
 
     def cancel(self, name: str) -> Status:
         record, folder = self._record(name), self.folder / name

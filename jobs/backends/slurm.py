@@ -200,21 +200,21 @@ class SlurmBackend:
                 (kept.path / ENDED).unlink(missing_ok=True)  # somebody had SLURM run it again
         return told
 
-    def wait(self, name: str, timeout: float) -> Status:
-        deadline = time.monotonic() + timeout
+    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
         self._record(name)  # a name that never was is the caller's mistake, not a lost job
         silent_since: float | None = None
-        while True:
+
+        def now() -> Status:
+            nonlocal silent_since
             try:
                 found, silent_since = self.status(name), None
             except Unreachable as error:
                 silent_since = silent_since or time.monotonic()
                 gone = time.monotonic() - silent_since >= self.lost_after
-                found = Status("lost" if gone else "running", f"{error}{f' for {self.lost_after:g} s' if gone else ''}")
-            left = deadline - time.monotonic()
-            if found.final or left <= 0:
-                return found
-            time.sleep(min(self.interval, left))
+                return Status("lost" if gone else "running", f"{error}{f' for {self.lost_after:g} s' if gone else ''}")
+            return found
+
+        return base.poll(now, timeout, self.interval, seen)
 
     def cancel(self, name: str) -> Status:
         record = self._record(name)

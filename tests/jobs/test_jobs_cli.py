@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from k8s_server import ApiServer, Fault
+
+from jobs.backends.base import Status
+from jobs.job_commands import teller
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,13 +31,28 @@ def server(tmp_path: Path) -> Iterator[ApiServer]:
         yield running
 
 
-def lockstep(tmp_path: Path, *words: str, bound: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+def start(tmp_path: Path, *words: str, **more: str) -> subprocess.Popen[str]:
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(tmp_path / "kubeconfig"), "LOCKSTEP_HOME": str(tmp_path / "home"), **more,
     }  # fmt: skip
     program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
     command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=bound)
+    return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lockstep(tmp_path: Path, *words: str, bound: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+    with start(tmp_path, *words, **more) as process, ended(process):
+        out, err = process.communicate(timeout=bound)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever goes wrong meanwhile, the process does not stay."""
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 def job(tmp_path: Path, text: str = "name: smoke\nrecipe: smoke\nimage: a:1\nnodes: 2\n") -> str:
@@ -105,6 +126,45 @@ def test_waits_that_end_first_say_124_or_3(server: ApiServer, tmp_path: Path) ->
     server.cluster.put("pods", {"metadata": meta, "status": {"phase": "Pending", "conditions": [scheduled]}})
     assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 3
     assert lockstep(tmp_path, "status", "k8s", "smoke").returncode == 3
+
+
+def test_a_wait_says_on_stderr_what_changes(server: ApiServer, tmp_path: Path) -> None:
+    """Also a queued job's new reason: it may never start, and the wait may last for days."""
+    lockstep(tmp_path, "submit", "k8s", job(tmp_path))
+    live = server.cluster.get("pytorchjobs", "smoke")
+    assert live is not None
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes"}
+
+    def pod(name: str, **status: Any) -> dict[str, Any]:
+        return {"metadata": {"name": name, "labels": {"lockstep/job": "smoke"}}, "status": status}
+
+    def with_status(kind: str) -> dict[str, Any]:
+        return {**live, "status": {"conditions": [{"type": kind, "status": "True"}]}}
+
+    with start(tmp_path, "wait", "k8s", "smoke", "--timeout", "60", "--json") as process, ended(process):
+        bound = threading.Timer(60, process.kill)
+        bound.start()
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("smoke: pending – ")
+        server.cluster.put("pods", pod("smoke-master-0", phase="Pending", conditions=[scheduled]))
+        server.cluster.put("pytorchjobs", with_status("Created"))  # as its operator does when a pod changes
+        assert process.stderr.readline() == "smoke: unschedulable – 0/2 pods are placed: 0/2 nodes\n"
+        for name in ("smoke-master-0", "smoke-worker-0"):
+            server.cluster.put("pods", pod(name, phase="Running"))
+        server.cluster.put("pytorchjobs", with_status("Running"))
+        between = list(itertools.takewhile(lambda line: not line.startswith("smoke: running"), process.stderr))
+        assert len(between) <= 2 and all(line.startswith("smoke: pending") for line in between), between
+        server.cluster.put("pytorchjobs", with_status("Succeeded"))
+        out, err = process.communicate(timeout=60)
+        bound.cancel()
+    assert process.returncode == 0 and json.loads(out)["state"] == "succeeded" and err == ""
+
+
+def test_progress_is_not_said_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = teller("smoke")
+    for state, reason in (("running", "step 1"), ("running", "step 20"), ("restarting", "1 of 2"), ("succeeded", "")):
+        tell(Status(cast(Any, state), reason))
+    assert capsys.readouterr().err == "smoke: running – step 1\nsmoke: restarting – 1 of 2\n"
 
 
 def test_diff_compares_with_the_live_object(server: ApiServer, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from k8s_operator import Operator, until
 from k8s_server import ApiServer
 
-from jobs.backends.base import FINAL, Backend, Listed
+from jobs.backends.base import FINAL, Backend, Listed, Status
 from jobs.backends.compose import ComposeBackend
 from jobs.backends.k8s_api import Api, load_configuration
 from jobs.backends.kubernetes import KubernetesBackend
@@ -100,8 +100,10 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
         backend.submit(spec.model_copy(update={"grace_seconds": 7}))
     followed = list(backend.logs("hello", rank=1, follow=True))
     assert followed == ["hello from 1"], "following waits for the start and ends with the job"
-    found = backend.wait("hello", BOUND)
+    told: list[Status] = []
+    found = backend.wait("hello", BOUND, told.append)
     assert (found.state, found.final, found.code) == ("succeeded", True, 0), found
+    assert [status.final for status in told] == [*(False for _ in told[1:]), True] and told[-1] == found
     assert sorted(rank for part in found.ranks for rank in part.ranks) == [0, 1]
     assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
     assert list(backend.logs("hello", rank=0)) == ["hello from 0"]
