@@ -22,6 +22,7 @@ def clean_env(**extra: str) -> dict[str, str]:
     """This process's environment without what a launcher or a cluster may have set."""
     prefixes = ("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_", "LOCKSTEP_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+    names |= {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # what they hide is there on a laptop
     kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
     return {
         **kept, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": "",

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from training import lines
 from training.attempts import Attempts
 from training.contract import (
     ENV_LAUNCHER,
@@ -61,6 +62,9 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
         os.environ[ENV_RESTARTS] = str(self.starts)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, lines.WholeLines):
+                stream.finish()  # what killed ranks began
         self.starts += 1  # a change of membership counts here, and not as a restart
         ids = super()._start_workers(worker_group)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
@@ -250,7 +254,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         return EXIT_FAILED
     logs = tempfile.mkdtemp(prefix="lockstep-")
     try:
-        code = _run(args, command, ranks, parameters, logs, attempts)
+        with lines.whole():
+            code = _run(args, command, ranks, parameters, logs, attempts)
     finally:
         shutil.rmtree(logs, ignore_errors=True)
     attempts.end(code)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.events import events
 from tests.faults.harness import Job, assert_same, settings
 from tests.processes import PYTHON, clean_env, free_port, poll, run, started
 from training import checkpoint
 from training.launch import cluster_code, exit_code
-
-
-def _events(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Any) -> None:
@@ -32,7 +29,7 @@ def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, 
         LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"),
     )  # fmt: skip
     assert done.code == 0, done.output
-    assert [event["attempt"] for event in _events(job.run_dir) if event["event"] == "start"] == [1, 2]
+    assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert_same(job.run_dir, undisturbed[2])
 
 
@@ -44,7 +41,7 @@ def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Any
         "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_THREADS="1", LOCKSTEP_TEST_ONCE=once
     )  # fmt: skip
     assert done.code == 0, done.output
-    assert [event["attempt"] for event in _events(job.run_dir) if event["event"] == "start"] == [1, 2]
+    assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert [path.name for path in job.run_dir.parent.glob("run*")] == ["run", "run.old-1"] or not (
         job.run_dir.parent / "run.old-2"
     ).exists()
@@ -54,14 +51,14 @@ def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Any
 def test_restarts_end(job: Job) -> None:
     done = job.go("--max-restarts", "1", LOCKSTEP_TEST_FATE="0:1:KILL", LOCKSTEP_THREADS="1")
     assert done.code == 1
-    assert len([event for event in _events(job.run_dir) if event["event"] == "start"]) == 2
+    assert len(events(job.run_dir, "start")) == 2
 
 
 @pytest.mark.parametrize(("what", "code"), [("EXIT2", 2), ("TERM", 75)])
 def test_a_final_ending_is_not_restarted(job: Job, what: str, code: int) -> None:
     done = job.go("--max-restarts", "3", LOCKSTEP_TEST_FATE=f"1:5:{what}", LOCKSTEP_THREADS="1")
     assert done.code == code, done.output
-    assert len([event for event in _events(job.run_dir) if event["event"] == "start"]) == 1
+    assert len(events(job.run_dir, "start")) == 1
 
 
 @pytest.mark.parametrize(("what", "code"), [("EXIT2", 2), ("TERM", 143), ("KILL", 1)])
@@ -83,7 +80,7 @@ def test_exit_codes_of_the_cluster_schemes() -> None:
 def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Any) -> None:
     job.words += ["epochs=200"]
     with started(job.command(), job.env(LOCKSTEP_THREADS="1")) as launcher:
-        poll(lambda: any(e["event"] == "checkpoint_written" for e in _events(job.run_dir)), what="a checkpoint")
+        poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
         launcher.kill()
         poll(lambda: not job.pids(), 40, "the end of the orphans")
     assert json.loads((job.run_dir / "status.json").read_text())["code"] == 75
@@ -96,6 +93,52 @@ def test_the_launcher_runs_any_program_and_prefixes_its_lines() -> None:
     done = run([PYTHON, "-m", "training", "launch", "--ranks", "3", "--", PYTHON, "-c", script], clean_env())
     assert done.code == 0, done.output
     assert sorted(done.output.splitlines()) == [f"[rank {rank}] I am {rank} of 3" for rank in range(3)]
+
+
+PIECES = """
+import os, pathlib, time
+rank, folder = os.environ["RANK"], pathlib.Path({folder!r})
+print("begun", rank, flush=True)
+while not (folder / "go-on").exists():
+    time.sleep(0.02)
+print("one ", end="", flush=True)
+time.sleep(1)  # torch's agent looks ten times meanwhile
+print("line", flush=True)
+(folder / rank).touch()
+while not (folder / "0").exists() or not (folder / "1").exists():
+    time.sleep(0.02)
+if rank == "0":
+    print("cut off", end="", flush=True)
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+
+
+def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
+    """The ranks go on when their first lines were read, and write the next one in two pieces."""
+    command = [
+        PYTHON,
+        "-m",
+        "training",
+        "launch",
+        "--ranks",
+        "2",
+        "--",
+        PYTHON,
+        "-c",
+        PIECES.format(folder=str(tmp_path)),
+    ]
+    with started(command) as process:
+        assert process.stdout is not None
+        bound = threading.Timer(60, process.kill)
+        bound.start()
+        first = [process.stdout.readline() for _ in range(2)]
+        (tmp_path / "go-on").touch()
+        rest = process.stdout.read().splitlines()
+        bound.cancel()
+    assert sorted(first) == ["[rank 0] begun 0\n", "[rank 1] begun 1\n"]
+    said = sorted(line for line in rest if line.startswith("[rank"))
+    assert said == ["[rank 0] cut off", "[rank 0] one line", "[rank 1] one line"], rest
 
 
 class Node:
@@ -130,11 +173,11 @@ def _elastic_job(tmp_path: Path, data_root: Path, epochs: int) -> Job:
 
 
 def _worlds(job: Job) -> list[int]:
-    return [event["world_size"] for event in _events(job.run_dir) if event["event"] == "start"]
+    return [event["world_size"] for event in events(job.run_dir, "start")]
 
 
 def _steps(job: Job) -> int:
-    return max((event["step"] for event in _events(job.run_dir) if event["event"] == "checkpoint"), default=0)
+    return max((event["step"] for event in events(job.run_dir, "checkpoint")), default=0)
 
 
 def _assert_close_to_one_rank(job: Job, tmp_path: Path, data_root: Path, epochs: int) -> None:
@@ -160,11 +203,11 @@ def test_a_node_leaves_and_comes_back(tmp_path: Path, data_root: Path) -> None:
         poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 90, "the rest to go on")
         with started(second.command, second.env) as again:
             poll(lambda: _worlds(job)[-1:] == [2], 90, "the node to be taken in")
-            output = again.communicate(timeout=120)[0]
+            output = again.communicate(timeout=300)[0]
             assert again.returncode == 0, output
         output = one.communicate(timeout=60)[0]
         assert one.returncode == 0, output
-    starts = [e for e in _events(job.run_dir) if e["event"] in ("start", "resumed")]
+    starts = events(job.run_dir, "start", "resumed")
     assert _worlds(job)[0] in (1, 2) and _worlds(job)[-3:] == [2, 1, 2], starts
     _assert_close_to_one_rank(job, tmp_path, data_root, epochs)
 

@@ -1,0 +1,65 @@
+"""Whole lines out of many writers: the launcher's output, into which a thread a rank copies what its rank has written.
+
+torch's agent reads a rank's file while it is being written, takes what is there for a line, and begins it with the rank's
+prefix; nor does it flush. A line that was written in pieces would come out in pieces, each with a prefix, and other
+ranks' lines between them; into a pipe nothing would come at all before some kilobytes are together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+LIMIT = 1 << 16
+"""Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
+_PREFIX = re.compile(r"\[rank \d+\] ")
+
+
+class WholeLines:
+    """Stands before a text stream. What a thread writes goes on when its line has ended; `finish` sends what has not."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self._begun: dict[int, str] = {}
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            writer = threading.get_ident()
+            begun = self._begun.pop(writer, "")
+            prefix = _PREFIX.match(begun)
+            whole = begun + (text.removeprefix(prefix[0]) if prefix else text)
+            if whole.endswith("\n") or len(whole) > LIMIT:
+                self._send(whole)
+            elif whole:
+                self._begun[writer] = whole
+        return len(text)
+
+    def finish(self) -> None:
+        """Sends the lines that were never ended: their writers are gone."""
+        with self._lock:
+            for begun in self._begun.values():
+                self._send(f"{begun}\n")
+            self._begun.clear()
+
+    def _send(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def whole() -> Iterator[tuple[WholeLines, WholeLines]]:
+    """Standard output and standard error of this process in whole lines; at the end what was begun is sent."""
+    streams = WholeLines(sys.stdout), WholeLines(sys.stderr)
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            yield streams
+        finally:
+            for stream in streams:
+                stream.finish()
