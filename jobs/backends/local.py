@@ -109,13 +109,14 @@ class LocalBackend:
         folder = self.folder / name
         total = record["spec"].get("nodes", 1) * JobSpec.model_validate(record["spec"]).ranks
         said = self._said(record)
+        supervised = self._supervised(folder)  # asked first: what is no longer there has written how it ended
         ended = files.read_json(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
 
         def answer(state: base.State, reason: str, code: int | None = None) -> Status:
             return Status(state, reason, [Part("this machine", list(range(total)), state)], code)
 
-        if ended is None and self._supervised(folder):
+        if ended is None and supervised:
             if (folder / RUNNING).exists():
                 step = f"step {said['step']}" if said else "starting"
                 return answer("running", step)

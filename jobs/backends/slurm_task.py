@@ -205,10 +205,14 @@ def _requeue(here: _Here, code: int) -> None:
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    """Its answer. What it inherits holds back the TERM by which SLURM begins the requeue that it has just granted."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(["scontrol"], 1, "", str(error))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _hold(seconds: float) -> None:

@@ -67,8 +67,8 @@ def _missing(accounting: bool) -> str | None:
 
 
 def _free_ports() -> int:
-    """The first of 20 ports in a row that nobody uses."""
-    for base in random.sample(range(12000, 30000, 20), 50):
+    """The first of 20 ports in a row that nobody uses, below those that jobs under SLURM take."""
+    for base in random.sample(range(10000, 11980, 20), 50):
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(base, base + 20):
