@@ -277,9 +277,10 @@ def answers(url: str) -> bool:
 def registry(engine: str) -> Iterator[str]:
     """HOST:PORT of a real registry: Debian's docker-registry on a base that reaches no other one."""
     base = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm"
+    apt = "apt-get -o Acquire::Retries=5"
     config = r"version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}}\nhttp: {addr: ':5000'}\n"
     recipe = (
-        f"FROM {base}\nRUN apt-get update && apt-get install -y --no-install-recommends docker-registry\n"
+        f"FROM {base}\nRUN {apt} update && {apt} install -y --no-install-recommends docker-registry\n"
         f'RUN printf "{config}" > /registry.yml\n'
     )
     done = subprocess.run(

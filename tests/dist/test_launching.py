@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, free_port, gang, run, training
 from training import checkpoint
 
@@ -86,7 +87,7 @@ def test_alone_then_complete_then_longer_then_fresh(tiny: list[str], tmp_path: P
 def test_the_summary_and_the_events_say_the_same(tiny: list[str], tmp_path: Path) -> None:
     done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--log-format", "json", "--set", *tiny)
     printed = [json.loads(line) for line in done.output.splitlines()]
-    written = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    written = events(tmp_path / "run")
     assert printed == written
     epochs = [event for event in written if event["event"] == "epoch"]
     summary = _summary(tmp_path / "run")
@@ -107,9 +108,8 @@ def test_checkpoints_by_time_come_once_each_and_the_best_one_stays(tiny: list[st
     env = clean_env(LOCKSTEP_TEST_PACE="0.05")
     done = gang(2, "run", "smoke", "--run-dir", str(run_dir), "--set", *words, env=env)
     assert done.code == 0, done.output
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    scored = {event["step"]: event["accuracy"] for event in events if event["event"] == "epoch"}
-    saves = [event for event in events if event["event"] == "checkpoint" and event["step"] not in scored]
+    scored = {event["step"]: event["accuracy"] for event in events(run_dir, "epoch")}
+    saves = [event for event in events(run_dir, "checkpoint") if event["step"] not in scored]
     by_time = [event["step"] for event in saves]
     assert len(by_time) >= 2 and sorted(set(by_time)) == by_time, by_time
     # One at each interval, also on a busy machine whose steps take longer: counted over all of them, since a save's

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.events import events
 from tests.processes import clean_env, gang, training
 from training import checkpoint
 
@@ -76,9 +77,8 @@ def test_killed_three_times_and_run_again(
     _assert_same(run, undisturbed[ranks, strategy])
     summary = json.loads((run / "summary.json").read_text())
     assert summary["restarts"] == 3 and summary["steps"] == FINAL
-    starts = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    resumed = [event["step"] for event in starts if event["event"] == "resumed"]
-    assert [event["attempt"] for event in starts if event["event"] == "start"] == [1, 2, 3, 4]
+    resumed = [event["step"] for event in events(run, "resumed")]
+    assert [event["attempt"] for event in events(run, "start")] == [1, 2, 3, 4]
     assert resumed[0] in (2, 4) and resumed == sorted(resumed) and resumed[-1] >= 20
 
 

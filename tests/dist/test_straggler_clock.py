@@ -19,7 +19,7 @@ from training import sync
 from training.clock import StepClock, Times
 from training.world import World
 
-DELAY, STEPS = 0.06, 6
+DELAY, STEPS = 0.06, 8
 """Seconds, well above what a loaded machine adds to one rank alone; steps, of which the first is not looked at."""
 NAMES = [name for name in CASES if name not in RANKLESS]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.events import events
 from tests.nets import SmallConv
 from tests.ranks import on_ranks
 from training import config, optim, sync
@@ -348,8 +348,7 @@ def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[s
     words += ["nonfinite=ignore"] if "overlapped" in name else ["optim.clip=3"]
     run = folder / f"run-{name}"
     code = loop.train(config.load("smoke", words), world, run)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return {"code": code, "epochs": [event for event in events if event["event"] == "epoch"]}
+    return {"code": code, "epochs": events(run, "epoch")}
 
 
 def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_the_table_and_the_sentence_are_arithmetic_on_what_was_measured() -> Non
 
 
 def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path: Path) -> None:
-    words = ["bench", "scaling", "--ranks", "2,1", "--steps", "3", "--warm-up", "1", "--rounds", "1", "--batch", "12"]
+    words = ["bench", "scaling", "--ranks", "2,1", "--steps", "30", "--warm-up", "1", "--rounds", "1", "--batch", "12"]
     words += ["--threads", "1"]
     words += [
         "--strategies",

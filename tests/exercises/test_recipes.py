@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import events
 from tests.idx import write_fashion
 from tests.processes import gang, training
 
@@ -96,12 +97,11 @@ def test_own_slices_of_unequal_size_are_logged_and_never_hang(data_root: Path, t
     words += ["data.num_shards=5", "data.shuffle=shard", "global_batch_size=12", "epochs=2", f"uneven={uneven}"]
     done = gang(3, *words)
     assert done.code == 0, done.output
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    slices = next(event for event in events if event["event"] == "slices")["slices"]
+    slices = events(tmp_path / "run", "slices")[0]["slices"]
     # 101 samples in 5 files of 20 or 21, of which the ranks have 1, 2 and 2
     assert [own["samples"] for own in slices] == [20, 40, 41]
     steps = 5 if uneven == "drop" else 11
-    assert next(event for event in events if event["event"] == "epoch")["step"] == steps
+    assert events(tmp_path / "run", "epoch")[0]["step"] == steps
     expected = [(5, 0), (5, 20), (5, 21)] if uneven == "drop" else [(5, 0), (10, 0), (11, 0)]
     assert [(own["batches"], own["left_out"]) for own in slices] == expected
     assert f"rank 1 keeps 40 samples of its own: {expected[1][0]} batches of 4 an epoch" in done.output

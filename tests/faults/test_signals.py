@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.events import events
 from tests.faults.harness import Job, assert_same
 from tests.processes import poll, started
 from training import contract
@@ -56,8 +57,7 @@ def test_a_signal_while_a_checkpoint_is_written(job: Job, undisturbed: Any) -> N
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Any, name: str) -> None:
     with started(job.command("--max-restarts", "3"), job.env(LOCKSTEP_THREADS="1")) as launcher:
-        events = job.run_dir / "events.jsonl"
-        poll(lambda: events.exists() and "checkpoint_written" in events.read_text(), what="a checkpoint")
+        poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
         launcher.send_signal(signal.Signals[name])
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode in (0, 75), output

@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -245,21 +245,31 @@ def test_help_has_examples_and_the_exit_codes(tmp_path: Path) -> None:
     assert "lockstep" in lockstep(tmp_path, _LOCKSTEP_COMPLETE="source_bash").stdout
 
 
-def fastest(tmp_path: Path, *words: str) -> float:
-    """Seconds of CPU time: what else runs on the machine does not count, and a command that waits has something to wait for."""
-    times = []
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert lockstep(tmp_path, *words).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(times)
+def cpu_seconds(run: Callable[[], subprocess.CompletedProcess[str]]) -> float:
+    """What else runs on the machine does not count, and a command that waits has something to wait for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run().returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_answers_come_at_once(tmp_path: Path) -> None:
-    took = {"--help": fastest(tmp_path, "--help"), "render": fastest(tmp_path, "render", "k8s", job(tmp_path))}
+    """Against what Python needs for the libraries below, in turns: the machine may be slow today. Where that is 0.12 s,
+    the bounds are 0.24 and 0.5 s."""
+    libraries = [sys.executable, "-c", "import typer, pydantic, yaml"]
+    file = job(tmp_path)
+    runs: dict[str, Callable[[], subprocess.CompletedProcess[str]]] = {
+        "libraries": lambda: subprocess.run(libraries, capture_output=True, text=True, timeout=60),
+        "help": lambda: lockstep(tmp_path, "--help"),
+        "render": lambda: lockstep(tmp_path, "render", "k8s", file),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(5):
+        for name, run in runs.items():
+            times[name].append(cpu_seconds(run))
+    took = {name: min(found) for name, found in times.items()}
     print(took)
-    assert took["--help"] <= 0.3 and took["render"] <= 0.5, took
+    assert took["help"] <= 2 * took["libraries"] and took["render"] <= 4.2 * took["libraries"], took
 
 
 def test_nothing_in_jobs_imports_torch() -> None:

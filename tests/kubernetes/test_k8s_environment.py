@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from jobs.backends.kubernetes import KubernetesBackend
 from jobs.spec import JobSpec
+from tests.events import events
 from tests.processes import training
 from training import checkpoint
 
@@ -47,12 +48,6 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def load(run_dir: Path) -> dict[str, torch.Tensor]:
     """The model's parameters by name."""
     return checkpoint.load(checkpoint.candidates(run_dir / "checkpoints")[0])["shared"]["model"]
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    path = run_dir / "events.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if row["event"] == kind]
 
 
 def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run(

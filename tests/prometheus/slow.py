@@ -15,7 +15,7 @@ import torch
 from tests.nets import SmallConv
 from training.data.loader import Batch, Loader
 
-PACE, DELAY = 0.03, 0.12
+PACE, DELAY = 0.03, 0.3
 """Seconds of every rank's forward pass, and of the slow rank's delay: well above this machine's noise."""
 
 BAD_PASS, HELD_PASS = 3, 20

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from jobs.ranks import parse
+from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, gang, poll, started, training
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
@@ -207,8 +208,7 @@ def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny
         assert process.returncode == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert live == summary["examples_seen"] * done / summary["steps"]
-    events = [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert events.count("nonfinite") == 1
+    assert len(events(run_dir, "nonfinite")) == 1
 
 
 def _textfiles(server: Prometheus, run: str) -> list[Path]:

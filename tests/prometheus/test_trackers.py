@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import events
 from tests.processes import clean_env, training
 
 NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
@@ -32,8 +33,7 @@ def test_tensorboard_has_the_numbers_of_the_events(tiny: list[str], tmp_path: Pa
 
     found = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert set(found.Tags()["scalars"]) >= NAMES | {"lr", "grad_norm", "images_per_second", "sync_wait"}
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    epochs = [event for event in events if event["event"] == "epoch"]
+    epochs = events(tmp_path / "run", "epoch")
     for name, key in (("val_acc", "accuracy"), ("elapsed", "trained_seconds"), ("examples_seen", "examples_seen")):
         logged = [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
         assert logged == [(event["step"], pytest.approx(event[key], rel=1e-6)) for event in epochs]
@@ -68,14 +68,13 @@ def test_wandb_offline(tiny: list[str], tmp_path: Path) -> None:
         {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         for record in records if record.WhichOneof("record_type") == "history"
     ]  # fmt: skip
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    epochs = [event for event in events if event["event"] == "epoch"]
+    epochs = events(tmp_path / "run", "epoch")
     logged = [row for row in rows if "val_acc" in row]
     assert all(set(row) >= NAMES for row in logged) and len(epochs) == 3
     for name, key in (("val_acc", "accuracy"), ("elapsed", "trained_seconds"), ("examples_seen", "examples_seen"),
                       ("train_loss", "train_loss"), ("epoch", "epoch"), ("step", "step")):  # fmt: skip
         assert [row[name] for row in logged] == [pytest.approx(event[key], rel=1e-6) for event in epochs], name
-    steps = [event for event in events if event["event"] == "step"]
+    steps = events(tmp_path / "run", "step")
     assert [row["step"] for row in rows if "sync_wait" in row] == [event["step"] for event in steps]
     identity = json.loads((tmp_path / "run/wandb.json").read_text())["id"]
     assert identity in file.name

@@ -14,6 +14,7 @@ import torch
 
 from jobs.backends.slurm_query import Unreachable
 from jobs.spec import JobSpec
+from tests.events import events
 from tests.processes import PYTHON, clean_env, gang, poll
 from tests.slurm.conftest import Bench, once
 from training import checkpoint
@@ -52,11 +53,6 @@ def assert_same(one: Path, other: Path, steps: int = STEPS) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 class Training:
     """A slow job of 2 nodes × 1 rank that becomes fast once the test lets it. `pace`: seconds a step until then."""
 
@@ -88,10 +84,10 @@ class Training:
         assert_same(self.run, undisturbed)
 
     def saved_at(self) -> list[int]:
-        return [event["step"] for event in events(self.run) if event["event"] == "preempted" and event["saved"]]
+        return [event["step"] for event in events(self.run, "preempted") if event["saved"]]
 
     def resumed_at(self) -> list[int]:
-        return [event["step"] for event in events(self.run) if event["event"] == "resumed"]
+        return [event["step"] for event in events(self.run, "resumed")]
 
 
 def test_the_time_limit(bench: Bench, undisturbed: Path) -> None:
