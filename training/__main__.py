@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from training.arguments import Parser
 from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError
-from training.lifeline import end_with_launcher
+from training.lifeline import end_with_launcher, hold_back_signals
 
 _BEGAN = time.perf_counter()
 
@@ -184,6 +184,8 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     end_with_launcher(env)
     try:
         words = argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
+        if words[:1] == ["launch"]:
+            hold_back_signals()
         if words and words[0] in _PARTS:
             return int(importlib.import_module(f"training.{words[0]}").main(words[1:]))
         args = _parser().parse_args(argv)

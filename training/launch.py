@@ -43,9 +43,9 @@ from training.contract import (
     MASTER_PORT,
     UserError,
 )  # fmt: skip
+from training.lifeline import FORWARDED
 from training.world import cores
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 
 
@@ -56,6 +56,10 @@ class Agent(LocalElasticAgent):
     timed_out = False
     grace: int
     attempts: Attempts
+    ours: bool
+    """The ranks are `python -m training run`, which saves on a signal; else a program of which nothing is known."""
+    caught: tuple[signal.Signals, ...] = FORWARDED
+    """Without those that the launcher was told to ignore (nohup): the ranks ignore them, too."""
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
 
@@ -73,11 +77,12 @@ class Agent(LocalElasticAgent):
         return ids
 
     def catch(self) -> None:
-        for number in FORWARDED:
+        for number in self.caught:
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        self.signalled = number
+        if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
+            self.signalled = number
         # SUCCEEDED: in the exit barrier. STOPPED: the old ranks are gone, the new ones wait for other nodes.
         waiting = self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
         if self._pcontext is None or waiting:
@@ -267,9 +272,14 @@ def _run(
 ) -> int:  # fmt: skip
     waiting: Callable[..., Any] = _leave_while_waiting
     agent: Agent | None = None
-    for number in FORWARDED:
+    caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
+    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
+    torchs = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if signal.Signals[name] in caught]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*torchs, "SIGQUIT"])
+    for number in caught:
         signal.signal(number, waiting)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # `hold_back_signals`
         spec = WorkerSpec(
             role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
             rdzv_handler=get_rendezvous_handler(parameters), max_restarts=attempts.left, monitor_interval=0.1,
@@ -281,9 +291,18 @@ def _run(
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
+        agent.caught, agent.ours = caught, args.command[0] == "run"
         agent.catch()
         agent.limit(args.time_limit)
-        code = exit_code(agent.run())
+        result = agent.run()
+        code = exit_code(result)
+        if agent.ours and code == EXIT_FAILED and _had_no_handler(result, agent.signalled):
+            print(
+                f"launch: {signal.Signals(agent.signalled or 0).name} before a rank had begun",
+                file=sys.stderr,
+                flush=True,
+            )
+            code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
             print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
@@ -299,6 +318,11 @@ def _run(
         print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     return code
+
+
+def _had_no_handler(result: RunResult, signalled: int | None) -> bool:
+    """Whether a rank died of the signal that was handed on to it: it was importing still, so nothing is lost."""
+    return signalled is not None and -signalled in {failure.exitcode for failure in result.failures.values()}
 
 
 def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001

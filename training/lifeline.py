@@ -1,4 +1,4 @@
-"""No rank outlives its launcher. Imports nothing heavy: it runs before torch is loaded."""
+"""The life of a launcher and its ranks hangs together. Imports nothing heavy: it runs before torch is loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import signal
 from collections.abc import Mapping
 
 from training.contract import ENV_LAUNCHER
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What the launcher hands on to its ranks."""
+
+
+def hold_back_signals() -> None:
+    """Until the launcher has handlers: as PID 1 of a container it would not even be told of those that come before."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -93,6 +94,59 @@ def test_the_launcher_runs_any_program_and_prefixes_its_lines() -> None:
     done = run([PYTHON, "-m", "training", "launch", "--ranks", "3", "--", PYTHON, "-c", script], clean_env())
     assert done.code == 0, done.output
     assert sorted(done.output.splitlines()) == [f"[rank {rank}] I am {rank} of 3" for rank in range(3)]
+
+
+def _blocks_term(pid: int) -> bool:
+    mask = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return mask is not None and bool(int(mask[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
+    """While it imports torch; as PID 1 of a container, where there may be one: the kernel drops what has no handler."""
+    inside = ["unshare", "--pid", "--fork", "--mount-proc"] if os.geteuid() == 0 else []
+    with started([*inside, *job.command("--max-restarts", "0")], job.env()) as process:
+
+        def launcher() -> int:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            return int(children[0]) if inside and children else 0 if inside else process.pid
+
+        poll(lambda: launcher() and _blocks_term(launcher()), what="a launcher that imports torch")
+        os.kill(launcher(), signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "launch: SIGTERM before the ranks had begun" in output, output
+
+
+def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Any) -> None:
+    with started(["nohup", *job.command()], job.env(LOCKSTEP_THREADS="1", LOCKSTEP_TEST_PACE="0.1")) as launcher:
+        poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
+        os.killpg(launcher.pid, signal.SIGHUP)
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert len(events(job.run_dir, "start")) == 1
+    assert_same(job.run_dir, undisturbed[2])
+
+
+USR1 = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path({folder!r})
+signal.signal(signal.SIGUSR1, lambda *_: (folder / "heard").touch())
+if (folder / "heard").exists():
+    sys.exit(0)
+(folder / "ready").touch()
+while not (folder / "heard").exists():
+    time.sleep(0.02)
+sys.exit(9)
+"""
+
+
+def test_a_program_may_use_usr1_for_itself_and_is_restarted_all_the_same(tmp_path: Path) -> None:
+    program = USR1.format(folder=str(tmp_path))
+    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", "--max-restarts", "1", "--", PYTHON, "-c", program]
+    with started(command) as launcher:
+        poll((tmp_path / "ready").exists, what="a handler")
+        launcher.send_signal(signal.SIGUSR1)
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, output
 
 
 PIECES = """
