@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -85,6 +86,9 @@ app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 def main() -> NoReturn:
     """Runs the command line. Errors that a person can mend are one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no command
     try:
         # Outside standalone mode typer hands the code of an Exit back instead of raising it.
         code = app(standalone_mode=False)

@@ -73,7 +73,7 @@ def render(
         print(text, end="", flush=True)
     else:
         try:
-            out.write_text(text)
+            out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}") from None
 

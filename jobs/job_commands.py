@@ -48,8 +48,12 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
         ]
         if len(rows) > 1 and rows:
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
-    unfinished = waited and not found.final and found.state != "unschedulable"
-    raise typer.Exit(EXIT_TIMED_OUT if unfinished else found.code)
+    raise typer.Exit(EXIT_TIMED_OUT if waited and unfinished(found) else found.code)
+
+
+def unfinished(found: Status) -> bool:
+    """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
+    return not found.final and found.state != "unschedulable"
 
 
 def _span(part: Part) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import math
+import re
 import socket
 import statistics
 import time
@@ -96,24 +97,37 @@ class Reader:
         return {snapshot.rank: snapshot for snapshot in found}
 
     def _rank(self, rank: int) -> Snapshot | None:
+        path = contract.textfile(self.run_dir, rank)
+        try:
+            with path.open(encoding="utf-8") as file:
+                written, at = file.read(_MOST_BYTES), path.stat().st_mtime
+        except (OSError, ValueError):
+            written, at = "", 0.0
         where = files.read_json(contract.endpoint_file(self.run_dir, rank), limit=4096)
         host, port = (where.get("host"), where.get("port")) if isinstance(where, dict) else (None, None)
         if isinstance(host, str) and type(port) is int and 0 < port < 65536:
             try:
-                return Snapshot(rank, parse(_fetch(host, port)), time.time(), "live")
+                served = _fetch(host, port)
+                # A killed rank's file stays, and another run may have its port by now.
+                if not written or _whose(served) == _whose(written):
+                    return Snapshot(rank, parse(served), time.time(), "live")
             except (OSError, ValueError, http.client.HTTPException):
                 pass  # it has just ended, a firewall stands between, or something else has its port now
-        path = contract.textfile(self.run_dir, rank)
         try:
-            with path.open(encoding="utf-8") as file:
-                return Snapshot(rank, parse(file.read(_MOST_BYTES)), path.stat().st_mtime, "textfile")
-        except (OSError, ValueError):
+            return Snapshot(rank, parse(written), at, "textfile") if written else None
+        except ValueError:
             return None
 
 
 def _number(path: Path) -> int | None:
     digits = path.stem.removeprefix("rank-")
     return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
+def _whose(text: str) -> tuple[str, ...] | None:
+    """The run and the rank that metrics are of, as their first line with both has them."""
+    found = re.search(r'\{(?=[^}]*\brun="((?:[^"\\]|\\.)*)")(?=[^}]*\brank="(\d+)")', text)
+    return found.groups() if found else None
 
 
 def _fetch(host: str, port: int) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from jobs import sweep as sweeps
 from jobs.backends.slurm import SlurmBackend
 from jobs.backends.slurm_folder import SUBMITIT, home
-from jobs.job_commands import teller
+from jobs.job_commands import teller, unfinished
 from jobs.render import slurm as render
 from jobs.spec import JobSpec
-from jobs.terminal import say, show, table
-from training.contract import UserError
+from jobs.terminal import say, show, table, warn
+from training.contract import EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
     from jobs.backends.base import Mode, Status
@@ -60,11 +60,16 @@ def submit_sweep(spec: JobSpec, texts: list[str], mode: Mode, wait: float | None
     else:
         head = ("NAME", *values, "STATE", "ACCURACY")
         table(tuple(text.upper() for text in head), [tuple(_cell(value) for value in row.values()) for row in rows])
-    return max(124 if not status.final else status.code for status in found)
+    return max(EXIT_TIMED_OUT if unfinished(status) else status.code for status in found)
 
 
 def _row(backend: SlurmBackend, spec: JobSpec, status: Status, names: list[str]) -> dict[str, Any]:
-    accuracy = backend.summary(spec.name).get("accuracy") if status.state == "succeeded" else None
+    accuracy = None
+    if status.state == "succeeded":
+        try:
+            accuracy = backend.summary(spec.name).get("accuracy")
+        except UserError as error:  # a shared folder may show it later
+            warn(str(error))
     return {
         "name": spec.name,
         **{name: spec.overrides[name] for name in names},

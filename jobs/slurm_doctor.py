@@ -169,7 +169,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     word = secrets.token_hex(8)
     files = [place / f".doctor-{word}" for place in places]
     for file in files:
-        file.write_text(word)
+        file.write_text(word, encoding="utf-8")
     inside = spec is None or spec.slurm.container is None
     python = (spec.slurm.python if spec is not None else None) or sys.executable
     program = "import sys, submitit, jobs.backends.slurm_task; print(*(open(name).read() for name in sys.argv[1:]))"

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib
+import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -205,10 +208,17 @@ def leave(code: int) -> NoReturn:
     is being finalised, the process aborts with 134 after its work is done (seen about once in ten starts, torch 2.15).
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that left, closed (None)
+            stream.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    leave(main())
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):  # None where it is closed
+            output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
+    try:
+        leave(main())
+    except BrokenPipeError:  # `| head` has seen enough
+        leave(128 + signal.SIGPIPE)

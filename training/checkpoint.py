@@ -162,8 +162,9 @@ class Writer:
             with contextlib.suppress(Exception):
                 self._pending.result()
 
-    def close(self) -> None:
-        self._executor.shutdown()
+    def close(self, wait: bool = True) -> None:
+        """Ends the thread; without `wait` also where the disk never answers."""
+        self._executor.shutdown(wait, cancel_futures=not wait)
 
     def _snapshot(self, tensors: list[torch.Tensor]) -> None:
         same = len(tensors) == len(self._buffers) and all(

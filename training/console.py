@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.config import Log
 from training.world import World
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
+    with contextlib.suppress(OSError):
+        print(text, file=file, flush=True)
 
 
 class Console:
@@ -38,7 +45,7 @@ class Console:
     def line(self, text: str) -> None:
         """A sentence for people; silent where JSON was asked for."""
         if self.speaks and self.log.format == "table":
-            print(text if self.world.leader else f"[rank {self.world.rank}] {text}", flush=True)
+            say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
 
     def per_class(self, accuracies: dict[str, float | None]) -> None:
         for name, accuracy in accuracies.items():
@@ -48,7 +55,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Always on stderr, whatever the format."""
-        print(f"warning: rank {self.world.rank}: {text}", file=sys.stderr, flush=True)
+        say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
 
     def step(self, epoch: int, done: int) -> None:
         if self._bar is not None:
@@ -57,22 +64,20 @@ class Console:
     def on_event(self, event: dict[str, Any]) -> None:
         if self.log.format == "json":
             if self.world.leader:
-                print(json.dumps(event, ensure_ascii=False), flush=True)
+                say(json.dumps(event, ensure_ascii=False))
         elif event["event"] == "score":
-            print(
+            say(
                 f"step {event['step']:5d} | train_loss {event['train_loss']:7.4f} | test_loss {event['test_loss']:7.4f}"
-                f" | step time {1000 * event['step_seconds']:7.2f} ms",
-                flush=True,
+                f" | step time {1000 * event['step_seconds']:7.2f} ms"
             )
         elif event["event"] == "epoch" and not self._by_step:
             if not self._header:
                 self._header = True
-                print("epoch    batch    train time [sec]    validation accuracy    train loss    images/s", flush=True)
+                say("epoch    batch    train time [sec]    validation accuracy    train loss    images/s")
             accuracy = "            –" if event["accuracy"] is None else f"{event['accuracy']:13.4f}"
-            print(
+            say(
                 f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}{accuracy}"
-                f" {event['train_loss']:13.4f} {event['images_per_second']:11.0f}",
-                flush=True,
+                f" {event['train_loss']:13.4f} {event['images_per_second']:11.0f}"
             )
 
     def close(self) -> None:

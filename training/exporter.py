@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import ipaddress
 import json
 import os
 import re
@@ -83,7 +84,7 @@ class Exporter:
         if port not in (0, self._server.port):
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
         threading.Thread(target=self._server.run, name="metrics", daemon=True).start()
-        host, port = address or socket.gethostname(), self._server.port
+        host, port = address if address and not _anywhere(address) else socket.gethostname(), self._server.port
         self._publish(self._endpoint, json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode() + b"\n")
         if self._target is not None:
             target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -130,6 +131,14 @@ class Exporter:
                 self._endpoint.parent.rmdir()  # the last rank
         if self._server is not None:
             self._server.stop()
+
+
+def _anywhere(address: str) -> bool:
+    """0.0.0.0 or ::, where one can listen and nobody can be reached."""
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return False
 
 
 def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:

@@ -46,8 +46,9 @@ class WholeLines:
             self._begun.clear()
 
     def _send(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # a full disk costs this line, not the thread that brings the next ones
+            self._stream.write(text)
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

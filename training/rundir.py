@@ -196,11 +196,14 @@ def versions() -> dict[str, str]:
 
 def git_revision() -> str:
     """The revision of the source tree, or of the image; an empty text where neither is known."""
+    source = Path(__file__).resolve().parents[1]
     try:
         found = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            ["git", "-C", str(source), "rev-parse", "--show-toplevel", "HEAD"],
             capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+        ).stdout.splitlines()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get(contract.ENV_REVISION, "")
-    return found.stdout.strip()
+        found = []
+    if len(found) == 2 and Path(found[0]).resolve() == source:  # not the project in whose .venv this is installed
+        return found[1]
+    return os.environ.get(contract.ENV_REVISION, "")

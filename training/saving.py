@@ -27,7 +27,7 @@ class Saver:
         self._future: Future[SaveResult] | None = None
         self._last_step = prepared.steps_done
         self._last_time = time.monotonic()
-        self._last_failed = False
+        self._last_failed = self._hangs = False
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
@@ -76,6 +76,7 @@ class Saver:
             self.p.metrics.checkpoint_failed("timeout" if isinstance(error, FutureTimeout) else "disk")
             self.failures += 1
             self._last_failed = True
+            self._hangs = isinstance(error, FutureTimeout)
             reason = str(error) or f"the disk did not answer for {timeout} s"
             self.p.event("checkpoint_failed", reason=reason, failures=self.failures)
             self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {reason}")
@@ -88,7 +89,9 @@ class Saver:
         self._future = None
 
     def close(self) -> None:
+        """Sees the last save end, unless its time was over before: that one leaves a file that the next start removes."""
         if self._writer is not None:
-            self._writer.wait()
-            self._reap()
-            self._writer.close()
+            if not self._hangs:
+                self._writer.wait()
+                self._reap()
+            self._writer.close(wait=not self._hangs)

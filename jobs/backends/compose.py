@@ -152,10 +152,11 @@ class ComposeBackend:
         try:
             while True:
                 over = self.status(name).final  # asked before reading, so that nothing is missed
-                for time, line in engine.log_lines(id, not over, last):
-                    if time > last:
+                since = last  # within one reading the two streams may come out of order, or at one time
+                for time, line in engine.log_lines(id, not over, since):
+                    if time > since:
                         lines.put(line)
-                        last = time
+                        last = max(last, time)
                 if over:
                     break
                 threading.Event().wait(self.interval)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
@@ -220,7 +221,7 @@ class Api:
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
     """(a loader of the configuration, the namespace it names). Raises `UserError` where there is none."""
     if context is None and NAMESPACE_FILE.exists():
-        namespace = NAMESPACE_FILE.read_text().strip()
+        namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
 
         def inside() -> kube.Configuration:
             configuration = kube.Configuration()
@@ -235,16 +236,23 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
             kubeconfig.load_kube_config(
                 config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
             )
-        except (kubeconfig.ConfigException, OSError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"cannot read the kubeconfig ({str(error).splitlines()[0][:200]}): set KUBECONFIG, or choose --context"
-            ) from None
+        except (
+            kubeconfig.ConfigException,
+            yaml.YAMLError,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
         return configuration
 
     outside()
     try:
         contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
-    except (kubeconfig.ConfigException, OSError):
+    except (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError):
         return outside, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
     return outside, str(chosen.get("context", {}).get("namespace") or "default")

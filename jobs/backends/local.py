@@ -20,16 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import ValidationError
 
+from jobs import specfile
 from jobs.backends import base
 from jobs.backends.base import Listed, Mode, Part, Status, Submitted
 from jobs.backends.supervise import ENDED, RUNNING, alive, start_ticks
 from jobs.render import command as commands
 from jobs.spec import JobSpec
+from jobs.terminal import warn
 from training import contract, files
 from training.contract import UserError
 
+JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1
+SUBMISSION_SECONDS = 60
+_RECORD: dict[str, Any] = {
+    "spec": dict, "hash": str, "run_dir": str, "grace": (int, float), "created": str, "earlier_attempts": int,
+}  # fmt: skip
 _PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
@@ -58,6 +66,8 @@ class LocalBackend:
 
     def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
         folder = self.folder / spec.name
+        if folder.exists() and not (folder / JOB).exists():  # a submission was broken off here: nothing has run
+            shutil.rmtree(folder)
         if folder.exists():
             record, status = self._record(spec.name), self.status(spec.name)
             if mode == "new":
@@ -79,7 +89,7 @@ class LocalBackend:
         before = files.read_json(run_dir / contract.STATUS_FILE)
         folder.mkdir(mode=0o700)
         files.replace_json(
-            folder / "job.json",
+            folder / JOB,
             {
                 "spec": spec.plain(), "hash": spec.hash(), "run_dir": str(run_dir), "command": self._command(spec, run_dir),
                 "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + 30,
@@ -92,7 +102,7 @@ class LocalBackend:
                 [sys.executable, "-m", "jobs.backends.supervise", str(folder)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        files.replace_json(folder / "supervisor.json", {"pid": process.pid, "ticks": start_ticks(process.pid)})
+        files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})
         # It is meant to outlive this process; where it does not, somebody has to take its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
         return Submitted(spec.name, True, str(folder))
@@ -107,10 +117,12 @@ class LocalBackend:
     def status(self, name: str) -> Status:
         record = self._record(name)
         folder = self.folder / name
-        total = record["spec"].get("nodes", 1) * JobSpec.model_validate(record["spec"]).ranks
-        said = self._said(record)
-        supervised = self._supervised(folder)  # asked first: what is no longer there has written how it ended
+        total = _ranks(name, record)
+        # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
+        being_submitted = self._being_submitted(folder)
+        supervised = self._supervised(folder)
         ended = files.read_json(folder / ENDED)
+        said = self._said(record)
         cancelled = (folder / "cancelled").exists()
 
         def answer(state: base.State, reason: str, code: int | None = None) -> Status:
@@ -121,6 +133,8 @@ class LocalBackend:
                 step = f"step {said['step']}" if said else "starting"
                 return answer("running", step)
             return answer("pending", "the launcher is starting")
+        if ended is None and being_submitted:
+            return answer("pending", "is being submitted")
         code, reason = (ended or {}).get("code"), ""
         if said is not None and said.get("code") is not None:
             code, reason = said["code"], str(said.get("reason", ""))
@@ -152,23 +166,33 @@ class LocalBackend:
 
     @staticmethod
     def _supervised(folder: Path) -> bool:
-        for file in ("supervisor.json", RUNNING):
+        for file in (SUPERVISOR, RUNNING):
             process = files.read_json(folder / file)
             if process is not None and alive(process["pid"], process["ticks"]):
                 return True
         return False
 
     @staticmethod
+    def _being_submitted(folder: Path) -> bool:
+        """Between its record and its supervisor; a submission that was broken off there is lost after a minute."""
+        if (folder / SUPERVISOR).exists() or (folder / RUNNING).exists():
+            return False
+        return time.time() - (folder / JOB).stat().st_mtime < SUBMISSION_SECONDS
+
+    @staticmethod
     def _last_line(folder: Path) -> str:
-        with (folder / "log.txt").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().decode(errors="replace").split("\n")
+        try:
+            with (folder / "log.txt").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
         found = [line for line in lines if "error" in line.lower()]
         return found[-1][:300] if found else ""
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         record = self._record(name)
-        total = record["spec"].get("nodes", 1) * JobSpec.model_validate(record["spec"]).ranks
+        total = _ranks(name, record)
         if rank is not None and not 0 <= rank < total:
             raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
         return self._lines(name, rank, follow)
@@ -194,7 +218,8 @@ class LocalBackend:
         record, folder = self._record(name), self.folder / name
         if self.status(name).final:
             return self.status(name)
-        (folder / "cancelled").touch()
+        with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
+            (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]
         signalled = False
         while not self.status(name).final and time.monotonic() < deadline:
@@ -212,11 +237,14 @@ class LocalBackend:
     def list(self) -> list[Listed]:
         if not self.folder.exists():
             return []
-        names = sorted(entry.name for entry in self.folder.iterdir() if (entry / "job.json").exists())
-        rows = [(name, self._record(name)) for name in names]
-        return [
-            Listed(name, self.status(name).state, row["spec"].get("nodes", 1), row["created"]) for name, row in rows
-        ]
+        rows = []
+        for name in sorted(entry.name for entry in self.folder.iterdir() if (entry / JOB).exists()):
+            try:
+                record = self._record(name)
+                rows.append(Listed(name, self.status(name).state, record["spec"].get("nodes", 1), record["created"]))
+            except UserError as error:
+                warn(str(error))
+        return rows
 
     def live(self, name: str) -> dict[str, Any]:
         return self._record(name)["spec"]
@@ -230,10 +258,21 @@ class LocalBackend:
     def _record(self, name: str) -> dict[str, Any]:
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
             raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
-        record = files.read_json(self.folder / name / "job.json")
-        if not isinstance(record, dict):
+        record = files.read_json(self.folder / name / JOB)
+        if record is None:
             raise UserError(f"there is no local job {name}: see `lockstep list local`")
+        if not isinstance(record, dict) or any(not isinstance(record.get(key), kind) for key, kind in _RECORD.items()):
+            raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
         return record
+
+
+def _ranks(name: str, record: dict[str, Any]) -> int:
+    """Raises `UserError` for a spec that this version does not understand."""
+    try:
+        spec = JobSpec.model_validate(record["spec"])  # not `of`: the recipe may have changed since
+    except ValidationError as error:
+        raise specfile.explain(error, JobSpec, f"{JOB} of {name}") from None
+    return spec.nodes * spec.ranks
 
 
 def _of_rank(line: str, rank: int | None) -> str | None:

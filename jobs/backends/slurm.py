@@ -112,6 +112,8 @@ class SlurmBackend:
                 yield
         except filelock.Timeout:
             raise UserError(f"{self.folder} is locked by another lockstep command: wait for it") from None
+        except OSError as error:
+            raise UserError(f"cannot keep jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
 
     def _place(self, spec: JobSpec, mode: Mode) -> JobSpec | Submitted:
         """The spec to submit, or the same job where it is there already."""
@@ -222,7 +224,10 @@ class SlurmBackend:
         if status.final:
             return status
         job_id = str(record["job_id"])
-        cancelled(record).touch()  # from here on no rank asks for a requeue
+        try:
+            cancelled(record).touch()  # from here on no rank asks for a requeue
+        except OSError as error:
+            warn(f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may ask for a requeue")
         grace = _spec(name, record).grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -58,11 +59,12 @@ class TrainingTask:
             saved = isinstance(said, dict) and said.get("code") == EXIT_PREEMPTED
             code = EXIT_PREEMPTED if saved else EXIT_FAILED
             self._leave(here, code, f"restarted {self.max_restarts} times, no more")
+        begun = [log.stat().st_size if log.exists() else 0 for log in here.logs]  # what earlier starts have said
         code = self._run_rank(here)
         if code == EXIT_DONE:
             self._note(here, code, "")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
-        reason = _last_error(*here.logs)
+        reason = _last_error(here.logs, begun)
         self._note(here, code, reason)
         may = code != EXIT_USAGE and here.restarts < self.max_restarts and not here.cancelled
         if may and code != EXIT_PREEMPTED and here.refused():
@@ -222,13 +224,13 @@ def _hold(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _last_error(*logs: Path) -> str:
-    """The last line of this rank's output that tells an error, without control codes; empty where none does."""
+def _last_error(logs: Sequence[Path], begun: Sequence[int]) -> str:
+    """The last line that tells an error behind the places `begun` of a rank's output, without control codes, or ""."""
     telling = []
-    for log in logs:
+    for log, since in zip(logs, begun, strict=True):
         try:
             with log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+                file.seek(max(since, file.seek(0, os.SEEK_END) - 16384))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue

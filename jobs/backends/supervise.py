@@ -28,7 +28,7 @@ def start_ticks(pid: int) -> int | None:
 
 def _stat(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return []
 
@@ -46,7 +46,7 @@ def alive(pid: int, ticks: int | None) -> bool:
 
 
 def main(folder: Path) -> int:
-    job = json.loads((folder / "job.json").read_text())
+    job = json.loads((folder / "job.json").read_bytes())
     child = subprocess.Popen(job["command"], env={**os.environ, **job["env"]}, start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -166,7 +166,7 @@ def _setup(spec: JobSpec, folder: Path) -> list[str]:
     lines = [
         f"# each task: {json.dumps(commands.rank(spec, run_directory(spec)))[:2000]}",
         # The tasks unpickle what lies there: nobody else may have put it there.
-        f'[ -O {folder} ] && [ "$(stat -c %a {folder})" = 700 ] || {{ echo "{folder} is not mine alone"; exit 2; }}',
+        f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "restarts=${SLURM_RESTART_COUNT:-0}",
         "job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
         f"output={folder}/${{SLURM_JOB_ID}}_batch.out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import io
 import json
 import socket
@@ -150,6 +151,32 @@ def test_an_endpoint_that_is_none_leaves_the_textfile(tmp_path: Path) -> None:
             (folder / "endpoints/rank-00000.json").write_text(json.dumps({"host": host, "port": number}))
             found = Reader(folder).read()
             assert found[0].source == "textfile" and found[0].values["step"] == 40, (host, number)
+
+
+@pytest.mark.parametrize(("run_name", "rank", "source"), [("x", 0, "live"), ("y", 0, "textfile"), ("x", 1, "textfile")])
+def test_another_run_on_the_port_of_a_killed_rank_is_not_believed(
+    tmp_path: Path, run_name: str, rank: int, source: str
+) -> None:
+    folder = _run(tmp_path / "run", (0.0, 0.4, 3.5))
+    (folder / "endpoints").mkdir()
+    text = (
+        TEXT.format(rank=rank, data=0.0, compute=0.4, sync=3.5)
+        .replace('run="x"', f'run="{run_name}"')
+        .replace("} 40", "} 777")
+    )
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        port = server.server_address[1]
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        (folder / "endpoints/rank-00000.json").write_text(json.dumps({"host": "127.0.0.1", "port": port}))
+        found = Reader(folder).read()[0]
+    assert (found.source, found.values["step"]) == (source, 777 if source == "live" else 40)
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

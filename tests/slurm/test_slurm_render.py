@@ -69,6 +69,17 @@ def test_the_example_does_not_drift(tmp_path: Path) -> None:
     assert done.code == 0 and done.output == example, "make example-slurm"
 
 
+@pytest.mark.parametrize(("mode", "code"), [(0o700, 0), (0o2700, 0), (0o750, 2), (0o701, 2)])
+def test_the_script_takes_no_payload_from_a_folder_that_others_can_write(tmp_path: Path, mode: int, code: int) -> None:
+    """A folder below one with the group bit set inherits that, and is still its owner's alone."""
+    folder = tmp_path / "submitit"
+    folder.mkdir()
+    folder.chmod(mode)
+    (line,) = (line for line in render.script(JobSpec.of(BIG), folder).splitlines() if "is not mine alone" in line)
+    done = subprocess.run(["bash", "-euc", line], capture_output=True, text=True, timeout=20)
+    assert done.returncode == code, done
+
+
 def test_what_slurm_must_be_told() -> None:
     text = render.script(JobSpec.of(BIG), FOLDER)
     flags = dict(re.findall(r"#SBATCH --([a-z-]+)(?:=(\S+))?", text))

@@ -145,11 +145,15 @@ def test_reading_scontrol() -> None:
 
 def test_the_last_error_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert _last_error(log) == ""
+    assert _last_error([log], [0]) == ""
     log.write_bytes(b"begun\nTraceback\n  File x\nmod.OddError: a \x1b[31mred\x1b[0m thing\nsubmitit INFO - bye\n")
-    assert _last_error(log) == "mod.OddError: a [31mred[0m thing"
+    assert _last_error([log], [0]) == "mod.OddError: a [31mred[0m thing"
     log.write_bytes(b"error: recipe: unknown setting\xff\n")
-    assert _last_error(log).startswith("recipe: unknown setting")
+    assert _last_error([log], [0]).startswith("recipe: unknown setting")
+    begun = log.stat().st_size
+    with log.open("ab") as file:
+        file.write(b"the next start\n")
+    assert _last_error([log], [begun]) == "", "an earlier start's error is not this one's"
 
 
 def test_folders_that_somebody_else_could_write(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 
@@ -57,6 +58,17 @@ def test_what_a_rank_says_of_ranks_is_left_alone() -> None:
     for piece in ("[rank 0] see [rank 0] ", "[rank 0] [rank 1] and on\n", "[rank 0] [rank 0] twice\n", "plain\n"):
         lines.write(piece)
     assert out.writes == ["[rank 0] see [rank 0] [rank 1] and on\n", "[rank 0] [rank 0] twice\n", "plain\n"]
+
+
+def test_a_full_disk_costs_a_line_and_not_the_next_ones() -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails, too
+    try:
+        lines = WholeLines(full)
+        assert lines.write("[rank 0] lost\n") == 14
+        assert lines.write("[rank 0] lost, too\n") == 19
+    finally:
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_an_end_without_a_line_feed_is_sent_at_last_and_an_endless_line_is_not_kept() -> None:

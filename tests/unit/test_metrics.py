@@ -194,6 +194,17 @@ def test_a_rank_serves_and_says_where(exporter: Exporter, tmp_path: Path) -> Non
     assert _samples(contract.textfile(tmp_path / "run", 0).read_text())["training_exit_code"] == 75
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_an_address_that_nobody_can_reach_is_not_given_out(tmp_path: Path, address: str) -> None:
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    settings = config.Metrics(port=0, address=address, file_sd=str(tmp_path))
+    made = Exporter(settings, World(), tmp_path / "run", {})
+    (target,) = json.loads((tmp_path / "run-rank-00000.json").read_text())[0]["targets"]
+    assert target.rpartition(":")[0] == _endpoint(tmp_path / "run")["host"] == socket.gethostname()
+    made.close(0)
+
+
 def test_health_goes_with_progress(exporter: Exporter, tmp_path: Path) -> None:
     port = _endpoint(tmp_path / "run")["port"]
     assert _get(port, "/healthz")[0] == 200

@@ -11,15 +11,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.processes import ROOT, poll
 from training import config, contract, rundir, weights
+from training.checkpoint import Writer
 from training.contract import UserError
+from training.metrics import Metrics
 from training.preempt import Consensus, Decision, Signals
 from training.rundir import RunDirectory
+from training.saving import Saver
 from training.world import World
 
 
@@ -242,3 +247,44 @@ def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, *words, f"data.root={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "loaded []" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_revision_is_of_this_source_and_not_of_the_project_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed into a project's .venv, the nearest history is the project's."""
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "theirs")
+    monkeypatch.delenv("LOCKSTEP_REVISION", raising=False)
+    for place, found in ((".venv/lib/training", ""), ("training", git("rev-parse", "HEAD").strip())):
+        (tmp_path / place).mkdir(parents=True)
+        monkeypatch.setattr(rundir, "__file__", str(tmp_path / place / "rundir.py"))
+        assert rundir.git_revision() == found
+
+
+def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, told = threading.Event(), []
+    monkeypatch.setattr(Writer, "_write", lambda *_: answer.wait(60))
+    prepared: Any = SimpleNamespace(
+        config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
+        metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: told.append(kind),
+    )  # fmt: skip
+    saver = Saver(prepared)
+    assert saver._writer is not None
+    saver._future = saver._writer.save(3, {"a": torch.ones(2)})
+    try:
+        saver._reap(0.1)
+        saver.close()
+        assert told[0] == "checkpoint_failed" and "did not answer" in told[1]
+        assert not answer.is_set() and saver._future is None, "it has not waited for the disk"
+    finally:
+        answer.set()

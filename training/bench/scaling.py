@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         "threads_a_rank": threads, "cores": cores(), "fixed": rows["fixed"], "scaled": rows["scaled"],
         "strategies": by_strategy, "why": sentence, "data_parallel_against_ddp": against_ddp(by_strategy),
     }  # fmt: skip
-    (args.out / "scaling.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (args.out / "scaling.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     from training.bench.chart import draw
 
     draw(rows, args.out / "scaling.png", f"{args.recipe}, batch {batch}, {threads} thread(s) a rank")

@@ -138,7 +138,7 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
             "format": _FORMAT, "source": source, "classes": raw.classes,
             "shape": list(raw.train[0].shape[1:]), "splits": splits,
         }  # fmt: skip
-        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         staging.rename(directory)
     except (OSError, safetensors.SafetensorError) as error:  # a full disk comes as either
         raise UserError(f"cannot write shards to {directory}: {getattr(error, 'strerror', None) or error}") from None

@@ -16,7 +16,7 @@
 
 # setup
 # each task: ["run", "smoke", "--run-dir", "/shared/runs/small", "--log-format", "json", "--set", "preempt.grace_seconds=60"]
-[ -O /shared/lockstep/slurm/big/submitit ] && [ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" = 700 ] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
+[ -O /shared/lockstep/slurm/big/submitit ] && [[ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" == *00 ]] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
 restarts=${SLURM_RESTART_COUNT:-0}
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 output=/shared/lockstep/slurm/big/submitit/${SLURM_JOB_ID}_batch.out
