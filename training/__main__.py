@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from training.arguments import Parser
 from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError
-from training.lifeline import end_with_launcher, hold_back_signals
+from training.lifeline import end_with_launcher, signals_held_back
 
 _BEGAN = time.perf_counter()
 
@@ -187,10 +187,9 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     end_with_launcher(env)
     try:
         words = argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
-        if words[:1] == ["launch"]:
-            hold_back_signals()
         if words and words[0] in _PARTS:
-            return int(importlib.import_module(f"training.{words[0]}").main(words[1:]))
+            with signals_held_back() if words[0] == "launch" else contextlib.nullcontext():
+                return int(importlib.import_module(f"training.{words[0]}").main(words[1:]))
         args = _parser().parse_args(argv)
         action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
         return action(args, env)

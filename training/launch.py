@@ -279,7 +279,7 @@ def _run(
     for number in caught:
         signal.signal(number, waiting)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # `hold_back_signals`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
             role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
             rdzv_handler=get_rendezvous_handler(parameters), max_restarts=attempts.left, monitor_interval=0.1,

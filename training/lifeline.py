@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from training.contract import ENV_LAUNCHER
 
@@ -14,9 +14,14 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 """What the launcher hands on to its ranks."""
 
 
-def hold_back_signals() -> None:
-    """Until the launcher has handlers: as PID 1 of a container it would not even be told of those that come before."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+@contextlib.contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Until the launcher has handlers, and unblocks them: as PID 1 of a container it would not even be told before."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:

@@ -66,8 +66,8 @@ class LocalBackend:
 
     def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
         folder = self.folder / spec.name
-        if folder.exists() and not (folder / JOB).exists():  # a submission was broken off here: nothing has run
-            shutil.rmtree(folder)
+        if folder.exists() and not (folder / JOB).exists():
+            self._clear(folder)
         if folder.exists():
             record, status = self._record(spec.name), self.status(spec.name)
             if mode == "new":
@@ -106,6 +106,15 @@ class LocalBackend:
         # It is meant to outlive this process; where it does not, somebody has to take its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
         return Submitted(spec.name, True, str(folder))
+
+    @staticmethod
+    def _clear(folder: Path) -> None:
+        """A submission was broken off before its record was there: nothing has run. Raises `UserError` for anything else."""
+        files.remove_stale(folder, (JOB,))
+        try:
+            folder.rmdir()
+        except OSError:
+            raise UserError(f"{folder} is there and holds no job: choose another name, or remove it") from None
 
     @staticmethod
     def _command(spec: JobSpec, run_dir: Path) -> list[str]:
@@ -177,7 +186,10 @@ class LocalBackend:
         """Between its record and its supervisor; a submission that was broken off there is lost after a minute."""
         if (folder / SUPERVISOR).exists() or (folder / RUNNING).exists():
             return False
-        return time.time() - (folder / JOB).stat().st_mtime < SUBMISSION_SECONDS
+        try:
+            return time.time() - (folder / JOB).stat().st_mtime < SUBMISSION_SECONDS
+        except OSError:  # replaced meanwhile
+            return False
 
     @staticmethod
     def _last_line(folder: Path) -> str:

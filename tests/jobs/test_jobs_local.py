@@ -44,11 +44,20 @@ def _change(backend: LocalBackend, name: str, **values: Any) -> None:
 def test_a_folder_without_a_record_takes_no_name(backend: LocalBackend, mode: Any) -> None:
     """The disk was full, or the command was killed, before the record was there."""
     (backend.folder / "done").mkdir(parents=True)
+    (backend.folder / "done/.job.json.tmp").write_text("{")
     with pytest.raises(UserError, match="there is no local job done"):
         backend.status("done")
     sent = backend.submit(_spec(), mode)
     assert (sent.name, sent.created) == ("done", True)
     assert backend.wait("done", BOUND).state == "succeeded"
+
+
+def test_a_folder_of_something_else_is_not_touched(backend: LocalBackend) -> None:
+    (backend.folder / "done").mkdir(parents=True)
+    (backend.folder / "done/thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds no job: choose another name"):
+        backend.submit(_spec(), "replace")
+    assert (backend.folder / "done/thesis.txt").read_text() == "mine"
 
 
 def test_a_job_is_never_lost_while_it_is_submitted_or_ends(backend: LocalBackend) -> None:
