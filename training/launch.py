@@ -296,12 +296,8 @@ def _run(
         agent.limit(args.time_limit)
         result = agent.run()
         code = exit_code(result)
-        if agent.ours and code == EXIT_FAILED and _had_no_handler(result, agent.signalled):
-            print(
-                f"launch: {signal.Signals(agent.signalled or 0).name} before a rank had begun",
-                file=sys.stderr,
-                flush=True,
-            )
+        if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
+            print(f"launch: {name} before a rank had begun", file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
@@ -320,9 +316,13 @@ def _run(
     return code
 
 
-def _had_no_handler(result: RunResult, signalled: int | None) -> bool:
-    """Whether a rank died of the signal that was handed on to it: it was importing still, so nothing is lost."""
-    return signalled is not None and -signalled in {failure.exitcode for failure in result.failures.values()}
+def _too_early(result: RunResult, signalled: int | None) -> str:
+    """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
+
+    A rank that has begun catches all of them but HUP.
+    """
+    codes = {failure.exitcode for failure in result.failures.values()}
+    return signal.Signals(signalled).name if signalled not in (None, signal.SIGHUP) and -signalled in codes else ""
 
 
 def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
