@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from k8s_operator import until
 from k8s_server import ApiServer, Cluster, Fault
 
@@ -139,8 +140,24 @@ def test_an_expired_token_is_renewed_once(server: ApiServer, backend: Kubernetes
         backend.status("smoke")
 
 
-def test_no_kubeconfig_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+@pytest.mark.parametrize(
+    "content", [None, b"", b"a: [", b"\xff\xfe\x00", b"[1, 2]", b"clusters: 7\ncurrent-context: x\n"]
+)
+def test_no_kubeconfig_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "config").write_bytes(content)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(UserError, match="cannot read the kubeconfig") as caught:
+        load_configuration(None)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_certificates_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ApiServer) -> None:
+    file = server.kubeconfig(tmp_path / "config")
+    found = yaml.safe_load(file.read_text())
+    found["clusters"][0]["cluster"] = {"server": "https://127.0.0.1:1", "certificate-authority-data": "no base64"}
+    file.write_text(yaml.safe_dump(found))
+    monkeypatch.setenv("KUBECONFIG", str(file))
     with pytest.raises(UserError, match="cannot read the kubeconfig"):
         load_configuration(None)
 
