@@ -155,7 +155,7 @@ def test_no_kubeconfig_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_damaged_certificates_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ApiServer) -> None:
     file = server.kubeconfig(tmp_path / "config")
     found = yaml.safe_load(file.read_text())
-    found["clusters"][0]["cluster"] = {"server": "https://127.0.0.1:1", "certificate-authority-data": "no base64"}
+    found["clusters"][0]["cluster"] = {"server": "https://127.0.0.1:1", "certificate-authority-data": "abcde"}
     file.write_text(yaml.safe_dump(found))
     monkeypatch.setenv("KUBECONFIG", str(file))
     with pytest.raises(UserError, match="cannot read the kubeconfig"):
