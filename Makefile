@@ -6,8 +6,9 @@ RANKS ?= auto
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 SWEEP ?=
+# Test processes at once.
+WORKERS ?= 2
 JOB ?= job.yaml
-CRDS := https://raw.githubusercontent.com/kubeflow
 
 # What the command line says wins over the job file.
 given = $(if $(filter command environment,$(origin $(1))),$(2) $($(1)))
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench bench-gpu clean
+.PHONY: help shell setup train test test-fast lint bench bench-gpu clean
 .PHONY: test-exercises test-sync test-k8s test-prometheus test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
@@ -32,22 +33,30 @@ help: ## list the targets
 $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade "pip>=25.1"
-	$(RUN) -m pip install -q --group dev -e .
+	PYTHONWARNINGS=ignore $(RUN) -m pip install -q --group dev -e .
 	@touch $(READY)
 
 setup: $(READY) ## create .venv and install everything (make train and make test do it by themselves)
 
+shell: setup ## a shell that has .venv/bin on its path
+	@PATH="$(abspath $(VENV))/bin:$$PATH" exec $${SHELL:-/bin/sh}
+
 train: $(READY) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes, or resume it; FRESH=1 starts over; SET="epochs=2 …"
 	@$(VENV)/bin/lockstep run $(RECIPE) --ranks $(RANKS) --run-dir $(RUN_DIR) $(if $(FRESH),--fresh) $(addprefix --set ,$(SET))
 
-test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root
-	$(RUN) -m pytest tests/unit tests/dist tests/jobs -m "not containers"
+test: $(READY) ## unit tests, and real runs on 2 and 3 ranks, and what they cover: needs no cluster and no root
+	@rm -f .coverage .coverage.*
+	$(RUN) -m coverage run -m pytest -n $(WORKERS) --dist loadscope tests/unit tests/dist tests/jobs -m "not containers"
+	@$(RUN) -m coverage combine -q && $(RUN) -m coverage report
+
+test-fast: $(READY) ## for every change: unit tests, and one real run on two ranks (a minute)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/unit tests/dist/test_launching.py::test_two_ranks_under_lockstep_run
 
 test-sync: $(READY) ## gradient sync under mpiexec (Open MPI), torchrun and mp.spawn, the examples, and kills of every strategy
-	$(RUN) -m pytest tests/sync
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/sync
 
 test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
-	$(RUN) -m pytest tests/kubernetes
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/kubernetes
 
 test-slurm: $(READY) ## a real SLURM of two nodes on this machine, with and without accounting (root; Debian: slurm-wlm slurmdbd mariadb-server munge)
 	$(RUN) -m pytest tests/slurm
@@ -56,13 +65,13 @@ test-prometheus: $(READY) ## metrics under a real Prometheus, and report.html in
 	$(RUN) -m pytest tests/prometheus tests/report
 
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
-	$(RUN) -m pytest tests/faults
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/faults
 
-test-faults-long: $(READY) ## the same with 50 random scenarios
-	LOCKSTEP_SCENARIOS=50 $(RUN) -m pytest tests/faults
+test-faults-long: $(READY) ## the same with 50 random scenarios, and 300 pairs of starts with --fresh
+	LOCKSTEP_SCENARIOS=50 LOCKSTEP_FRESH=300 $(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/faults
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
-	$(RUN) -m pytest tests/exercises
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/exercises
 
 submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]
 	@$(VENV)/bin/lockstep submit k8s $(K8S_FLAGS)
@@ -136,7 +145,7 @@ render-compose: $(READY) ## print the Compose file that submit-compose would sta
 	@$(VENV)/bin/lockstep render compose $(JOB_FLAGS)
 
 test-containers: $(READY) ## real containers: images, make smoke, kills, hardening (docker; 10 minutes on 2 cores)
-	$(RUN) -m pytest tests/containers tests/jobs -m "containers and not cuda_image" --durations=20
+	$(RUN) -m pytest tests/containers tests/jobs -m "containers and not cuda_image"
 
 test-image-cuda: $(READY) ## build the CUDA image and look into it (gigabytes)
 	$(RUN) -m pytest tests/containers -m cuda_image -s
@@ -151,10 +160,8 @@ lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEEL
 	$(LOCK) -o docker/requirements-cuda.txt
 	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
 
-crds: ## fetch the CRDs that the manifest tests validate against
-	mkdir -p build/crds
-	curl -fsSL -o build/crds/pytorchjob_crd.yaml $(CRDS)/trainer/release-1.9/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
-	curl -fsSL -o build/crds/trainjob_crd.yaml $(CRDS)/trainer/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
+crds: $(READY) ## write tests/kubernetes/crds/*.json anew: what the manifest tests validate against, from pinned upstream revisions
+	$(RUN) tests/kubernetes/crds/strip.py
 
 lint: $(READY) ## ruff, mypy and hadolint
 	$(RUN) -m ruff check . tests/dist # of itself it takes a folder dist for something that was built

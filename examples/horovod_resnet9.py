@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
 
-from training.data.sources import load
+from training.contract import user_errors
+from training.data.dataset import SourceDataset
 from training.models.resnet9 import ResNet9
 from training.sync.horovod import (
     DistributedOptimizer,
@@ -36,12 +36,11 @@ rank, device = init()
 dtype = torch.float32
 torch.manual_seed(rank)
 
-raw = load(args.data, args.root, True, {})
-images, labels = (torch.as_tensor(part) for part in raw.train)
-dataset = TensorDataset(images.permute(0, 3, 1, 2), labels.long())
+with user_errors():
+    dataset = SourceDataset(args.data, "train", args.root, download=True)
 loader, per_rank = partition_dataset(dataset, args.batch_size, device, dtype)
 
-model = ResNet9(len(raw.classes), images.shape[3], args.width).to(device)
+model = ResNet9(len(dataset.classes), len(dataset[0][0]), args.width, device=device)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-3)
 optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 broadcast_parameters(model)
@@ -53,7 +52,7 @@ began = time.perf_counter()
 for _ in range(args.epochs):
     seen = torch.zeros(3, dtype=torch.float64)  # correct, sum of losses, samples
     for number, (x, y) in enumerate(loader, 1):
-        logits = model(x / 127.5 - 1)
+        logits = model(2 * x - 1)
         loss = F.cross_entropy(logits, y)
         optimizer.zero_grad()
         optimizer.set_samples(len(y))

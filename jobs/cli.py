@@ -14,7 +14,7 @@ import typer
 
 from jobs import commands, job_commands, top
 from jobs.terminal import clean
-from training.contract import EXIT_USAGE, VERSION, UserError
+from training.contract import EXIT_USAGE, VERSION, UserError, check_words, keep_out_others
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -47,6 +47,9 @@ def run(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a setting.")
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Start over; an earlier run is moved aside.")] = False,
+    check_closeness: Annotated[
+        str | None, typer.Option(metavar="every=N", help="Compare the ranks' parameters every N steps.")
+    ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
     log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
     prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
@@ -54,7 +57,8 @@ def run(
     """Train on this machine, in the foreground."""
     from training import config as configuration
 
-    configuration.load(recipe, assignments or [])  # a typing error costs no start-up
+    closeness = [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
+    configuration.load(recipe, [*(assignments or []), *closeness])  # a typing error costs no start-up
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     if log_format not in (None, "table", "json"):
@@ -64,6 +68,7 @@ def run(
     command += ["--log-format", log_format] if log_format else []
     command += ["--run-dir", str(run_dir)] if run_dir else []
     command += ["--fresh"] if fresh else []
+    command += ["--check-closeness", check_closeness] if check_closeness else []
     command += ["--set", *assignments] if assignments else []
     sys.stdout.flush()
     os.execv(command[0], command)  # noqa: S606 - the launcher takes this process's place, and its signals
@@ -84,14 +89,31 @@ app.command(epilog="Example: lockstep doctor k8s job.yaml")(job_commands.doctor)
 app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
+def spread(words: list[str]) -> list[str]:
+    """`--set a=1 b=2` as `--set a=1 --set b=2`: what `python -m training` takes, this command line takes, too."""
+    found: list[str] = []
+    assigning = False
+    for number, word in enumerate(words):
+        if word == "--":
+            return found + words[number:]
+        if assigning and found[-1] != "--set" and re.match(r"[A-Za-z_][\w.-]*=", word):
+            found.append("--set")
+        elif word.startswith("-") or (assigning and found[-1] != "--set"):
+            assigning = word == "--set"
+        found.append(word)
+    return found
+
+
 def main() -> NoReturn:
     """Runs the command line. Errors that a person can mend are one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
             stream.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no command
     try:
+        check_words(sys.argv)
+        keep_out_others()
         # Outside standalone mode typer hands the code of an Exit back instead of raising it.
-        code = app(standalone_mode=False)
+        code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print(f"error: {clean(str(error))}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

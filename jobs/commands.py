@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,14 +127,25 @@ def submit(
     sweep: Sweep = None,
     replace: Annotated[bool, typer.Option("--replace", help="Delete a finished job of this name first.")] = False,
     new: Annotated[bool, typer.Option("--new", help="Take a numbered name where this one is taken.")] = False,
+    run_dir: Annotated[
+        str | None, typer.Option("--run-dir", help="Where the run is kept; the same one resumes.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is moved aside.")] = False,
     wait: Annotated[float | None, typer.Option(help="Wait for the end, at most so many seconds.", min=0)] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a job; the same job again attaches to it."""
+    """Submit a job; the same job again attaches to it, or goes on where it was cut off."""
     if replace and new:
         raise UserError("--replace and --new exclude each other")
+    replace = replace or (fresh and not new)
     _no_sweep(backend, sweep)
-    flags = {"k8s.namespace": namespace, "k8s.context": context}
+    # A word that no run was begun with.
+    flags = {
+        "k8s.namespace": namespace,
+        "k8s.context": context,
+        "run_dir": run_dir,
+        "fresh": uuid.uuid4().hex[:12] if fresh else None,
+    }
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
     if backend != "local":
@@ -141,7 +153,7 @@ def submit(
 
         for item in linter.lint(spec, options.manifests(spec, backend, "submit")):
             if item.level == "warning":
-                warn(str(item))
+                warn(f"{item.id}: {item.message}")
     mode: Mode = "replace" if replace else "new" if new else "attach"
     if sweep:
         from jobs import slurm_commands

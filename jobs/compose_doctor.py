@@ -11,6 +11,7 @@ from jobs.backends import engine
 from jobs.doctor import Check
 from jobs.quantities import size_in_bytes
 from jobs.render.manifest import get
+from jobs.render.pod import holds
 from jobs.spec import JobSpec
 from training.contract import UserError
 
@@ -69,9 +70,37 @@ def _job(spec: JobSpec, about: dict[str, Any]) -> Iterator[Check]:
     for volume in spec.volumes:
         there = volume.claim in engine.volumes()
         yield Check("volume", "ok", volume.claim if there else f"{volume.claim} will be created")
+    yield from _shards(spec)
     for secret in spec.secrets:
         present = secret in os.environ
         yield Check("secret", "ok" if present else "missing", secret if present else f"set {secret} in the environment")
+
+
+def _shards(spec: JobSpec) -> Iterator[Check]:
+    """Looks into the volume, with the job's own image and user."""
+    folder = spec.shard_folder
+    volume = next((item for item in spec.volumes if folder is not None and holds(item.path, folder)), None)
+    if folder is None or volume is None or spec.image is None:
+        return
+    missing = f"{folder} is not on the volume {volume.claim}: lockstep prepare compose writes it"
+    if volume.claim not in engine.volumes():
+        yield Check("shards", "missing", missing)
+        return
+    mount = f"{volume.claim}:{volume.path}:ro"
+    try:
+        engine.docker("image", "inspect", spec.image)
+    except UserError:
+        yield Check("shards", "cannot tell", "without the image")
+        return
+    try:
+        engine.docker(
+            "run", "--rm", "--network", "none", "--pull", "never", "--volume", mount, "--entrypoint", "test", spec.image,
+            "-r", f"{folder}/manifest.json",
+        )  # fmt: skip
+    except UserError:
+        yield Check("shards", "missing", missing)
+        return
+    yield Check("shards", "ok", folder)
 
 
 def _image(spec: JobSpec) -> Check:
@@ -80,9 +109,9 @@ def _image(spec: JobSpec) -> Check:
     try:
         (found,) = json.loads(engine.docker("image", "inspect", spec.image))
     except UserError:
-        return Check(
-            "image", "warning", f"{spec.image} is not on this machine: submit will pull it, or make image-cpu builds it"
-        )
+        if engine.is_ours(spec.image):
+            return Check("image", "missing", engine.not_built(spec.image))
+        return Check("image", "warning", f"{spec.image} is not on this machine: submit will pull it")
     revision = get(found, "Config", "Labels", "org.opencontainers.image.revision") or "unknown"
     return Check(
         "image", "ok", f"{spec.image}, {int(found.get('Size') or 0) / 1e9:.2f} GB, revision {str(revision)[:12]}"

@@ -63,7 +63,23 @@ def run(
 
         raise options.no_cluster("doctor", backend)
     wanted = namespace or (spec.k8s.namespace if spec else None)
-    return check(KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None)), spec)
+    rules = _rules(spec, backend)
+    try:
+        connected = KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None))
+    except UserError as error:
+        return [Check("cluster", "missing", str(error)), *rules]
+    return [*check(connected, spec), *rules]
+
+
+def _rules(spec: JobSpec | None, backend: str) -> list[Check]:
+    """What `submit` would refuse or warn of, which no cluster is needed for."""
+    if spec is None:
+        return []
+    from jobs import lint, options
+
+    found = lint.lint(spec, options.manifests(spec, backend, "doctor"))
+    checks = [Check(item.id, "missing" if item.level == "error" else "warning", item.message) for item in found]
+    return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 
 def check(backend: KubernetesBackend, spec: JobSpec | None) -> list[Check]:

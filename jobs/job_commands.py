@@ -31,10 +31,14 @@ def teller(name: str) -> Seen:
         nonlocal last
         now = (found.state, re.sub(r"\d+", "0", found.reason))
         if now != last and not found.final:
-            note(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
+            note(_line(name, found))
         last = now
 
     return tell
+
+
+def _line(name: str, found: Status) -> str:
+    return f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}"
 
 
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
@@ -42,7 +46,7 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
+        say(_line(name, found))
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]
@@ -101,7 +105,7 @@ def cancel(
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}")
+        say(_line(name, found))
 
 
 def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:

@@ -17,10 +17,10 @@ ALLOWED = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grac
 
 
 def places() -> list[Path]:
-    """Folders that are searched for NAME.yaml, the nearest first."""
+    """Folders that are searched for NAME.yaml, the nearest first; the last one has the profiles that come with Lockstep."""
     own = os.environ.get("LOCKSTEP_PROFILES")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return [*([Path(own)] if own else []), config / "lockstep/profiles", Path("deploy/slurm/profiles")]
+    return [*([Path(own)] if own else []), config / "lockstep/profiles", Path(__file__).parent / "cluster_profiles"]
 
 
 def load(name: str) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jobs.backends.slurm_folder import home, make
+from jobs.backends.private import make
+from jobs.backends.slurm_folder import home
 from jobs.backends.slurm_query import Unreachable, ask, one_line
 from jobs.doctor import Check
-from jobs.render.slurm import run_directory
 from jobs.spec import JobSpec
 from training.contract import UserError
 
@@ -163,7 +163,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     """Writes a file here and has a node read it, with the interpreter that the job will use."""
     places = [make(home())]
     if spec is not None:
-        run = Path(run_directory(spec)).parent
+        run = Path(spec.run_directory_here).parent
         run.mkdir(parents=True, exist_ok=True)
         places.append(run)
     word = secrets.token_hex(8)

@@ -226,7 +226,10 @@ class JobSpec(_Section):
     elastic: Elastic | None = None
     """Let the number of nodes change while the job runs."""
     run_dir: AnyPath | None = None
-    """Where the run is kept; null: /runs/NAME in a container, runs/NAME on this machine."""
+    """Where the run is kept; null: /runs/NAME in a container, runs/jobs/NAME on this machine."""
+    fresh: Word | None = None
+    """Start over: the first start with this word moves an earlier run in run_dir aside, later ones go on. `submit --fresh`
+    sets a new one."""
     shards: AbsolutePath | None = None
     """Folder of prepared shards; each data source has a folder of its own in it (`lockstep prepare` writes it)."""
     volumes: list[Volume] = Field(default_factory=list, max_length=50)
@@ -246,6 +249,8 @@ class JobSpec(_Section):
             raise ValueError("give exactly one of recipe and command")
         if self.overrides and self.recipe is None:
             raise ValueError("overrides change a recipe's settings: a command takes them as arguments of its own")
+        if self.fresh is not None and self.recipe is None:
+            raise ValueError("fresh starts a recipe over: a command takes it as an argument of its own")
         if self.shards is not None and self.recipe is None:
             raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
@@ -280,6 +285,11 @@ class JobSpec(_Section):
         return self.run_dir or f"/runs/{self.name}"
 
     @property
+    def run_directory_here(self) -> str:
+        """The run directory where the job sees this machine's files: one of its own, which no other run uses."""
+        return str(Path(self.run_dir or f"runs/jobs/{self.name}").absolute())
+
+    @property
     def shard_folder(self) -> str | None:
         """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
         config = self.config()
@@ -296,16 +306,26 @@ class JobSpec(_Section):
         ]
 
     def config(self) -> configuration.Config | None:
-        """The training config that the job will run; None for a command. Raises `UserError`."""
-        return None if self.recipe is None else configuration.load(self.recipe, self.assignments())
+        """The training config that the job will run; None for a command, or a recipe that is in the image alone.
+
+        Raises:
+            UserError: there is no such recipe, or it does not take the overrides.
+        """
+        if self.recipe is None or (self.image and self.recipe.startswith("/") and not Path(self.recipe).exists()):
+            return None
+        return configuration.load(self.recipe, self.assignments())
 
     def plain(self) -> dict[str, Any]:
         """What was set, as plain values for YAML and JSON; defaults are left out."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def hash(self) -> str:
-        """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes."""
-        text = json.dumps(self.plain(), sort_keys=True, ensure_ascii=False)
+        """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
+
+        `fresh` is not part of it: a job that was started over goes on when it is submitted again without.
+        """
+        plain = {name: value for name, value in self.plain().items() if name != "fresh"}
+        text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod

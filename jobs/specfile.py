@@ -22,10 +22,11 @@ def load(path: Path, assignments: dict[str, Any], below: dict[str, Any] | None =
     """
     from jobs.render.manifest import merge
 
-    values = merge(below or {}, settings.read_yaml(path))
+    text = settings.read_text(path)
+    values = merge(below or {}, settings.mapping(text, str(path)))
     for name, value in assignments.items():
         place(values, name, value)
-    lines = _lines(path)
+    lines = _lines(text)
     try:
         spec = JobSpec.model_validate(values)
     except ValidationError as error:
@@ -33,6 +34,14 @@ def load(path: Path, assignments: dict[str, Any], below: dict[str, Any] | None =
     at = lines.get(("overrides",)) or lines.get(("recipe",))
     check_training(spec, f"{path}, line {at}" if at else str(path))
     return spec
+
+
+def recorded(name: str, values: dict[str, Any]) -> JobSpec:
+    """The spec that a job was submitted with. Raises `UserError` for one that this version does not understand."""
+    try:
+        return JobSpec.model_validate(values)  # not `of`: the recipe may have changed since
+    except ValidationError as error:
+        raise explain(error, JobSpec, f"job.json of {name}") from None
 
 
 def place(values: dict[str, Any], name: str, value: Any) -> None:
@@ -51,7 +60,10 @@ def place(values: dict[str, Any], name: str, value: Any) -> None:
 def check_training(spec: JobSpec, where: str) -> None:
     """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
     try:
-        spec.config()
+        if spec.config() is None and spec.shards is not None:
+            raise UserError(
+                f"shards: {spec.recipe} is not on this machine, so its data source is not known: leave out shards"
+            )
     except UserError as error:
         raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
 
@@ -106,7 +118,7 @@ def _model_in(hint: Any) -> Any:
     return next((found for part in reversed(typing.get_args(hint)) if (found := _model_in(part)) is not None), None)
 
 
-def _lines(path: Path) -> dict[tuple[Any, ...], int]:
+def _lines(text: str) -> dict[tuple[Any, ...], int]:
     """Line of each setting, by its place. The text is known to be sound YAML without aliases."""
     lines: dict[tuple[Any, ...], int] = {}
 
@@ -120,7 +132,7 @@ def _lines(path: Path) -> dict[tuple[Any, ...], int]:
                 lines[(*place, index)] = value.start_mark.line + 1
                 walk(value, (*place, index))
 
-    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is not None:
         walk(root, ())
     return lines

@@ -6,17 +6,12 @@ import json
 import sys
 from typing import Any
 
+from training.contract import printable
+
 
 def clean(text: str) -> str:
-    """Control codes made visible: a log line must not move the cursor or rename the window."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() or letter == "\t" else _visible(letter) for letter in text)
-
-
-def _visible(letter: str) -> str:
-    code = ord(letter)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    """One line of it, control codes made visible: a log line must not move the cursor or rename the window."""
+    return printable(text).replace("\n", "\\x0a")
 
 
 def show(value: Any) -> None:

@@ -38,7 +38,7 @@ _HEAD = (
     "MEMORY",
     "NOTE",
 )
-_NUMBERS = ("DATA", "COMPUTE", "SYNC", "LOSS", "MEMORY")
+_NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 
 
 def top(
@@ -95,7 +95,10 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None) -> Table:
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
     accuracy = f", accuracy {first.accuracy:.4f}" if first.accuracy is not None else ""
     title = f"{clean(str(run))}: step {first.step}{planned}, {images:.0f} images/s{accuracy}"
-    table = Table(title=title, caption=LEGEND, box=None, pad_edge=False, title_justify="left", caption_justify="left")
+    # As text: a [/x] in a path is no markup.
+    table = Table(
+        title=Text(title), caption=LEGEND, box=None, pad_edge=False, title_justify="left", caption_justify="left"
+    )
     wide = (width or shutil.get_terminal_size().columns) >= WIDE
     shown = [number for number, name in enumerate(_HEAD) if wide or name not in _NUMBERS]
     for name in (_HEAD[number] for number in shown):

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
+
+# Before torch is loaded: a test computes in one thread. Two workers with two each would wait for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import pytest
+import torch
 
 from tests.processes import clean_env
+from tests.runs import LOSSY_START, Job, tensors
+
+Undisturbed: TypeAlias = Callable[..., dict[str, torch.Tensor]]
+"""`undisturbed(ranks, strategy="flat")`: every tensor of the last checkpoint of a run that nothing happened to."""
 
 hypothesis.settings.register_profile("lockstep", deadline=None, derandomize=bool(os.environ.get("CI")), database=None)
 hypothesis.settings.load_profile("lockstep")
@@ -16,6 +27,27 @@ hypothesis.settings.load_profile("lockstep")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One data folder for all tests, so that a set of shards is made once."""
     return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Undisturbed:
+    """Each reference is computed once, when a test first asks for it."""
+
+    @cache
+    def state(ranks: int, strategy: str = "flat") -> dict[str, torch.Tensor]:
+        changes = {"sync.name": strategy, **LOSSY_START.get(strategy, {})}
+        job = Job(tmp_path_factory.mktemp("undisturbed") / "run", data_root, ranks, **changes)
+        done = job.go()
+        assert done.code == 0, done.output
+        return tensors(job.run_dir)
+
+    return state
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What killed processes leave in their temporary folder goes with the session's."""
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +60,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_METRICS_PORT", kept["LOCKSTEP_METRICS_PORT"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(data_root: Path) -> list[str]:
     """Settings of a run of 3 epochs × 8 steps that takes about a second: synthetic 8×8 images, a small network."""
     return [

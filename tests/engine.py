@@ -18,17 +18,11 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, require
 
 NAME = f"lockstep-test-{os.getpid()}"
 """Of this session alone: another one on the same engine must not remove its image."""
 SENTINEL = "lockstep-sentinel-that-no-layer-may-hold"
-
-
-def require(condition: object, reason: str) -> None:
-    """Skips the test with a reason; in CI, where everything has to be there, it fails."""
-    if not condition:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 def docker(*words: str, timeout: float = 120, check: bool = True, env: dict[str, str] | None = None) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,11 +140,34 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
         model.head.bias.register_hook(lambda grad: grad * float("nan"))
     elif what == "NANINPUT":  # and here what the batch statistics and the loss are made of
         return x * float("nan")
+    elif what == "HOLD":
+        hold_until_signalled(Path(os.environ["LOCKSTEP_TEST_HELD"]))
+    elif what == "WAIT":  # for as long as the file exists
+        deadline = time.monotonic() + 120
+        while os.path.exists(os.environ["LOCKSTEP_TEST_HELD"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    elif what == "LATE":  # a signal to the rank in its very last moments, and to its launcher until that is gone
+        atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.05)))
+        again = f"while kill -TERM {os.environ.get('LOCKSTEP_LAUNCHER', 0)} 2> /dev/null; do sleep 0.01; done"
+        if "LOCKSTEP_LAUNCHER" in os.environ:
+            atexit.register(lambda: subprocess.Popen(["sh", "-c", again], start_new_session=True))
     elif what == "VANISH":  # the run directory goes while the run is on
         os.rename(os.environ["LOCKSTEP_TEST_RUN"], os.environ["LOCKSTEP_TEST_RUN"] + ".gone")
     else:
         os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
     return x
+
+
+def hold_until_signalled(said: Path, bound: float = 120.0) -> None:
+    """Stands still until this process has got a signal, so that none comes too late; the file says that it does."""
+    signalled = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if callable(before := signal.getsignal(number)):
+            signal.signal(number, lambda n, frame, before=before: (signalled.append(n), before(n, frame)))
+    said.touch()
+    deadline = time.monotonic() + bound
+    while not signalled and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class Paced(SmallConv):
@@ -155,6 +181,62 @@ class Paced(SmallConv):
         if file is None or os.path.exists(file):
             time.sleep(float(os.environ.get("LOCKSTEP_TEST_PACE", "0")))
         return super().forward(x)
+
+
+class Held(SmallConv):
+    """Holds still where `LOCKSTEP_TEST_HOLD=FILE` says, so that a test has time to act on a running job.
+
+    While FILE holds a number n, the last rank does not get beyond its n-th training pass of this start; it writes n to
+    FILE.held as soon as it stands there. The other ranks go on, into the collective in which they then wait for it. A signal
+    lets the rank go: only a run that reaches its next step can agree on the end. n must be above 3, because a signal
+    that was there before the first pass is none that a model hears of, and a run that has one makes no more passes.
+    """
+
+    SECONDS = 120.0
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        self.file = os.environ.get("LOCKSTEP_TEST_HOLD", "")
+        self.passes = self.said = 0
+        self.asked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        if self.file and self.training:
+            if self.passes == 1:
+                self._listen()
+            self._hold()
+        return super().forward(x)
+
+    def _listen(self) -> None:
+        """Beside the run's own handling: its thread reads of every signal in a pipe, whoever has the handler."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, self._let_go)
+
+    def _let_go(self, *_: Any) -> None:
+        self.asked = True
+
+    def _hold(self) -> None:
+        deadline = time.monotonic() + self.SECONDS
+        while not self.asked and self.passes >= self._last_pass():
+            if self.said != self.passes:
+                self.said = self.passes
+                with open(f"{self.file}.held", "w") as held:
+                    held.write(str(self.passes))
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody has taken {self.file} away")
+            time.sleep(0.01)
+
+    def _last_pass(self) -> float:
+        ranks = torch.distributed
+        if ranks.is_initialized() and ranks.get_rank() < ranks.get_world_size() - 1:
+            return float("inf")
+        try:
+            with open(self.file) as file:
+                return int(file.read())
+        except FileNotFoundError:
+            return float("inf")
 
 
 class Options:

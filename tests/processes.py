@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.bench.gang import free_port as free_port  # where benchmarks find their ranks a port, too
+import pytest
+
+from training.bench import gang as bench
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -27,31 +30,90 @@ def clean_env(**extra: str) -> dict[str, str]:
     return {
         **kept, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": "",
         "LOCKSTEP_METRICS_PORT": "0",  # any free one: other tests may run on this machine
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from those they wait for
         **extra,
     }  # fmt: skip
+
+
+def require(condition: object, reason: str) -> None:
+    """Skips the test with a reason; in CI, where everything has to be there, it fails."""
+    if not condition:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+def processes() -> Iterator[tuple[int, str, int, int]]:
+    """(process, state, parent, session) of each process there is, from /proc."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+                yield int(entry), fields[0], int(fields[1]), int(fields[3])
 
 
 @dataclass
 class Result:
     code: int
     output: str
+    error: str = ""
+    """Standard error, where it was kept apart."""
+
+
+_leases: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port that nobody uses, and that no other test process on this machine gets while this one lives.
+
+    Nothing listens on it before the test does, so it is taken by a name beside it, which goes with this process.
+    """
+    while True:
+        port = bench.free_port()
+        lease = socket.socket(socket.AF_UNIX)
+        try:
+            lease.bind(f"\0lockstep-test-port-{port}")
+        except OSError:
+            lease.close()
+            continue
+        _leases.append(lease)
+        return port
 
 
 @contextlib.contextmanager
-def started(command: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
-    """A process whose whole group is killed at the end."""
+def started(
+    command: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT, stderr: int = subprocess.STDOUT
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that is killed at the end with all that it has started. `stderr=subprocess.PIPE` keeps its streams apart."""
     process = subprocess.Popen(
         command, env=env or clean_env(), cwd=cwd, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE, stderr=stderr, preexec_fn=_hear_of_the_terminal,
     )  # fmt: skip
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_family(process.pid)
         process.wait(10)
-        if process.stdout:
-            process.stdout.close()
+        for stream in filter(None, (process.stdout, process.stderr)):
+            stream.close()
+
+
+def _hear_of_the_terminal() -> None:
+    """The tests may run under nohup, whose ignored HUP a program would inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _kill_family(pid: int) -> None:
+    """The process, its group, and its descendants: torchrun's ranks are in sessions of their own."""
+    children: dict[int, list[int]] = {}
+    for child, _, parent, _ in processes():
+        children.setdefault(parent, []).append(child)
+    family = [pid]
+    for member in family:  # grows while it is read
+        family += children.get(member, [])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for member in family[1:]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(member, signal.SIGKILL)
 
 
 def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120, cwd: Path = ROOT) -> Result:
@@ -60,23 +122,10 @@ def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+            _kill_family(process.pid)
+            output, _ = process.communicate(timeout=30)
             raise AssertionError(f"still running after {timeout} s: {' '.join(command)}\n{output}") from None
         return Result(process.returncode, output)
-
-
-def training(*words: str, env: dict[str, str] | None = None, timeout: float = 120) -> Result:
-    """`python -m training WORDS` in one process."""
-    return run([PYTHON, "-m", "training", *words], env, timeout)
-
-
-def gang(
-    ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180, launch: tuple[str, ...] = ()
-) -> Result:
-    """`python -m training WORDS` on several ranks, under our launcher."""
-    command = [PYTHON, "-m", "training", "launch", "--ranks", str(ranks), "--grace", "20", *launch, *words]
-    return run(command, env, timeout)
 
 
 def poll(condition: Callable[[], object], timeout: float = 60, what: str = "condition") -> None:

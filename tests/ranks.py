@@ -1,60 +1,53 @@
-"""Runs a function of a test on several ranks at once: `results = on_ranks(function, 2, *args)`."""
+"""Where tests start ranks: forked ones (milliseconds), and gangs under the real launcher, for what is about the launcher."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import queue
-import traceback
+import tempfile
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tests.processes import free_port
+from tests.processes import PYTHON, Result, run
+from tests.warm.gang import python, running
 
 
-def _rank(function: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    from training import world
+def training(*words: str, env: dict[str, str] | None = None, timeout: float = 120) -> Result:
+    """`python -m training WORDS` in one process."""
+    return python("-m", "training", *words, env=env, timeout=timeout)
 
-    try:
-        with world.joined(world.detect(os.environ), "cpu", 60) as joined:
-            world.set_threads(joined, 1, {})
-            value = function(joined, *args)
-            results.put((rank, True, pickle.dumps(value)))  # a queue would share the memory of tensors instead
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
-        raise
+
+def gang(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180) -> Result:
+    """`python -m training WORDS` on several ranks."""
+    with running([["-m", "training", *words]] * ranks, env) as started:
+        return started.wait(timeout)
+
+
+def launched(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180) -> Result:
+    """`python -m training launch … WORDS` from a shell: every process imports for itself."""
+    command = [PYTHON, "-m", "training", "launch", "--ranks", str(ranks), "--grace", "20", *words]
+    return run(command, env, timeout)
 
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """What `function(world, *args)` returned on each rank. Any rank's error fails the test."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=_rank, args=(function, rank, size, port, results, args), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    found: dict[int, Any] = {}
-    try:
-        for _ in range(size):
-            rank, succeeded, value = results.get(timeout=timeout)
-            assert succeeded, f"rank {rank} failed:\n{value}"
-            found[rank] = pickle.loads(value)
-    except queue.Empty:
-        raise AssertionError(f"ranks {sorted(set(range(size)) - set(found))} gave no result in {timeout} s") from None
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        results.close()
-    return [found[rank] for rank in range(size)]
+    """What `function(world, *args)` returned on each of several ranks that have joined. Any rank's error fails the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = Path(folder) / "call"
+        call.write_bytes(pickle.dumps(partial(_rank, function, folder, args)))
+        with running([["--call", str(call)]] * size) as started:
+            done = started.wait(timeout)
+        assert done.code == 0, done.output
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
+
+
+def _rank(function: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
+    from training import world
+    from training.__main__ import leave
+
+    with world.joined(world.detect(os.environ), "cpu", 60) as joined:
+        world.set_threads(joined, 1, {})
+        value = function(joined, *args)
+        (Path(folder) / str(joined.rank)).write_bytes(pickle.dumps(value))
+    leave(0)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from training.arguments import Parser
-from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError
-from training.lifeline import end_with_launcher, signals_held_back
+from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, keep_out_others
+from training.lifeline import FORWARDED, end_with_launcher, signals_held_back
 
 _BEGAN = time.perf_counter()
 
@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(run)
     run.add_argument("--run-dir", type=Path, help="default: runs/RECIPE")
     run.add_argument("--fresh", action="store_true", help="start over; an earlier run is moved aside, not deleted")
+    run.add_argument("--fresh-once", metavar="WORD", help="start over where the run was not begun with this WORD: for jobs, which "
+                     "may be started again with the same words")  # fmt: skip
     run.add_argument("--verbose", action="store_true", help="let all ranks speak")
     run.add_argument("--deterministic", action="store_true", help="only deterministic kernels")
     run.add_argument("--check-closeness", metavar="every=N", help="compare the ranks' parameters every N steps")
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("target", type=Path, metavar="RUN|FILE")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     evaluate.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    evaluate.add_argument("--trust-model", action="store_true", help="import the model of one's own that RUN names")
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help="write a run's weights as a plain file")
@@ -72,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
     report.set_defaults(action=_report)
 
-    settings = commands.add_parser("settings", help="list every setting with its meaning and default")
+    settings = commands.add_parser("settings", help="list every setting with its meaning and default, or a recipe's")
+    settings.add_argument("recipe", nargs="?", help="show the values of this recipe, and which are not the defaults")
+    settings.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
     settings.set_defaults(action=_settings)
 
     for name, text in _PARTS.items():
@@ -106,16 +111,18 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     from training.preempt import Signals  # imports torch: only once the words are known to be right
 
-    signals = Signals(config.preempt.signals)
+    signals = Signals(config.preempt.signals, meeting=True)
     from training import loop, world
 
     me = world.detect(env)
     run_dir = args.run_dir or Path("runs") / config.recipe
     try:
         with world.joined(me, config.device, config.collective_timeout) as joined:
+            signals.meeting = False
             # A launcher restarts the ranks with the same words: fresh is meant once.
             restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
-            return loop.train(config, joined, run_dir, args.fresh and not restarted, signals, _BEGAN)
+            fresh = args.fresh_once or (args.fresh and not restarted)
+            return loop.train(config, joined, run_dir, fresh, signals, _BEGAN)
     finally:
         signals.restore()
 
@@ -144,7 +151,7 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from training import scoring, world
 
-    config, checksum = scoring.config_of(args.target, args.recipe, args.assignments)
+    config, checksum = scoring.config_of(args.target, args.recipe, args.assignments, args.trust_model)
     with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:
         world.set_threads(joined, config.threads, env)
         score = scoring.score_target(args.target, config, checksum, joined)
@@ -154,10 +161,10 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training import weights
+    from training import rundir, weights
 
     tensors, step = weights.from_run(args.target)
-    weights.write(tensors, args.out)
+    weights.write(weights.published(tensors, rundir.read_run(args.target)["config"].model), args.out)
     print(f"{args.out}: {len(tensors)} tensors of step {step}")
     return EXIT_DONE
 
@@ -175,9 +182,17 @@ def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa:
     from training import config as configuration
     from training import settings
 
+    chosen = settings.flatten(configuration.load(args.recipe, args.assignments)) if args.recipe else {}
     for name, kind, default, text in settings.documentation(configuration.Config):
-        print(f"{name} = {default!r}  ({kind})\n    {text}")
+        value = chosen.get(name, default)
+        note = "" if value == default else f", default {default!r}"
+        print(f"{name} = {value!r}  ({kind}{note})\n    {text}")
     return EXIT_DONE
+
+
+def _command(argv: list[str]) -> list[str]:
+    """The command and its words, without what torch.distributed.launch puts before them."""
+    return argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
 
 
 def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) -> int:
@@ -186,10 +201,12 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     env = os.environ if env is None else env
     end_with_launcher(env)
     try:
-        words = argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
-        if words and words[0] in _PARTS:
-            with signals_held_back() if words[0] == "launch" else contextlib.nullcontext():
-                return int(importlib.import_module(f"training.{words[0]}").main(words[1:]))
+        check_words(argv)
+        keep_out_others()
+        command, *words = _command(argv) or [""]
+        if command in _PARTS:
+            with signals_held_back() if command == "launch" else contextlib.nullcontext():
+                return int(importlib.import_module(f"training.{command}").main(words))
         args = _parser().parse_args(argv)
         action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
         return action(args, env)
@@ -217,6 +234,8 @@ if __name__ == "__main__":
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):  # None where it is closed
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
+    if _command(sys.argv[1:])[:1] == ["run"]:  # until `Signals` catches them, and again when it no longer does
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         leave(main())
     except BrokenPipeError:  # `| head` has seen enough

@@ -10,6 +10,7 @@ import json
 import re
 from pathlib import Path
 
+from training import files
 from training.contract import EXIT_FAILED, EXIT_PREEMPTED, UserError
 
 
@@ -66,7 +67,7 @@ class Attempts:
     @staticmethod
     def _read(file: Path) -> tuple[int, int]:
         try:
-            value = json.loads(file.read_text())
+            value = json.loads(files.read(file, 1 << 16))
             return int(value["used"]), int(value["running"] is True)
         except FileNotFoundError:
             return 0, 0

@@ -36,6 +36,8 @@ from training.exchange import DTYPE_NAMES, join, split
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "state.safetensors"
+MAX_STATE_BYTES = 64 << 20
+"""Of `STATE`: 8 kB a rank, mostly its generator's state, so 8,000 ranks."""
 _FORMAT = 1
 _CHUNK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,12})")
@@ -46,7 +48,7 @@ class CorruptCheckpoint(Exception):
 
 
 def candidates(directory: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, verified or not."""
+    """The checkpoints in a folder, newest first, verified or not. Raises `OSError` where it cannot be read."""
     try:
         found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -64,8 +66,7 @@ def verify(path: Path) -> dict[str, Any]:
     """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
     manifest_path = path / MANIFEST
     try:
-        with manifest_path.open("rb") as file:
-            manifest = json.loads(file.read(1 << 20))
+        manifest = json.loads(files.read(manifest_path, 1 << 20))
         if manifest.pop("sha256") != _seal(manifest):
             raise ValueError("it does not have its own sha256")
         entries = manifest["files"]
@@ -96,7 +97,10 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
     Raises:
         UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
     """
-    found = candidates(directory)
+    try:
+        found = candidates(directory)
+    except OSError as error:
+        raise UserError(f"cannot read {directory}: {error.strerror}") from None
     for path in found:
         try:
             verify(path)
@@ -115,7 +119,7 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
 def load(path: Path) -> Any:
     """The state tree of a checkpoint, tensors on the CPU. Verify it first. Raises `CorruptCheckpoint`."""
     try:
-        plain = json.loads((path / STATE).read_bytes())
+        plain = json.loads(files.read(path / STATE, MAX_STATE_BYTES))
         with safetensors.safe_open(path / TENSORS, framework="pt") as file:
             tensors = [file.get_tensor(_tensor_name(index)) for index in range(len(file.keys()))]
         return join(plain, tensors)
@@ -293,7 +297,7 @@ def _write_hashed(path: Path, pieces: list[Any]) -> dict[str, Any]:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with files.regular(path) as file:
         while block := file.read(_CHUNK):
             digest.update(block)
     return digest.hexdigest()

@@ -29,8 +29,10 @@ class ReplicasDiffer(RuntimeError):
 def check_parameter_closeness(
     model: nn.Module, process_group: dist.ProcessGroup | None = None, *,
     rtol: float = 0.0, atol: float = 0.0, batch_statistics: bool = True,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Compares every rank's parameters and buffers with rank 0's. Collective; all ranks raise, or none does.
+
+    True where they agree, so that it may stand in an `assert`.
 
     A wrapped model (DDP, FSDP) may be given as it is. A sharded parameter has no copy on other ranks to be compared
     with and is left out; with a `process_group` whose ranks hold the same shard, the shards are compared.
@@ -45,7 +47,7 @@ def check_parameter_closeness(
         ReplicasDiffer: naming the first parameter or buffer that differs, on which ranks, and by how much.
     """
     if dist.get_world_size(process_group) == 1:
-        return
+        return True
     named = list(_tensors(model, process_group, batch_statistics))
     device = next((tensor.device for _, tensor in named), torch.device("cpu"))
     _check_structure(named, device, process_group)
@@ -61,7 +63,7 @@ def check_parameter_closeness(
     every = _gathered(found.to(device), process_group)
     differing = [int(index) for index, _, _ in every if index >= 0]
     if not differing:
-        return
+        return True
     first = min(differing)
     name, tensor = named[first]
     ranks = [rank for rank, (index, _, _) in enumerate(every) if index == first]

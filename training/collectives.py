@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from training.arguments import Parser, positive
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.exchange import agree, gather_trees, split
+from training.exchange import agree, gather_trees, pack, split, unpack
 from training.world import World, detect, joined, set_threads
 
 
@@ -108,9 +108,9 @@ def _empty(shape: tuple[int, int], world: World) -> torch.Tensor:
 def gather_objects(value: Any, world: World | None = None) -> list[Any] | None:
     """The values of all ranks on rank 0, in the order of their ranks; None elsewhere. Collective.
 
-    A value is any nesting of dicts, lists and tuples of tensors, numbers, texts, booleans and None, of another size on
-    each rank if need be. Unlike torch's `gather_object`, nothing is pickled, so no rank can run code on rank 0.
-    Tensors arrive on the CPU.
+    A value is any nesting of dicts, lists, tuples and sets of tensors, numpy's arrays and numbers, numbers, texts, bytes,
+    booleans and None, of another size on each rank if need be. Unlike torch's `gather_object`, nothing is pickled, so no
+    rank can run code on rank 0. Every value is a copy of the same types, rank 0's own, too; tensors arrive on the CPU.
 
     Raises:
         TypeError: some rank has a value of another type; raised on all of them.
@@ -119,13 +119,16 @@ def gather_objects(value: Any, world: World | None = None) -> list[Any] | None:
     refused: TypeError | None = None
     try:
         split(value)
-    except TypeError as error:
-        refused = error
+    except (TypeError, ValueError) as error:
+        refused = TypeError(str(error))
     try:
         agree(refused, world)
     except RuntimeError as error:
         raise TypeError(str(error)) from refused
-    return gather_trees(value, world)
+    found = gather_trees(value, world)
+    if found is not None:
+        found[0] = unpack(pack(value))
+    return found
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:

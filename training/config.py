@@ -147,6 +147,8 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
         if changed.get(chosen) != values.get(chosen) and changed.get(other) == values.get(other):
             changed.pop(other, None)
             break
+    if changed.get("model") != values.get("model") and changed.get("model_options") == values.get("model_options"):
+        changed.pop("model_options", None)  # they were another model's
     changed.setdefault("recipe", name)
     return settings.build(Config, changed, f"recipe {name}" if not assignments else f"recipe {name} with --set")
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.config import Log
+from training.lines import say
 from training.world import World
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
-    with contextlib.suppress(OSError):
-        print(text, file=file, flush=True)
 
 
 class Console:

@@ -5,6 +5,10 @@ Standard library only, so that both sides import it at no cost.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -20,12 +24,16 @@ EXIT_TIMED_OUT = 124
 
 ENV_THREADS = "LOCKSTEP_THREADS"
 ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
+ENV_METRICS_ADDRESS = "LOCKSTEP_METRICS_ADDRESS"
+"""Where the metrics servers listen. The images set it: a container's loopback reaches nobody."""
 ENV_FILE_SD = "LOCKSTEP_FILE_SD"
 """Folder that Prometheus watches for targets (`file_sd_configs`), shared by the nodes of a cluster without discovery."""
 ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m training launch`."""
+ENV_JOB = "LOCKSTEP_JOB"
+"""Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""
 
@@ -51,6 +59,48 @@ RUN_ENVIRONMENT = (
 """The only environment variables that `run.yaml` records: an allowlist, so that no secret reaches a file."""
 
 
+def printable(text: str) -> str:
+    """Control codes made visible: a name in somebody's file must not move the cursor or rename the window."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\t\n" else _visible(letter) for letter in text)
+
+
+def _visible(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+@contextlib.contextmanager
+def user_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Ends a program with one line and exit code 2 where its user can mend what is wrong."""
+    try:
+        yield
+    except UserError as error:
+        if not error.shared or env.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
+
+
+def search_path(env: Mapping[str, str]) -> str:
+    """PATH of a job's `command:`, in which `python` is this very interpreter: the one that has torch and Lockstep."""
+    return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
+
+
+def keep_out_others() -> None:
+    """Whatever this process and its children write, not everybody may change: folders 0775, files 0664, less the umask."""
+    os.umask(os.umask(0o022) | 0o002)
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises `UserError` for a word of the command line that is not UTF-8: no file of a run could hold it."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{word!r} is not UTF-8: give the file or folder another name") from None
+
+
 class UserError(Exception):
     """Something that the person who started the run can mend. Ends the process with exit code 2.
 
@@ -59,6 +109,9 @@ class UserError(Exception):
     """
 
     shared = False
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 def checkpoint_name(step: int) -> str:

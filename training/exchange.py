@@ -10,6 +10,7 @@ import json
 import math
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,8 +43,17 @@ def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
             return {"$tuple": [walk(inner) for inner in value]}
         if isinstance(value, list):
             return [walk(inner) for inner in value]
+        if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):  # np.float64 is a float, too
+            return {"$scalar": walk(torch.from_numpy(np.array(value)))}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            native = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
+            return {"$array": walk(torch.from_numpy(native))}
+        if isinstance(value, (bytes, bytearray)):
+            return {"$bytes": walk(as_bytes(bytes(value)))}
+        if isinstance(value, (set, frozenset)):
+            return {"$set" if isinstance(value, set) else "$frozenset": [walk(inner) for inner in value]}
         raise TypeError(f"a tree cannot hold a {type(value).__name__}")
 
     return walk(tree), tensors
@@ -64,6 +74,20 @@ def join(plain: Any, tensors: list[torch.Tensor]) -> Any:
         return {join(key, tensors): join(inner, tensors) for key, inner in plain["$items"]}
     if set(plain) == {"$tuple"}:
         return tuple(join(inner, tensors) for inner in plain["$tuple"])
+    if len(plain) == 1:
+        ((mark, inner),) = plain.items()
+        if mark in ("$array", "$scalar", "$bytes"):
+            found = join(inner, tensors)
+            if (
+                not isinstance(found, torch.Tensor)
+                or (mark == "$scalar" and found.ndim)
+                or (mark == "$bytes" and found.ndim != 1)
+            ):
+                raise ValueError(f"{mark} of no such tensor")
+            array = found.numpy()
+            return array if mark == "$array" else array[()] if mark == "$scalar" else array.tobytes()
+        if mark in ("$set", "$frozenset"):
+            return (set if mark == "$set" else frozenset)(join(value, tensors) for value in inner)
     if any(key.startswith("$") for key in plain):
         raise ValueError(f"unknown mark {sorted(plain)[0]!r}")
     return {key: join(inner, tensors) for key, inner in plain.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import ipaddress
 import json
 import os
@@ -30,6 +31,7 @@ from prometheus_client.exposition import choose_encoder
 from training import config as configuration
 from training import contract, files
 from training.contract import UserError
+from training.lines import say
 from training.metrics import Metrics
 from training.world import World
 
@@ -60,7 +62,8 @@ class Exporter:
         if self.enabled:
             if world.leader:
                 _forget_ranks(world.size, [self._endpoint, *self._textfiles, *filter(None, [self._target])])
-            self._serve(settings.address, port + world.local_rank if port else 0)
+            address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or _default_address(world)
+            self._serve(None if address == ANY_ADDRESS else address, port + world.local_rank if port else 0)
 
     def begin(self) -> None:
         """The training begins: from here on there is something to write. (A complete run keeps what it wrote last.)"""
@@ -113,7 +116,7 @@ class Exporter:
     def _warn(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            print(f"warning: rank {self._rank}: {message}; the run goes on", file=sys.stderr, flush=True)
+            say(f"warning: rank {self._rank}: {message}; the run goes on", sys.stderr)
 
     def close(self, code: int) -> None:
         """The attempt has ended: the last textfiles, then the end of the server."""
@@ -131,6 +134,14 @@ class Exporter:
                 self._endpoint.parent.rmdir()  # the last rank
         if self._server is not None:
             self._server.stop()
+
+
+ANY_ADDRESS = "any"
+
+
+def _default_address(world: World) -> str:
+    """On one machine nobody else needs to look on. Nodes of a cluster are asked from outside, on any address."""
+    return "127.0.0.1" if world.nodes == 1 and world.launcher != "slurm" else ANY_ADDRESS
 
 
 def _anywhere(address: str) -> bool:
@@ -162,11 +173,21 @@ def _forget_ranks(size: int, own: list[Path]) -> None:
                     path.unlink(missing_ok=True)
 
 
+MAX_CONNECTIONS = 16
+"""At once; a further one is closed. The training needs its file descriptors for checkpoints and events."""
+REQUEST_SECONDS = 5.0
+"""For a whole request, from its connection to the last byte of the answer."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = (
+        128  # with the base class's 5, a crowd's connections are dropped, and each comes again after 1 s
+    )
 
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self.metrics, self.stale_seconds, self.stopped = metrics, stale_seconds, False
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._both = address is None and socket.has_dualstack_ipv6()
         self.address_family = socket.AF_INET6 if self._both or ":" in (address or "") else socket.AF_INET
         super().__init__((address or ("::" if self._both else ""), port), _Handler)
@@ -175,14 +196,39 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         if self._both:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self.socket.bind(
-            self.server_address
-        )  # HTTPServer's own also asks the DNS for this host's name, which may block
+        # A rank that is started again gets its port although connections of the last one linger; one that another
+        # process listens on it does not get.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # HTTPServer's own also asks the DNS for this host's name, which may block.
+        self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def run(self) -> None:
         while not self.stopped:
             self.handle_request()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # the process has no descriptor left: the connection waits, and this thread must not spin
+            time.sleep(0.1)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class's signature
+        return self._free.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started, so none gives the place back
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def stop(self) -> None:
         """At once: a shutdown of the socket wakes the thread that waits on it (`serve_forever` would poll)."""
@@ -195,10 +241,29 @@ class _Server(ThreadingHTTPServer):
         """A client that went away is nothing to print."""
 
 
+class _Until(io.RawIOBase):
+    """What a socket sends until the deadline, which a client that sends a byte now and then does not put off."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(0.001, self._deadline - time.monotonic()))
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 5.0  # seconds for a client that connects and says nothing
     protocol_version = "HTTP/1.0"
+
+    def setup(self) -> None:
+        super().setup()
+        self._deadline = time.monotonic() + REQUEST_SECONDS
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Until(self.connection, self._deadline))
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -218,6 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.connection.settimeout(max(0.001, self._deadline - time.monotonic()))  # for all of it, also in pieces
         self.end_headers()
         self.wfile.write(body)
 

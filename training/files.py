@@ -6,10 +6,12 @@ the fault tests replace them one by one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_all(descriptor: int, data: Any) -> None:
@@ -76,10 +78,39 @@ def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_json(path: Path, limit: int = 64 << 20) -> Any:
-    """The value of a JSON file, or None where it is missing or no JSON."""
+def regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read. Behind a name of somebody else's may be a FIFO or a device, which never ends.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     try:
-        with path.open("rb") as file:
-            return json.loads(file.read(limit))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes; a larger one is refused before it is read.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(limit + 1) if size <= limit else b""
+    if size > limit or len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, at most {limit} are read", str(path))
+    return data
+
+
+def read_json(path: Path, limit: int = 4 << 20) -> Any:
+    """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON."""
+    try:
+        return json.loads(read(path, limit))
     except (OSError, ValueError, RecursionError):
         return None

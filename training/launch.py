@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,11 +25,14 @@ import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from training import lines
+from training import lines, scratch, stores
 from training.attempts import Attempts
 from training.contract import (
     ENV_LAUNCHER,
@@ -58,23 +60,32 @@ class Agent(LocalElasticAgent):
     attempts: Attempts
     ours: bool
     """The ranks are `python -m training run`, which saves on a signal; else a program of which nothing is known."""
-    caught: tuple[signal.Signals, ...] = FORWARDED
+    caught: tuple[signal.Signals, ...]
     """Without those that the launcher was told to ignore (nohup): the ranks ignore them, too."""
+    finish_lines: Callable[[], None]
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
         os.environ[ENV_RESTARTS] = str(self.starts)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, lines.WholeLines):
-                stream.finish()  # what killed ranks began
+        self.finish_lines()  # what killed ranks began
         self.starts += 1  # a change of membership counts here, and not as a restart
-        ids = super()._start_workers(worker_group)
+        # Ours take signals from the moment they catch them, and inherit that they wait until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
+        try:
+            ids = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
         if self.signalled is not None:
             self._forward(self.signalled, None)  # it came while the ranks were starting
         return ids
+
+    @property
+    def done(self) -> bool:
+        """The ranks of this node have ended well; the launcher may still wait for the other nodes'."""
+        return self._worker_group.state == WorkerState.SUCCEEDED
 
     def catch(self) -> None:
         for number in self.caught:
@@ -240,6 +251,18 @@ def _rendezvous(args: argparse.Namespace) -> RendezvousParameters:
     )  # fmt: skip
 
 
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """torch's own rendezvous, but its store listens on the one address that was named."""
+    if not parameters.get_as_bool("is_host"):  # another node serves it, or the name alone tells
+        return get_rendezvous_handler(parameters)
+    try:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, MASTER_PORT)
+        store = stores.tcp_store(host, port, serves=True, seconds=float(parameters.get("read_timeout")))
+    except (ValueError, RuntimeError) as error:
+        raise RendezvousError(str(error)) from error
+    return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+
+
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong words."""
     env = os.environ if env is None else env
@@ -252,23 +275,20 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
     attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
     if not attempts.begin():
         print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    logs = tempfile.mkdtemp(prefix="lockstep-")
-    try:
-        with lines.whole():
-            code = _run(args, command, ranks, parameters, logs, attempts)
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
+    with scratch.folder("lockstep-") as logs, lines.whole() as finish_lines:
+        code = _run(args, command, ranks, parameters, logs, attempts, finish_lines)
     attempts.end(code)
     return cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
-    args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts
+    args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
+    finish_lines: Callable[[], None],
 ) -> int:  # fmt: skip
     waiting: Callable[..., Any] = _leave_while_waiting
     agent: Agent | None = None
@@ -282,7 +302,7 @@ def _run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
             role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
-            rdzv_handler=get_rendezvous_handler(parameters), max_restarts=attempts.left, monitor_interval=0.1,
+            rdzv_handler=_handler(parameters), max_restarts=attempts.left, monitor_interval=0.1,
             local_addr=parameters.local_addr,
         )  # fmt: skip
         agent = Agent(
@@ -291,10 +311,12 @@ def _run(
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
-        agent.caught, agent.ours = caught, args.command[0] == "run"
+        agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
         agent.catch()
         agent.limit(args.time_limit)
         result = agent.run()
+        for number in caught:  # it is over: a signal changes nothing any more
+            signal.signal(number, signal.SIG_IGN)
         code = exit_code(result)
         if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
             print(f"launch: {name} before a rank had begun", file=sys.stderr, flush=True)
@@ -305,6 +327,10 @@ def _run(
             code = EXIT_TIMED_OUT
         spec.rdzv_handler.shutdown()
     except SignalException as error:
+        for number in caught:
+            signal.signal(number, signal.SIG_IGN)
+        if agent is not None and agent.done:
+            return EXIT_DONE
         over = agent is not None and agent.timed_out
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
         print(f"launch: {what} before the ranks had begun", file=sys.stderr, flush=True)
@@ -319,10 +345,10 @@ def _run(
 def _too_early(result: RunResult, signalled: int | None) -> str:
     """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
 
-    A rank that has begun catches all of them but HUP.
+    A rank that has begun catches all of them.
     """
     codes = {failure.exitcode for failure in result.failures.values()}
-    return signal.Signals(signalled).name if signalled not in (None, signal.SIGHUP) and -signalled in codes else ""
+    return signal.Signals(signalled).name if signalled is not None and -signalled in codes else ""
 
 
 def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001

@@ -1,8 +1,9 @@
-"""Whole lines out of many writers: the launcher's output, into which a thread a rank copies what its rank has written.
+"""What a run prints: lines that cannot end it, and the launcher's, whole out of many writers.
 
-torch's agent reads a rank's file while it is being written, takes what is there for a line, and begins it with the rank's
-prefix; nor does it flush. A line that was written in pieces would come out in pieces, each with a prefix, and other
-ranks' lines between them; into a pipe nothing would come at all before some kilobytes are together.
+Into the launcher's output a thread a rank copies what its rank has written. torch's agent reads a rank's file while it is
+being written, takes what is there for a line, and begins it with the rank's prefix; nor does it flush. A line that was
+written in pieces would come out in pieces, each with a prefix, and other ranks' lines between them; into a pipe nothing
+would come at all before some kilobytes are together.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
+
+from training.contract import printable
 
 LIMIT = 1 << 16
 """Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
 _PREFIX = re.compile(r"\[rank \d+\] ")
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
+    with contextlib.suppress(OSError):
+        print(printable(text), file=file, flush=True)
 
 
 class WholeLines:
@@ -55,12 +64,16 @@ class WholeLines:
 
 
 @contextlib.contextmanager
-def whole() -> Iterator[tuple[WholeLines, WholeLines]]:
-    """Standard output and standard error of this process in whole lines; at the end what was begun is sent."""
-    streams = WholeLines(sys.stdout), WholeLines(sys.stderr)
-    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+def whole() -> Iterator[Callable[[], None]]:
+    """Standard output and standard error of this process in whole lines. Gives what sends those that were never ended."""
+    out, err = WholeLines(sys.stdout), WholeLines(sys.stderr)
+
+    def finish() -> None:
+        out.finish()
+        err.finish()
+
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            yield streams
+            yield finish
         finally:
-            for stream in streams:
-                stream.finish()
+            finish()

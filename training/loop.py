@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Ending:
 
 
 def train(
-    config: Config, world: World, run_dir: Path, fresh: bool = False, signals: Signals | None = None,
+    config: Config, world: World, run_dir: Path, fresh: bool | str = False, signals: Signals | None = None,
     began: float | None = None,
 ) -> int:  # fmt: skip
     """Trains, or resumes, a run. Every rank of a joined world calls it.
@@ -65,7 +66,9 @@ def train(
         return _train(config, world, run_dir, fresh, signals, began)
 
 
-def _train(config: Config, world: World, run_dir: Path, fresh: bool, signals: Signals | None, began: float) -> int:
+def _train(
+    config: Config, world: World, run_dir: Path, fresh: bool | str, signals: Signals | None, began: float
+) -> int:
     prepared = prepare(config, world, run_dir, fresh)
     run = prepared.run
     if signals is not None:
@@ -278,6 +281,13 @@ class _Loop:
             return Ending(
                 EXIT_FAILED, "trained to the end, but the last checkpoint could not be saved (see the warnings)"
             )
+        loss, classes = history.get("train_loss"), len(p.manifest.classes)
+        if loss is not None and loss > 2 * math.log(max(classes, 2)):
+            p.console.line(
+                f"The loss at the end is {loss:.4g}; guessing among {classes} classes has {math.log(classes):.2f}. "
+                "The run has not learned: try a smaller lr."
+            )
+            return Ending(EXIT_DONE, f"complete, but its loss of {loss:.4g} is far above that of guessing")
         return Ending(EXIT_DONE, "complete")
 
 

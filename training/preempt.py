@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from training.contract import EXIT_PREEMPTED
+from training.lines import say
 from training.world import World
 
 ASKING = ("TERM", "USR1", "USR2", "INT", "HUP")
@@ -36,22 +39,26 @@ class Signals:
     until the collective ends. The C handler writes the number into a pipe at once, and a thread reads it there.
     """
 
-    def __init__(self, names: Sequence[str], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, names: Sequence[str], now: Callable[[], float] = time.monotonic, meeting: bool = False) -> None:
         self.received: str | None = None
         self.last_words: Callable[[int], None] | None = None
         """Called with the exit code before the second signal ends the process, in a thread of its own."""
+        self.meeting = meeting
+        """Until the ranks have met there is nothing to save or to agree on: a signal ends the process at once."""
         self._first = 0.0
         self._now = now
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         numbers = [signal.Signals[f"SIG{name}"] for name in names]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+            numbers = [number for number in numbers if number != signal.SIGHUP]
         self._before = {number: signal.signal(number, _nothing) for number in numbers}
         self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         # Whoever started us may have held signals back, so that none is lost while torch is being imported.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in ASKING])
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in ASKING])
 
     def _watch(self) -> None:
         while numbers := os.read(self._read, 64):
@@ -61,7 +68,10 @@ class Signals:
         os.close(self._read)
 
     def _note(self, number: int) -> None:
-        if self.received is None:
+        if self.meeting:
+            say(f"{signal.Signals(number).name} before the ranks had met: run the same command again", sys.stderr)
+            self._leave(EXIT_PREEMPTED)
+        elif self.received is None:
             self.received, self._first = signal.Signals(number).name, self._now()
         elif self._now() - self._first > ONE_SIGNAL_SECONDS:
             self._leave(128 + number)
@@ -86,7 +96,8 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them before."""
+        """Gives the signals back to whoever had them before; held back again where they were."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.set_wakeup_fd(self._before_fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,7 +51,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     Raises:
         UserError: one of them holds no run, or `out` is somebody else's file or cannot be written.
     """
-    if out.exists() and not _ours(out):
+    if os.path.lexists(out) and not _ours(out):
         raise UserError(f"{out} exists and is no report: choose another --out")
     text = page([runfiles.read(path) for path in runs])
     try:
@@ -61,7 +62,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
 def _ours(out: Path) -> bool:
     try:
-        with out.open("rb") as file:
+        with files.regular(out) as file:
             return MARK.encode() in file.read(4096)
     except OSError:
         return False
@@ -286,7 +287,14 @@ def _by_rank(runs: Sequence[RunFiles], names: list[str]) -> list[dict[str, Any]]
 
 
 def _drawn(chart: dict[str, Any]) -> dict[str, Any]:
-    return {**chart, "lines": [{**line, "points": line["points"]} for line in chart["lines"] if line["points"]]}
+    lines = [line for line in chart["lines"] if line["points"]]
+    return {**chart, "lines": lines, "log": chart["kind"] == "line" and _spread(lines)}
+
+
+def _spread(lines: list[dict[str, Any]]) -> bool:
+    """Whether the largest value is so far above the others that they would lie on the axis: that asks for a log scale."""
+    values = sorted(point[1] for line in lines for point in line["points"])
+    return bool(values) and values[0] > 0 and values[-1] > 100 * values[len(values) // 2]
 
 
 def _figure(number: int, chart: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from training import config as configuration
 from training import contract, files, settings
 from training.config import Config
 from training.contract import UserError
+from training.lines import say
 from training.world import World
 
 
@@ -44,21 +45,24 @@ class RunDirectory:
         self.step_before: int = before.get("step", 0)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.at_close: list[Callable[[], None]] = []
+        self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
 
     @classmethod
-    def open(cls, path: Path, config: Config, fresh: bool) -> RunDirectory:
-        """Takes the directory for this process; with `fresh`, an earlier run is moved aside first."""
+    def open(cls, path: Path, config: Config, fresh: bool | str) -> RunDirectory:
+        """Takes the directory for this process.
+
+        Args:
+            fresh: an earlier run is moved aside first; a word: only one that was not begun with this word.
+        """
         try:
             path = path.resolve()
-            if fresh and path.exists():
+            if path.exists() and (fresh is True or (isinstance(fresh, str) and _begun_otherwise(path, fresh))):
                 _move_aside(path)
-            path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path / ".lock", timeout=_patience())
-            lock.acquire()
+            lock = _locked(path, _patience())
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
-        except OSError as error:
-            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
+        except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+            raise UserError(f"cannot use the run directory {path}: {getattr(error, 'strerror', error)}") from None
         try:
             files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
@@ -77,7 +81,10 @@ class RunDirectory:
         except UserError:
             lock.release()
             raise
-        return cls(path, lock, saved)
+        run = cls(path, lock, saved)
+        if isinstance(fresh, str):
+            run.fresh_word = fresh
+        return run
 
     @property
     def checkpoints(self) -> Path:
@@ -99,6 +106,7 @@ class RunDirectory:
                 "launcher": world.launcher,
                 "device": str(world.device),
             },
+            **({"fresh": self.fresh_word} if self.fresh_word else {}),
             "environment": {name: os.environ[name] for name in contract.RUN_ENVIRONMENT if name in os.environ},
         }
         path = self.path / contract.RUN_FILE
@@ -127,6 +135,8 @@ class RunDirectory:
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
         told = {"code": code, "reason": reason, "step": step, "attempt": self.attempt}
+        if job := os.environ.get(contract.ENV_JOB):
+            told["job"] = job
         restart = os.environ.get(contract.ENV_RESTARTS, "")
         if restart.isdigit():
             told["restart"] = int(restart)  # which start of the job this is, by the launcher's count
@@ -144,7 +154,7 @@ class RunDirectory:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            print(f"warning: {self.path}: {message}; the run goes on", file=sys.stderr, flush=True)
+            say(f"warning: {self.path}: {message}; the run goes on", sys.stderr)
 
     def close(self) -> None:
         while self.at_close:
@@ -171,12 +181,41 @@ def _patience() -> float:
     return LOCK_SECONDS_AGAIN if os.environ.get(contract.ENV_RESTARTS, "0") != "0" else LOCK_SECONDS
 
 
+def _locked(path: Path, seconds: float) -> filelock.FileLock:
+    """Takes the lock of the directory that has this name, not of one that was moved aside while we waited for it.
+
+    Raises `filelock.Timeout`, `OSError`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        waited_for = path.stat().st_ino
+        lock = filelock.FileLock(path / ".lock", timeout=max(0.0, deadline - time.monotonic()))
+        lock.acquire()
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == waited_for:
+                return lock
+        lock.release()
+
+
+def _begun_otherwise(path: Path, word: str) -> bool:
+    if not (path / contract.RUN_FILE).exists():
+        return (path / contract.CHECKPOINTS).exists()
+    try:
+        return settings.read_yaml(path / contract.RUN_FILE).get("fresh") != word
+    except UserError:  # damaged: to be moved aside all the more
+        return True
+
+
 def _move_aside(path: Path) -> None:
     """Renames a run that nobody is using. Raises `UserError` for a folder that holds something else."""
     if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
         raise UserError(f"{path} holds no run of ours, so --fresh leaves it alone: choose another --run-dir")
-    with filelock.FileLock(path / ".lock", timeout=10):
+    lock = _locked(path, 10)
+    try:
         _rename_aside(path)
+    finally:
+        lock.release()
 
 
 def _rename_aside(path: Path) -> None:
@@ -184,7 +223,7 @@ def _rename_aside(path: Path) -> None:
     while (target := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     path.rename(target)
-    print(f"moved the earlier run to {target}", file=sys.stderr, flush=True)
+    say(f"moved the earlier run to {target}", sys.stderr)
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,9 @@ from typing import Any
 from training import contract, files, settings
 from training.contract import UserError
 
-_MOST_LINES = 2_000_000
+_MOST_BYTES = 128 << 20
+"""Of the events: 600,000 lines or so."""
+_LONGEST_LINE = 1 << 16
 _MOST = 1e15
 """No count and no seconds of a rank come near it."""
 _LATEST = 253_402_300_800.0
@@ -86,12 +88,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
     """The events in their order. Steps that were lost with a kill and taken again count once, as they went last."""
     found: list[dict[str, Any]] = []
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file):
-                if number >= _MOST_LINES:
-                    break
+        with files.regular(path) as file:
+            while file.tell() < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
                 try:
-                    value = json.loads(line)
+                    value = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):
                     continue  # cut off by a kill
                 if isinstance(value, dict) and isinstance(value.get("event"), str):
@@ -123,7 +123,7 @@ def _ranks(folder: Path) -> list[dict[str, float]]:
     found = []
     for path in sorted(folder.glob("rank-*.prom")):
         try:
-            families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
+            families = list(text_string_to_metric_families(files.read(path, 1 << 20).decode()))
         except Exception:  # noqa: BLE001, S112 - the parser raises whatever a damaged file makes it trip over
             continue
         values = {

@@ -81,7 +81,7 @@ class Saver:
             self.p.event("checkpoint_failed", reason=reason, failures=self.failures)
             self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {reason}")
         else:
-            self._last_failed = False
+            self._last_failed = self._hangs = False
             self.p.metrics.checkpoint_written(result.seconds)
             self.p.event(
                 "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes

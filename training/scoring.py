@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from training import config as configuration
-from training import models, weights
+from training import models, settings, weights
 from training.config import Config
 from training.contract import UserError
 from training.data.augment import check_settings
@@ -18,18 +18,42 @@ from training.step import real_type
 from training.world import World
 
 
-def config_of(target: Path, recipe: str | None, assignments: list[str]) -> tuple[Config, str | None]:
-    """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data)."""
+def config_of(
+    target: Path, recipe: str | None, assignments: list[str], trust_model: bool = False
+) -> tuple[Config, str | None]:
+    """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data).
+
+    Raises:
+        UserError: there is no such run; or it names a model of somebody's own, whose import runs code, without `trust_model`.
+    """
     if not target.exists():
         raise UserError(f"{target}: there is no such run or file")
     if target.is_dir():
-        if recipe or assignments:
-            raise UserError(f"{target} is a run, which has its own config: leave out --recipe and --set")
+        if recipe:
+            raise UserError(f"{target} is a run, which has its own config: leave out --recipe")
         run = read_run(target)
-        return run["config"], run["data"].get("checksum")
+        config = _elsewhere(run["config"], assignments, target)
+        model = config.model
+        if not trust_model and not models.ours(model):
+            raise UserError(
+                f"{target} names the model {model}, whose import runs code: add --trust-model if you trust who wrote the run"
+            )
+        return config, run["data"].get("checksum")
     if recipe is None:
         raise UserError(f"{target}: name the recipe that these weights belong to with --recipe")
     return configuration.load(recipe, assignments), None
+
+
+def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
+    """The run's config where its data lies elsewhere now. Raises `UserError` for settings that make it another run."""
+    values = settings.override(configuration.to_dict(config), Config, assignments)
+    changed = configuration.from_dict(values, f"{target} with --set")
+    if different := configuration.differences(config, changed):
+        raise UserError(
+            f"{target} was trained otherwise ({'; '.join(different)}): --set may change what a resumed run may, such as "
+            "data.root and evaluate.batch_size"
+        )
+    return changed
 
 
 def score_target(target: Path, config: Config, checksum: str | None, world: World) -> Score:

@@ -194,7 +194,7 @@ class Checkpoint:
 
 @dataclass(kw_only=True, slots=True)
 class Preempt:
-    signals: list[str] = field(default_factory=lambda: ["TERM", "USR1", "USR2", "INT"], metadata=FREE)
+    signals: list[str] = field(default_factory=lambda: ["TERM", "USR1", "USR2", "INT", "HUP"], metadata=FREE)
     """Signals that ask for a checkpoint and an end with exit code 75."""
     grace_seconds: float = field(default=60.0, metadata=FREE)
     """Seconds between such a signal and the end: no rank waits longer for rank 0's checkpoint."""
@@ -237,7 +237,8 @@ class Metrics:
     port: int | None = field(default=None, metadata=FREE)
     """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free ports. A taken one is replaced."""
     address: str | None = field(default=None, metadata=FREE)
-    """Address to serve on; null: every one, IPv4 and IPv6."""
+    """Address to serve on, `any` for every one, IPv4 and IPv6; null: LOCKSTEP_METRICS_ADDRESS (the images say `any`), else any on
+    several nodes and under SLURM, and 127.0.0.1 on one machine."""
     stale_seconds: float = field(default=600.0, metadata=FREE)
     """`/healthz` fails when the last step or evaluation batch is older."""
     textfile_seconds: float = field(default=10.0, metadata=FREE)

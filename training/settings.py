@@ -20,9 +20,12 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from training import files
 from training.contract import UserError
 
 MAX_YAML_BYTES = 1 << 20
+MAX_DIGITS = 64
+"""Of a number. (YAML's 1:1:1:… in base 60 takes quadratic time; whole numbers of 4,300 digits cannot be printed.)"""
 T = TypeVar("T")
 
 
@@ -46,6 +49,19 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _number(loader: _StrictLoader, node: Any) -> Any:
+    if len(node.value) > MAX_DIGITS:
+        raise yaml.MarkedYAMLError(
+            problem=f"a number of {len(node.value)} characters, at most {MAX_DIGITS} are read",
+            problem_mark=node.start_mark,
+        )
+    return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _kind in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """Parses one YAML document. Raises `UserError` naming `where` and the line."""
     if len(text) > MAX_YAML_BYTES:
@@ -55,21 +71,32 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}{line}: {error.problem or 'not valid YAML'}") from None
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+    except Exception as error:  # noqa: BLE001 - `!!bool x` and the like make the parser raise nearly anything
         raise UserError(f"{where} is not valid YAML: {_first_line(error)}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds one mapping. Raises `UserError` where it is missing, unreadable or no mapping."""
+    return mapping(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a YAML file. Raises `UserError` where it is missing, unreadable, too large or not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return files.read(path, MAX_YAML_BYTES).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from None
-    value = parse_yaml(text, str(path))
+
+
+def mapping(text: str, where: str) -> dict[str, Any]:
+    """The mapping that a YAML text holds, {} for none. Raises `UserError` naming `where`."""
+    value = parse_yaml(text, where)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, expected a mapping of settings")
+        raise UserError(f"{where} holds a {type(value).__name__}, expected a mapping of settings")
     return value
 
 

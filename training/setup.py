@@ -29,10 +29,11 @@ from training.data.shards import CorruptShard, Manifest, Samples
 from training.data.shards import prepare as prepare_shards
 from training.exchange import agree, all_gather_trees, broadcast_tree
 from training.exporter import Exporter
+from training.lines import say
 from training.metrics import Metrics
 from training.optim.ema import Ema
 from training.rundir import RunDirectory
-from training.state import Cursor, TrainState, scatter
+from training.state import Cursor, TrainState, checked, scatter
 from training.step import Step, compiled, real_type
 from training.world import World, set_threads
 
@@ -98,7 +99,7 @@ def together(world: World) -> Iterator[None]:
     agree(error, world)
 
 
-def prepare(config: Config, world: World, run_dir: Path, fresh: bool) -> Prepared:
+def prepare(config: Config, world: World, run_dir: Path, fresh: bool | str) -> Prepared:
     """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
     threads = set_threads(world, config.threads, os.environ)
     _deterministic(config)
@@ -148,13 +149,13 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
     source, path = _newest(chosen, world)
     with together(world):
         _initial_weights(model, config, world, loader, resumed=source is not None)
-        gathered = checkpoint.load(path) if path is not None and world.rank == source else None
+        gathered = _load(path) if path is not None and world.rank == source else None
     if config.init == "seed" and source is None:
         _check_same(model, world)
     state, step = _replicate(model, config, world, loader, global_batch)
     state.history["attempts"] = attempt
     if source is not None:
-        with _as_user_error():
+        with together(world), _as_user_error():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
     if config.capture == "auto":
@@ -204,7 +205,7 @@ def _offer(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | N
     def warn(message: str) -> None:
         metrics.corrupt_file("checkpoint")
         run.event("corrupt_checkpoint", message=message)
-        print(f"warning: rank {world.rank}: {message}", file=sys.stderr, flush=True)
+        say(f"warning: rank {world.rank}: {message}", sys.stderr)
 
     return checkpoint.newest_verified(run.checkpoints, warn)
 
@@ -239,10 +240,31 @@ def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
     model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
+    if not models.ours(config.model):
+        _check_outputs(model, config.model, manifest)
     torch.manual_seed(config.seed + world.rank)  # what dropout draws differs by rank
     random.seed(config.seed + world.rank)
     model.to(device=world.device, dtype=real_type(config.precision))
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+@torch.no_grad()
+def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
+    """One score a class, for two samples: else the first step would fail with the loss function's words."""
+    shape = manifest.shape
+    count = 2 * models.batch_multiple(model)
+    samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
+    was, expected = model.training, f"[n, {len(manifest.classes)}] (n samples, one score a class)"
+    try:
+        found = model.eval()(samples)
+    except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
+        return
+    finally:
+        model.train(was)
+    scores = isinstance(found, torch.Tensor) and found.ndim == 2 and len(found) == count
+    if not scores or found.shape[1] < len(manifest.classes):  # more than needed do no harm
+        what = f"of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+        raise UserError(f"model {name} gives {what} for {count} samples, expected {expected}")
 
 
 def _initial_weights(model: nn.Module, config: Config, world: World, loader: Loader, resumed: bool) -> None:
@@ -312,5 +334,15 @@ def _as_user_error() -> Iterator[None]:
     """A checkpoint that verifies but does not fit the model: the code or the user's own model has changed."""
     try:
         yield
-    except (ValueError, KeyError) as error:
-        raise UserError(f"the run directory does not fit the model: {error}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
+            "go on with the code that wrote it, or start over in another run directory"
+        ) from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return checked(checkpoint.load(path))
+    except (checkpoint.CorruptCheckpoint, ValueError) as error:
+        raise UserError(f"{path} verifies, but {error}: restore it from a backup, or remove it") from None

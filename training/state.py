@@ -77,6 +77,119 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     return {"shared": shared, "ranks": ranks}
 
 
+def checked(gathered: Any) -> dict[str, Any]:
+    """A gathered state that was read from a file, where it has the structure that `gather` gives.
+
+    A checksum holds what was written, whoever wrote it. What the optimizer and the strategy keep they check themselves.
+
+    Raises:
+        ValueError: names the first place that is otherwise.
+    """
+
+    def expect(found: bool, place: str) -> None:
+        if not found:
+            raise ValueError(f"its {place} is not what a run saves")
+
+    def tensors(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+        )
+
+    expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
+    shared, ranks = gathered["shared"], gathered["ranks"]
+    names = {"model", "average", "optimizer", "cursor", "trained_seconds", "history"}
+    expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
+    expect(tensors(shared["model"]) and bool(shared["model"]), "model")
+    expect(tensors(shared["average"]), "average")
+    optimizer = shared["optimizer"]
+    expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
+    shapes = {tensor.shape for tensor in shared["model"].values()}
+    expect(isinstance(optimizer["state"], dict), "optimizer's state")
+    expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
+    kinds: dict[Any, bool] = {}
+    for kept in optimizer["state"].values():
+        values = list(kept.values()) if isinstance(kept, dict) else [kept]  # a count of the optimizer's own
+        expect(all(_moment(value, shapes) for value in values), "optimizer's state")
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            is_tensor = isinstance(value, torch.Tensor)
+            expect(value is None or kinds.setdefault(name, is_tensor) == is_tensor, f"optimizer's {name}")
+    cursor = shared["cursor"]
+    expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
+    seconds = shared["trained_seconds"]
+    expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
+    history = shared["history"]
+    expect(
+        isinstance(history, dict) and all(_count(v) or name == "class_accuracy" for name, v in history.items()),
+        "history",
+    )
+    by_class = history.get("class_accuracy") or {}
+    expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
+    expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
+    for number, rank in enumerate(ranks):
+        place = f"rank {number}"
+        expect(isinstance(rank, dict) and {"rng", "buffers", "average_buffers", "losses", "sync"} <= rank.keys(), place)
+        for name in ("buffers", "average_buffers"):
+            first = ranks[0][name]
+            expect(tensors(rank[name]) and rank[name].keys() == first.keys(), f"{place}, {name}")
+            alike = all(t.shape == first[key].shape and t.dtype == first[key].dtype for key, t in rank[name].items())
+            expect(alike, f"{place}, {name}")
+        losses = rank["losses"]
+        expect(
+            isinstance(losses, torch.Tensor) and losses.dtype == torch.float64 and losses.shape == (2,),
+            f"{place}, losses",
+        )
+        try:
+            random.Random().setstate(rank["rng"]["python"])  # noqa: S311
+            torch.Generator().set_state(rank["rng"]["torch"])
+        except Exception:  # noqa: BLE001 - either raises nearly anything for what is no state of its own
+            expect(False, f"{place}, rng")
+    return dict(gathered)
+
+
+def _moment(value: Any, shapes: set[torch.Size]) -> bool:
+    """Whether an optimizer may keep it for a parameter: as large as one, or a number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 or value.shape in shapes
+    return _count(value)
+
+
+def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The saved groups of parameters; a setting that an older version did not save is that of `optimizer`.
+
+    Raises:
+        ValueError: another number of groups, or a setting of another kind.
+    """
+    live = optimizer.state_dict()["param_groups"]
+    if not isinstance(saved, list) or len(saved) != len(live):
+        raise ValueError(f"the optimizer has {len(live)} groups of parameters, the checkpoint others")
+    for number, (old, new) in enumerate(zip(saved, live)):
+        if (
+            not isinstance(old, dict)
+            or not isinstance(old.get("params"), list)
+            or any(type(number) is not int for number in old["params"])
+        ):
+            raise ValueError(f"the optimizer's group {number} has no list of its parameters")
+        for name in new.keys() & old.keys() - {"params"}:
+            if _kind(old[name]) != _kind(new[name]):
+                raise ValueError(f"{name} of the optimizer's group {number} is not what this optimizer saves")
+    return [{**new, **old} for old, new in zip(saved, live)]
+
+
+def _kind(value: Any) -> Any:
+    """Numbers are one kind; so are switches, which may be null; lists go by what they hold."""
+    if isinstance(value, (list, tuple)):
+        return [_kind(inner) for inner in value]
+    if value is None or isinstance(value, bool):
+        return "switch"
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return "number" if one or isinstance(value, (int, float)) else type(value)
+
+
+def _count(value: Any) -> bool:
+    """A loss may be NaN or infinite: a run that ignores that goes on."""
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
+
+
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
     """Gives every rank its part of the gathered state that rank `source` read. Collective.
 
@@ -95,7 +208,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
             f"resume it on {len(ranks)} ranks, not {state.world.size}"
         )
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.write)
-    state.sync.load_optimizer_state(state.optimizer, shared["optimizer"])
+    groups = _whole_groups(shared["optimizer"]["param_groups"], state.optimizer)
+    state.sync.load_optimizer_state(state.optimizer, {**shared["optimizer"], "param_groups": groups})
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = shared["trained_seconds"]
     state.history.update(shared["history"])

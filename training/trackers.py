@@ -15,6 +15,7 @@ from training import config as configuration
 from training import files
 from training.config import Config
 from training.contract import UserError
+from training.lines import say
 from training.rundir import RunDirectory
 
 TENSORBOARD = "tensorboard"
@@ -77,7 +78,7 @@ class _Listener:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
             self._tracker = None
-            print(f"warning: {self._name} is off: {error}; the run goes on", file=sys.stderr, flush=True)
+            say(f"warning: {self._name} is off: {error}; the run goes on", sys.stderr)
 
 
 def _tensorboard(config: Config, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001

@@ -16,7 +16,6 @@ import importlib
 import multiprocessing
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.contract import ENV_THREADS, EXIT_USAGE, MASTER_PORT, UserError
+from training import stores
+from training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,19 +271,16 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    store: dist.Store | None = None
-    init_method = None
-    if world.master is None:
-        store = dist.HashStore()
-    else:
+    if world.master is not None:  # for what else of torch reads them
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
-        init_method = "env://"
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+    if world.nodes == 1:
+        stores.stay_on_this_machine()
     # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
-        backend, init_method=init_method, store=store, rank=world.rank, world_size=world.size,
+        backend, store=_store(world, timeout), rank=world.rank, world_size=world.size,
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     try:
@@ -296,16 +293,20 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         dist.destroy_process_group()
 
 
+def _store(world: World, timeout: float) -> dist.Store:
+    if world.master is None:
+        return dist.HashStore()
+    # Under torchrun its agent serves the store, except where it is told to leave that to rank 0.
+    serves = world.leader and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
+    return dist.PrefixStore("default_pg", store)
+
+
 @contextlib.contextmanager
 def script() -> Iterator[World]:
     """`joined` for a program of one's own: an error that its user can mend is one line, and exit code 2."""
-    try:
-        with joined() as world:
-            yield world
-    except UserError as error:
-        if not error.shared or os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_USAGE)
+    with user_errors(), joined() as world:
+        yield world
 
 
 def _refuse_spawned_by_a_rank() -> None:

@@ -193,6 +193,33 @@ def summary_of(backend: Backend, name: str, run_dir: str) -> dict[str, Any]:
     return value
 
 
+GOES_ON = ("preempted", "cancelled", "timed_out")
+"""Endings after which the state is saved, so that the same job submitted again goes on."""
+
+
+def decide(
+    name: str,
+    mode: Mode,
+    status: Status,
+    recorded_hash: str | None,
+    recorded: Callable[[], dict[str, Any]],
+    spec: JobSpec,
+) -> Mode:
+    """What becomes of the job `name` that is there already: `replace` it, take a `new` name, or `attach` to it.
+
+    Raises:
+        UserError: it has another spec, or has finished, and no mode says what to do.
+    """
+    if mode == "new" or (mode == "replace" and status.final):
+        return mode
+    started_over = spec.fresh is not None and not status.final and recorded().get("fresh") != spec.fresh
+    if recorded_hash != spec.hash() or started_over:
+        raise refuse_other(name, recorded(), spec.plain())
+    if status.final and status.state not in GOES_ON:
+        raise refuse_finished(name, status)
+    return "replace" if status.final else "attach"
+
+
 def refuse_other(name: str, old: dict[str, Any], new: dict[str, Any]) -> UserError:
     changed = "; ".join(differences(old, new)[:8]) or "an earlier version of the same settings"
     return UserError(

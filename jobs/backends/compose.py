@@ -15,7 +15,7 @@ from queue import Queue
 from typing import Any
 
 from jobs import lint
-from jobs.backends import base, engine
+from jobs.backends import base, engine, records
 from jobs.backends.base import Listed, Mode, Status, Submitted
 from jobs.backends.compose_explain import explain, started
 from jobs.render import compose as rendering
@@ -50,21 +50,18 @@ class ComposeBackend:
             more = f" (and {len(found) - 1} more: see `lockstep lint --backend compose`)" if len(found) > 1 else ""
             raise UserError(f"{spec.name}: {found[0]}{more}")
         _check_secrets(spec)
+        engine.check_built(spec.image)
         nodes = self._nodes(spec.name)
         if nodes:
-            status = self._status(spec.name, nodes)
-            if mode == "new":
-                name = base.next_name(spec.name, {row.name for row in self.list()})
-                return self._up(spec.model_copy(update={"name": name, "run_dir": None}))
-            if mode == "replace" and status.final:
-                self._remove(spec.name)
-            elif get(nodes[0], "Config", "Labels", HASH) != spec.hash():
-                raise base.refuse_other(spec.name, self._spec_of(nodes[0]), spec.plain())
-            elif status.final:
-                raise base.refuse_finished(spec.name, status)
-            else:
+            was, status = get(nodes[0], "Config", "Labels", HASH), self._status(spec.name, nodes)
+            decided = base.decide(spec.name, mode, status, was, lambda: self._spec_of(nodes[0]), spec)
+            if decided == "attach":
                 self._up(spec)  # brings a node back that was lost
                 return Submitted(spec.name, False, self._where(spec.name))
+            if decided == "new":
+                name = base.next_name(spec.name, {row.name for row in self.list()})
+                return self._up(spec.model_copy(update={"name": name, "run_dir": None}))
+            self._remove(spec.name)
         return self._up(spec)
 
     def _up(self, spec: JobSpec) -> Submitted:
@@ -84,6 +81,7 @@ class ComposeBackend:
         """Writes the shards, and returns when they are there. Raises `UserError`."""
         file = rendering.render_prepare(spec)
         _check_secrets(spec)
+        engine.check_built(spec.image)
         self._make_volumes(file)
         where = f"{spec.shard_folder} on {file['name']}"
         try:
@@ -115,7 +113,7 @@ class ComposeBackend:
             value = json.loads(found[0])
         except ValueError:
             return None
-        return value if isinstance(value, dict) else None
+        return value if records.fits(value, records.STATUS) else None
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         nodes = self._require(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,26 @@ def explain(words: Sequence[str], said: str) -> str:
     if "pull access denied" in said or "manifest unknown" in said or "No such image" in said:
         return f"{found[:300]}: build it (make image-cpu, make image), or check the name"
     return f"docker {words[0]}: {found[:400]}"
+
+
+def is_ours(image: str) -> bool:
+    """Whether the name is what `make image` gives, without a registry: a public one may have another's under that name."""
+    return re.fullmatch(r"lockstep(:[\w.-]+)?", image) is not None
+
+
+def not_built(image: str) -> str:
+    return f"{image} is not on this machine: make image-cpu builds lockstep:cpu, make image lockstep:latest (CUDA)"
+
+
+def check_built(image: str | None) -> None:
+    """Raises `UserError` for an image of ours that has not been built here: it is pulled from nowhere."""
+    if image is not None and is_ours(image):
+        try:
+            docker("image", "inspect", image)
+        except EngineError as error:
+            if "No such image" not in str(error) and "not found" not in str(error).lower():
+                raise
+            raise UserError(not_built(image)) from None
 
 
 def compose(name: str, file: str, *words: str, timeout: float = 600.0) -> str:

@@ -24,6 +24,8 @@ from training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
 PAGE = 500
+_UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError)
+"""What reading a kubeconfig may raise."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -236,15 +238,7 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
             kubeconfig.load_kube_config(
                 config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
             )
-        except (
-            kubeconfig.ConfigException,
-            yaml.YAMLError,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ) as error:
+        except (*_UNREADABLE, TypeError, KeyError, AttributeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
         return configuration
@@ -252,7 +246,7 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
     outside()
     try:
         contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
-    except (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError):
+    except _UNREADABLE:
         return outside, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
     return outside, str(chosen.get("context", {}).get("namespace") or "default")

@@ -64,21 +64,17 @@ class KubernetesBackend:
         with self._explained(spec.k8s.kind):
             live = self._find(spec.name)
             if live is not None:
-                if mode == "new":
+                was = get(live, "metadata", "labels", HASH)
+                if was is None and mode != "new":
+                    raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
+                decided = base.decide(spec.name, mode, self._status(live), was, lambda: self._spec_of(live), spec)
+                if decided == "attach":
+                    return Submitted(spec.name, False, self._where(live))
+                if decided == "new":
                     taken = {item.name for item in self.list()}
                     name = base.next_name(spec.name, taken)
                     return self._create(spec.model_copy(update={"name": name, "run_dir": None}))
-                status = self._status(live)
-                if get(live, "metadata", "labels", HASH) is None:
-                    raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
-                if mode == "replace" and status.final:
-                    self._delete(live, 120)
-                elif get(live, "metadata", "labels", HASH) != spec.hash():
-                    raise base.refuse_other(spec.name, self._spec_of(live), spec.plain())
-                elif status.final:
-                    raise base.refuse_finished(spec.name, status)
-                else:
-                    return Submitted(spec.name, False, self._where(live))
+                self._delete(live, 120)
             return self._create(spec)
 
     def _create(self, spec: JobSpec) -> Submitted:
@@ -175,19 +171,19 @@ class KubernetesBackend:
     def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
         deadline = time.monotonic() + timeout
         with self._explained():
-            job: Manifest | None = self._require(name)  # a name that never was is the caller's mistake, not a lost job
-            found = self._status(job or {})
+            known = self._require(name)  # a name that never was is the caller's mistake, not a lost job
+            found = self._status(known)
         seen(found)
         bad_since: float | None = None
         while not found.final and (left := deadline - time.monotonic()) > 0:
-            self._await_change(name, job, min(left, self.interval))
+            self._await_change(name, known, min(left, self.interval))
             problem = ""
             try:
                 job = self._find(name)
                 if job is None:
                     problem = "it is gone from the cluster"
                 else:
-                    found = self._status(job)
+                    known, found = job, self._status(job)
                     unknown = [part.name for part in found.ranks if part.state == "unknown"]
                     problem = f"the node of {unknown[0]} does not answer" if unknown else ""
             except (UserError, ApiError) as error:
@@ -200,7 +196,7 @@ class KubernetesBackend:
             seen(replace(found, reason=problem) if problem else found)
         return found
 
-    def _await_change(self, name: str, known: Manifest | None, seconds: float) -> None:
+    def _await_change(self, name: str, known: Manifest, seconds: float) -> None:
         """Returns when the job is no longer as `known`, at the latest after `seconds`; a broken watch costs a short pause."""
         began = time.monotonic()
         try:

@@ -19,13 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
-from pydantic import ValidationError
-
 from jobs import specfile
-from jobs.backends import base
+from jobs.backends import base, lock, private, records
 from jobs.backends.base import Listed, Mode, Part, Status, Submitted
-from jobs.backends.supervise import ENDED, RUNNING, alive, start_ticks
+from jobs.backends.supervise import ENDED, RUNNING, alive, here, living, note_end, start_ticks
 from jobs.render import command as commands
 from jobs.spec import JobSpec
 from jobs.terminal import warn
@@ -36,8 +33,9 @@ JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1
 SUBMISSION_SECONDS = 60
 _RECORD: dict[str, Any] = {
-    "spec": dict, "hash": str, "run_dir": str, "grace": (int, float), "created": str, "earlier_attempts": int,
+    "spec": dict, "hash": str, "run_dir": str, "grace": (int, float), "created": str, "job": str, "host": str,
 }  # fmt: skip
+_OF_A_JOB = (contract.ENV_JOB, contract.ENV_LAUNCHER, contract.ENV_RESTARTS)
 _PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
@@ -55,51 +53,45 @@ class LocalBackend:
         self.folder = folder or home() / "local"
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with filelock.FileLock(self.folder / ".lock", timeout=30):
-                return self._submit(spec, mode)
-        except filelock.Timeout:
-            raise UserError(f"{self.folder} is locked by another lockstep command: wait for it") from None
-        except OSError as error:
-            raise UserError(f"cannot keep jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+        with lock.held(self.folder, 30):
+            return self._submit(spec, mode)
 
     def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
-        folder = self.folder / spec.name
+        missing = [name for name in spec.secrets if name not in os.environ]
+        if missing:  # before anything of an earlier job is taken away
+            raise UserError(f"the job needs the secret {missing[0]}: set it in the environment to run on this machine")
+        folder, earlier = self.folder / spec.name, ""
         if folder.exists() and not (folder / JOB).exists():
             self._clear(folder)
         if folder.exists():
             record, status = self._record(spec.name), self.status(spec.name)
-            if mode == "new":
+            decided = base.decide(spec.name, mode, status, record["hash"], lambda: record["spec"], spec)
+            if decided == "attach":
+                return Submitted(spec.name, False, str(folder))
+            if decided == "new":
                 taken = {entry.name for entry in self.folder.iterdir()}
                 spec = spec.model_copy(update={"name": base.next_name(spec.name, taken), "run_dir": None})
                 folder = self.folder / spec.name
-            elif mode == "replace" and status.final:
-                shutil.rmtree(folder)
-            elif record["hash"] != spec.hash():
-                raise base.refuse_other(spec.name, record["spec"], spec.plain())
-            elif status.final:
-                raise base.refuse_finished(spec.name, status)
             else:
-                return Submitted(spec.name, False, str(folder))
-        missing = [name for name in spec.secrets if name not in os.environ]
-        if missing:
-            raise UserError(f"the job needs the secret {missing[0]}: set it in the environment to run on this machine")
-        run_dir = Path(spec.run_dir or f"runs/{spec.name}").absolute()
-        before = files.read_json(run_dir / contract.STATUS_FILE)
+                shutil.rmtree(folder)
+                if record["hash"] == spec.hash():
+                    earlier = record["run_dir"]  # the same job goes on there, from whatever folder it is submitted
+        run_dir = earlier or spec.run_directory_here
         folder.mkdir(mode=0o700)
         files.replace_json(
             folder / JOB,
             {
-                "spec": spec.plain(), "hash": spec.hash(), "run_dir": str(run_dir), "command": self._command(spec, run_dir),
+                "spec": spec.plain(), "hash": spec.hash(), "run_dir": run_dir, "command": self._command(spec, run_dir),
                 "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + 30,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "earlier_attempts": before.get("attempt", 0) if isinstance(before, dict) else 0,
+                "job": records.identity(spec.name), "host": here(),
             },
         )  # fmt: skip
+        # Where a job submits this one, it is none of that one's processes.
+        env = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jobs.backends.supervise", str(folder)],
+                [sys.executable, "-m", "jobs.backends.supervise", str(folder)], env=env,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})
@@ -117,43 +109,50 @@ class LocalBackend:
             raise UserError(f"{folder} is there and holds no job: choose another name, or remove it") from None
 
     @staticmethod
-    def _command(spec: JobSpec, run_dir: Path) -> list[str]:
+    def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shard_folder is not None and not Path(spec.shard_folder).exists():
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
-        command = commands.launch(spec, str(run_dir), sys.executable)
+        command = commands.launch(spec, run_dir, sys.executable)
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def status(self, name: str) -> Status:
         record = self._record(name)
         folder = self.folder / name
-        total = _ranks(name, record)
+        spec = specfile.recorded(name, record["spec"])
+        total = spec.nodes * spec.ranks
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
         being_submitted = self._being_submitted(folder)
-        supervised = self._supervised(folder)
-        ended = files.read_json(folder / ENDED)
-        said = self._said(record)
+        supervised = self._supervised(folder) or (not (folder / ENDED).exists() and bool(living(record["job"])))
+        ended = records.read(folder / ENDED, records.ENDED)
         cancelled = (folder / "cancelled").exists()
 
         def answer(state: base.State, reason: str, code: int | None = None) -> Status:
             return Status(state, reason, [Part("this machine", list(range(total)), state)], code)
 
+        if ended is not None and ended["job"] != record["job"]:
+            ended = None  # of an earlier submission
+        if ended is None and record["host"] != here():
+            return answer("running", f"is {record['host'].split()[0]}'s: ask there")
         if ended is None and supervised:
             if (folder / RUNNING).exists():
+                said = records.said(Path(record["run_dir"]), record["job"])
                 step = f"step {said['step']}" if said else "starting"
                 return answer("running", step)
             return answer("pending", "the launcher is starting")
         if ended is None and being_submitted:
             return answer("pending", "is being submitted")
-        code, reason = (ended or {}).get("code"), ""
-        if said is not None and said.get("code") is not None:
-            code, reason = said["code"], str(said.get("reason", ""))
+        if ended is None:  # the supervisor was killed, too, so the first to find no rank any more notes the end
+            ended = note_end(folder, record, None)
+        code, reason = ended["code"], str(ended.get("reason") or "")
         if code is None:
             return answer(
                 "lost", "the processes are gone and left no exit code: the machine restarted, or they were killed"
             )
         if code < 0:
-            code, reason = 128 - code, f"killed by {signal.Signals(-code).name}"
-        if (ended or {}).get("timed_out"):
+            known = -code in signal.valid_signals()
+            name = signal.Signals(-code).name if known else f"signal {-code}"
+            code, reason = 128 - code, f"killed by {name}"
+        if ended.get("timed_out"):
             return answer("timed_out", f"the time limit of {record['time_limit']} s is over", code)
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
@@ -166,17 +165,10 @@ class LocalBackend:
         last = self._last_line(folder)
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 
-    def _said(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """status.json of this job, which is trusted above exit codes; not one of an earlier attempt."""
-        said = files.read_json(Path(record["run_dir"]) / contract.STATUS_FILE)
-        if not isinstance(said, dict) or not isinstance(said.get("attempt"), int):
-            return None
-        return said if said["attempt"] > record["earlier_attempts"] else None
-
     @staticmethod
     def _supervised(folder: Path) -> bool:
         for file in (SUPERVISOR, RUNNING):
-            process = files.read_json(folder / file)
+            process = records.process(folder / file)
             if process is not None and alive(process["pid"], process["ticks"]):
                 return True
         return False
@@ -204,7 +196,8 @@ class LocalBackend:
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         record = self._record(name)
-        total = _ranks(name, record)
+        spec = specfile.recorded(name, record["spec"])
+        total = spec.nodes * spec.ranks
         if rank is not None and not 0 <= rank < total:
             raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
         return self._lines(name, rank, follow)
@@ -230,25 +223,35 @@ class LocalBackend:
         record, folder = self._record(name), self.folder / name
         if self.status(name).final:
             return self.status(name)
+        if record["host"] != here():
+            raise UserError(f"{name} runs on {record['host'].split()[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]
         signalled = False
         while not self.status(name).final and time.monotonic() < deadline:
-            process = files.read_json(folder / RUNNING)
+            process = records.process(folder / RUNNING)
             if process is not None and not signalled:
                 signalled = True
-                _kill(process, signal.SIGTERM)
+                if not _kill(process, signal.SIGTERM):  # its launcher is gone, and ranks of it live
+                    for pid in living(record["job"]):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        process = files.read_json(folder / RUNNING)
-        if not self.status(name).final and process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process["pid"], signal.SIGKILL)
+        if not self.status(name).final:
+            process = records.process(folder / RUNNING)
+            if process is not None and alive(process["pid"], process["ticks"]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process["pid"], signal.SIGKILL)
+            for pid in living(record["job"]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         return self.wait(name, 10)
 
     def list(self) -> list[Listed]:
         if not self.folder.exists():
             return []
+        private.check(self.folder)
         rows = []
         for name in sorted(entry.name for entry in self.folder.iterdir() if (entry / JOB).exists()):
             try:
@@ -270,21 +273,14 @@ class LocalBackend:
     def _record(self, name: str) -> dict[str, Any]:
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
             raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
+        if self.folder.exists():
+            private.check(self.folder)
         record = files.read_json(self.folder / name / JOB)
         if record is None:
             raise UserError(f"there is no local job {name}: see `lockstep list local`")
-        if not isinstance(record, dict) or any(not isinstance(record.get(key), kind) for key, kind in _RECORD.items()):
+        if not records.fits(record, _RECORD):
             raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
         return record
-
-
-def _ranks(name: str, record: dict[str, Any]) -> int:
-    """Raises `UserError` for a spec that this version does not understand."""
-    try:
-        spec = JobSpec.model_validate(record["spec"])  # not `of`: the recipe may have changed since
-    except ValidationError as error:
-        raise specfile.explain(error, JobSpec, f"{JOB} of {name}") from None
-    return spec.nodes * spec.ranks
 
 
 def _of_rank(line: str, rank: int | None) -> str | None:
@@ -295,7 +291,10 @@ def _of_rank(line: str, rank: int | None) -> str | None:
     return line[match.end() :] if match and int(match[1]) == rank else None
 
 
-def _kill(process: dict[str, Any], number: int) -> None:
-    if alive(process["pid"], process["ticks"]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process["pid"], number)
+def _kill(process: dict[str, Any], number: int) -> bool:
+    """Whether there was somebody to signal."""
+    if not alive(process["pid"], process["ticks"]):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process["pid"], number)
+    return True

@@ -17,13 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
-from pydantic import ValidationError
-
 from jobs import lint, specfile
-from jobs.backends import base, slurm_explain, slurm_query
+from jobs.backends import base, lock, records, slurm_explain, slurm_query
 from jobs.backends.base import Listed, Mode, Status, Submitted
-from jobs.backends.slurm_folder import ENDED, SUBMITIT, Folder, cancelled, check, ends, home, make
+from jobs.backends.private import check, make
+from jobs.backends.slurm_folder import ENDED, SUBMITIT, Folder, cancelled, ends, home
 from jobs.backends.slurm_logs import lines
 from jobs.backends.slurm_query import Unreachable, ask
 from jobs.backends.slurm_send import send
@@ -32,25 +30,27 @@ from jobs.render import command as commands
 from jobs.render import slurm as render
 from jobs.spec import JobSpec
 from jobs.terminal import warn
-from training import contract, files
+from training import files
 from training.contract import UserError
 
 Specs = list[JobSpec]  # named here, because `list` is a method below
 Sent = list[Submitted]
 
 
-def training_task(spec: JobSpec, prepared: bool = False) -> TrainingTask:
+def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
     """The payload for one task of the job; plain values, importable on the nodes.
 
     Args:
         prepared: another job writes the shards before this one starts.
+        job: identity of this submission.
     """
     if spec.shard_folder is not None and not prepared and not Path(spec.shard_folder).exists():
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
-    run_dir = render.run_directory(spec)
+    run_dir = spec.run_directory_here
     return TrainingTask(
         words=commands.rank(spec, run_dir), run_dir=run_dir, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=dict(spec.env),
+        job=job,
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class SlurmBackend:
         self.folder, self.interval, self.lost_after = (folder or home()).absolute(), interval, lost_after
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        with self._locked():
+        with lock.held(self.folder, 60):
             placed = self._place(spec, mode)
             return placed if isinstance(placed, Submitted) else self._send(placed, [placed])[0]
 
@@ -92,7 +92,7 @@ class SlurmBackend:
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
-        with self._locked():
+        with lock.held(self.folder, 60):
             if Folder(self.folder / name).record() is not None:
                 raise UserError(f"{name} is a job of its own: choose another --name for the sweep")
             placed = [self._place(spec, mode) for spec in specs]
@@ -104,17 +104,6 @@ class SlurmBackend:
                 return [item for item in placed if isinstance(item, Submitted)]
             return self._send(new[0].model_copy(update={"name": name}), new)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        make(self.folder)
-        try:
-            with filelock.FileLock(self.folder / ".lock", timeout=60):
-                yield
-        except filelock.Timeout:
-            raise UserError(f"{self.folder} is locked by another lockstep command: wait for it") from None
-        except OSError as error:
-            raise UserError(f"cannot keep jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
-
     def _place(self, spec: JobSpec, mode: Mode) -> JobSpec | Submitted:
         """The spec to submit, or the same job where it is there already."""
         if not (self.folder / spec.name).exists():
@@ -125,16 +114,18 @@ class SlurmBackend:
             )
         record = self._record(spec.name)
         status = self.status(spec.name) if record["job_id"] is not None else _BROKEN_OFF  # nobody else is sending now
-        if mode == "new":
+        decided = base.decide(spec.name, mode, status, record["hash"], lambda: record["spec"], spec)
+        if decided == "new":
             taken = {entry.name for entry in self.folder.iterdir()}
             return spec.model_copy(update={"name": base.next_name(spec.name, taken), "run_dir": None})
-        if mode == "replace" and status.final:
-            return spec
-        if record["hash"] != spec.hash():
-            raise base.refuse_other(spec.name, record["spec"], spec.plain())
-        if status.final:
-            raise base.refuse_finished(spec.name, status)
-        return Submitted(spec.name, False, self._where(record))
+        if decided == "attach":
+            return Submitted(spec.name, False, self._where(record))
+        if mode == "attach" and record["run_dir"] != spec.run_directory_here:
+            raise UserError(
+                f"{spec.name} has run in {record['run_dir']}: submit it from the folder it was submitted from, to go on "
+                "there, or with --replace, to start anew here"
+            )
+        return spec
 
     def _send(self, whole: JobSpec, specs: Specs) -> Sent:
         """One sbatch for all of them: a job, or an array."""
@@ -153,27 +144,32 @@ class SlurmBackend:
             return self._write_and_send(whole, specs, make(make(submitit_folder.parent) / SUBMITIT))
 
     def _write_and_send(self, whole: JobSpec, specs: Specs, submitit_folder: Path) -> Sent:
-        records = []
+        written = []
         for element, spec in enumerate(specs):
-            run_dir = render.run_directory(spec)
-            before = files.read_json(Path(run_dir) / contract.STATUS_FILE)
-            records.append(
+            run_dir = spec.run_directory_here
+            Path(run_dir).parent.mkdir(parents=True, exist_ok=True)  # a container mounts it
+            written.append(
                 {
                     "spec": spec.plain(), "hash": spec.hash(), "run_dir": run_dir, "submitit": str(submitit_folder),
                     "job_id": None, "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "since": time.time(), "comment": f"lockstep:{whole.hash()}", "array_name": whole.name,
                     "element": element if len(specs) > 1 else None,
-                    "earlier_attempts": before.get("attempt", 0) if isinstance(before, dict) else 0,
+                    "job": records.identity(spec.name),
                 }
             )  # fmt: skip
-            Folder(make(self.folder / spec.name)).write(records[-1])
+            Folder(make(self.folder / spec.name)).write(written[-1])
         after = self._preparation(whole)
-        ids = send(whole, submitit_folder, [training_task(spec, after is not None) for spec in specs], after)
-        for spec, record, job_id in zip(specs, records, ids):
+        ids = send(
+            whole,
+            submitit_folder,
+            [training_task(spec, after is not None, str(record["job"])) for spec, record in zip(specs, written)],
+            after,
+        )
+        for spec, record, job_id in zip(specs, written, ids):
             Folder(self.folder / spec.name).write({**record, "job_id": job_id})
         return [
             Submitted(spec.name, True, self._where({**record, "job_id": job_id}))
-            for spec, record, job_id in zip(specs, records, ids)
+            for spec, record, job_id in zip(specs, written, ids)
         ]
 
     def job_id(self, name: str) -> str:
@@ -182,22 +178,35 @@ class SlurmBackend:
 
     def status(self, name: str) -> Status:
         record = self._record(name)
-        spec = _spec(name, record)
+        spec = specfile.recorded(name, record["spec"])
         if record["job_id"] is None:
             sending = time.time() - record["since"] < slurm_explain.SETTLE_SECONDS
             return Status("pending", "is being submitted") if sending else _BROKEN_OFF
         found = slurm_query.look(str(record["job_id"]))
         kept = Folder(self.folder / name)
-        if found is None and (before := kept.ended()) is not None:
-            parts = [base.Part(**part) for part in before["ranks"]]
+        before = kept.ended()
+        parts = [base.Part(**part) for part in before["ranks"]] if before is not None else []
+        noted = max((part.restarts for part in parts), default=0)
+        if found is None:
+            stands = True
+        else:  # by then every note of it is visible, also on a file system that is slow to show them
+            settled = time.time() - (found.ended or record["since"]) >= slurm_explain.SETTLE_SECONDS
+            stands = settled and slurm_query.final(found.state) and found.restarts <= noted
+        if before is not None and stands:
             return Status(before["state"], before["reason"], parts, before["exit_code"])
         told = slurm_explain.explain(
-            spec, found, ends(record), self._said(record), cancelled(record).exists(), record["since"], time.time()
+            spec,
+            found,
+            ends(record),
+            records.said(Path(record["run_dir"]), record["job"]),
+            cancelled(record).exists(),
+            record["since"],
+            time.time(),
         )
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError):
-            if told.final and kept.ended() != plain:
-                files.replace_json(kept.path / ENDED, plain)  # SLURM forgets; without accounting within minutes
+            if told.final:  # once: a job that has ended stays as it ended. SLURM forgets, without accounting in minutes
+                files.replace_json(kept.path / ENDED, plain)
             elif not told.final:
                 (kept.path / ENDED).unlink(missing_ok=True)  # somebody had SLURM run it again
         return told
@@ -228,7 +237,7 @@ class SlurmBackend:
             cancelled(record).touch()  # from here on no rank asks for a requeue
         except OSError as error:
             warn(f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may ask for a requeue")
-        grace = _spec(name, record).grace_seconds + render.MARGIN_SECONDS
+        grace = specfile.recorded(name, record["spec"]).grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
@@ -249,7 +258,7 @@ class SlurmBackend:
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         record = self._record(name)
-        spec = _spec(name, record)
+        spec = specfile.recorded(name, record["spec"])
         total = spec.nodes * spec.ranks
         if rank is not None and not 0 <= rank < total:
             raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
@@ -299,13 +308,6 @@ class SlurmBackend:
     def summary(self, name: str) -> dict[str, Any]:
         return base.summary_of(self, name, self._record(name)["run_dir"])
 
-    def _said(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
-        said = files.read_json(Path(record["run_dir"]) / contract.STATUS_FILE)
-        if not isinstance(said, dict) or not isinstance(said.get("attempt"), int):
-            return None
-        return said if said["attempt"] > record["earlier_attempts"] else None
-
     def _record(self, name: str) -> dict[str, Any]:
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
             raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
@@ -324,14 +326,6 @@ class SlurmBackend:
     @staticmethod
     def _where(record: dict[str, Any]) -> str:
         return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
-
-
-def _spec(name: str, record: dict[str, Any]) -> JobSpec:
-    """The spec that was submitted. Raises `UserError` for one that this version does not understand."""
-    try:
-        return JobSpec.model_validate(record["spec"])  # not `of`: the recipe may have changed since
-    except ValidationError as error:
-        raise specfile.explain(error, JobSpec, f"job.json of {name}") from None
 
 
 _BROKEN_OFF = Status("lost", "the submission was broken off before sbatch answered: submit it with --replace")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
+from jobs.backends import records
+from jobs.backends.records import fits
 from jobs.backends.slurm_task import note
 from training import files
-from training.contract import UserError
 
 JOB = "job.json"
 ENDED = "ended.json"
@@ -27,32 +27,12 @@ def home() -> Path:
     return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep").absolute() / "slurm"
 
 
-def make(folder: Path) -> Path:
-    """The folder, made where it is missing, and checked. Raises `UserError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        check(folder)
-    except OSError as error:
-        raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
-    return folder
-
-
-def check(folder: Path) -> None:
-    """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
-    found = folder.lstat()
-    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-        raise UserError(f"{folder} is no folder of its own (a link?): the nodes run what lies there; set LOCKSTEP_HOME")
-    if found.st_uid != os.geteuid():
-        raise UserError(f"{folder} belongs to user {found.st_uid}: the nodes run what lies there; set LOCKSTEP_HOME")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise UserError(f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it")
-
-
 _RECORD: dict[str, Any] = {
     "spec": dict, "hash": str, "run_dir": str, "submitit": str, "job_id": (str, type(None)), "created": str,
-    "since": (int, float), "comment": str, "array_name": str, "earlier_attempts": int,
+    "since": (int, float), "comment": str, "array_name": str, "job": str,
 }  # fmt: skip
-_ENDING: dict[str, Any] = {"state": str, "reason": str, "ranks": list, "exit_code": (int, type(None))}
+_ENDING: records.Shape = {"state": str, "reason": str, "ranks": list, "exit_code": (int, type(None))}
+_PART: records.Shape = {"name": str, "ranks": list, "state": str, "reason": str, "restarts": int}
 
 
 class Folder:
@@ -64,17 +44,15 @@ class Folder:
     def record(self) -> dict[str, Any] | None:
         """job.json; its `job_id` is None until sbatch has answered. None where there is none, or it is damaged."""
         value = files.read_json(self.path / JOB)
-        if not isinstance(value, dict) or any(not isinstance(value.get(name), kind) for name, kind in _RECORD.items()):
-            return None
-        return {"element": None, **value}
+        return {"element": None, **value} if fits(value, _RECORD) else None
 
     def write(self, record: dict[str, Any]) -> None:
         files.replace_json(self.path / JOB, record)
 
     def ended(self) -> dict[str, Any] | None:
-        value = files.read_json(self.path / ENDED)
-        fits = isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in _ENDING.items())
-        return value if fits and all(isinstance(part, dict) for part in value["ranks"]) else None
+        value = records.read(self.path / ENDED, _ENDING)
+        whole = value is not None and all(fits(part, _PART) and part.keys() == _PART.keys() for part in value["ranks"])
+        return value if whole else None
 
 
 def ends(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -83,8 +61,8 @@ def ends(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
     folder, job_id = Path(record["submitit"]), str(record["job_id"])
     for path in folder.glob(f"{job_id}_*_end.json"):
         match = re.fullmatch(rf"{re.escape(job_id)}_(\d+)_end\.json", path.name)
-        value = files.read_json(path)
-        if match and isinstance(value, dict) and isinstance(value.get("code"), int):
+        value = records.read(path, records.NOTE)
+        if match and value is not None:
             found[int(match[1])] = value
     return found
 

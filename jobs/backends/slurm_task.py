@@ -50,13 +50,15 @@ class TrainingTask:
     max_restarts: int = 3
     metrics_port: int = contract.METRICS_PORT
     env: dict[str, str] = field(default_factory=dict)
+    job: str = ""
+    """Identity of this submission (`records.identity`); "" where a driver of one's own submits."""
 
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank to its end. Rank 0 returns `summary.json`; an end that is none leaves the process."""
         here = _Here.read()
         if here.restarts > self.max_restarts:
             said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
-            saved = isinstance(said, dict) and said.get("code") == EXIT_PREEMPTED
+            saved = isinstance(said, dict) and (said.get("code"), said.get("job", "")) == (EXIT_PREEMPTED, self.job)
             code = EXIT_PREEMPTED if saved else EXIT_FAILED
             self._leave(here, code, f"restarted {self.max_restarts} times, no more")
         begun = [log.stat().st_size if log.exists() else 0 for log in here.logs]  # what earlier starts have said
@@ -104,6 +106,7 @@ class TrainingTask:
         env[contract.ENV_RESTARTS] = str(here.restarts)
         env[contract.ENV_LAUNCHER] = str(os.getpid())
         env[contract.ENV_METRICS_PORT] = str(self.metrics_port)
+        env[contract.ENV_JOB] = self.job
         cpus = env.get("SLURM_CPUS_PER_TASK", "")
         if cpus.isdigit():
             env.setdefault("OMP_NUM_THREADS", cpus)
@@ -112,6 +115,7 @@ class TrainingTask:
             env |= {
                 "RANK": str(here.rank), "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
                 "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": env["SLURM_NODEID"],
+                "PATH": contract.search_path(env), "GROUP_WORLD_SIZE": env.get("SLURM_NNODES") or str(len(here.hosts)),
                 "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(12000 + number * 7 % 20000),
             }  # fmt: skip
         return env | self.env

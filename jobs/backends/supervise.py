@@ -9,12 +9,16 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from training import files
+from jobs.backends import records
+from training import contract, files
 
 RUNNING = "running.json"
 ENDED = "ended.json"
@@ -45,9 +49,43 @@ def alive(pid: int, ticks: int | None) -> bool:
     return ticks is None or start_ticks(pid) == ticks
 
 
+def living(job: str) -> list[int]:
+    """The processes of a job: what has its identity in its environment, whoever started it (Linux). Not this one."""
+    mark, found = f"{contract.ENV_JOB}={job}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if mark in path.read_bytes().split(b"\0") and _stat(int(path.parent.name))[:1] not in ([], ["Z"]):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def note_end(folder: Path, job: dict[str, Any], code: int | None, timed_out: bool = False) -> dict[str, Any]:
+    """Records how a job ended, once, when no process of it lives any more. What the run itself says counts above `code`."""
+    said = records.said(Path(job["run_dir"]), job["job"])
+    reason = ""
+    if said is not None and said["code"] is not None:
+        code, reason = said["code"], said["reason"]
+    over = timed_out and code not in (contract.EXIT_DONE, contract.EXIT_USAGE)
+    ended = {"code": code, "reason": reason, "timed_out": over, "job": job["job"]}
+    now = files.read_json(folder / "job.json")
+    if isinstance(now, dict) and now.get("job") == job["job"]:  # not submitted again meanwhile
+        with contextlib.suppress(OSError):  # a full disk: the next one who asks tries again
+            files.replace_json(folder / ENDED, ended)
+    return ended
+
+
+def here() -> str:
+    """This machine, and which processes of it are seen: pids mean something only there."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_bytes())
-    child = subprocess.Popen(job["command"], env={**os.environ, **job["env"]}, start_new_session=True)
+    env = {**os.environ, "PATH": contract.search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
+    child = subprocess.Popen(job["command"], env=env, start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         with contextlib.suppress(ProcessLookupError):
@@ -62,8 +100,20 @@ def main(folder: Path) -> int:
     except subprocess.TimeoutExpired:
         timed_out = True
         code = end(child, job["grace"])
-    files.replace_json(folder / ENDED, {"code": code, "timed_out": timed_out})
+    see_ended(job["job"], job["grace"])
+    note_end(folder, job, code, timed_out)
     return 0
+
+
+def see_ended(job: str, grace: float) -> None:
+    """Waits for the ranks that a killed launcher left: they save. After the grace they are killed."""
+    deadline = time.monotonic() + grace
+    while found := living(job):
+        if time.monotonic() >= deadline:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def end(child: subprocess.Popen[bytes], grace: float) -> int:

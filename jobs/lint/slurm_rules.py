@@ -41,9 +41,7 @@ def time_to_train(subject: Subject) -> Iterator[str]:
 @rule("LS103", "warning", kinds=SLURM)
 def shared_run(subject: Subject) -> Iterator[str]:
     """A run directory on a node's own disk is gone when the job is started again elsewhere."""
-    from jobs.render.slurm import run_directory
-
-    path = run_directory(subject.spec)
+    path = subject.spec.run_directory_here
     if _is_node_local(path):
         yield f"run_dir {path} is usually a node's own: choose a place that all nodes see"
 

@@ -26,7 +26,8 @@ def rank(spec: JobSpec, run_dir: str) -> list[str]:
         settings.append(f"preempt.grace_seconds={spec.grace_seconds}")
     if spec.shards is not None and not given & {"data.shards", "shards"}:
         settings.append(f"data.shards={spec.shard_folder}")
-    return ["run", spec.recipe, "--run-dir", run_dir, "--log-format", "json", "--set", *settings]
+    fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
+    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
 
 
 def shard(spec: JobSpec, python: str = "python") -> list[str]:

@@ -143,7 +143,7 @@ def _serves_health(spec: JobSpec) -> bool:
     config = spec.config()
     if config is None or not config.metrics.enabled or environment(spec).get(ENV_METRICS_PORT) == "0":
         return False
-    return config.metrics.address in (None, "0.0.0.0", "::", "127.0.0.1", "localhost")  # noqa: S104 - compared only
+    return config.metrics.address in (None, "any", "0.0.0.0", "::", "127.0.0.1", "localhost")  # noqa: S104 - compared only
 
 
 def _mounts(spec: JobSpec) -> list[Manifest]:

@@ -164,7 +164,7 @@ def preparation(spec: JobSpec) -> JobSpec:
 
 def _setup(spec: JobSpec, folder: Path) -> list[str]:
     lines = [
-        f"# each task: {json.dumps(commands.rank(spec, run_directory(spec)))[:2000]}",
+        f"# each task: {json.dumps(commands.rank(spec, spec.run_directory_here))[:2000]}",
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "restarts=${SLURM_RESTART_COUNT:-0}",
@@ -199,13 +199,8 @@ def _teardown(spec: JobSpec, folder: Path) -> list[str]:
     ]
 
 
-def run_directory(spec: JobSpec) -> str:
-    """Where the run is kept: as on this machine, relative to the folder in which the job is submitted."""
-    return str(Path(spec.run_dir or f"runs/{spec.name}").absolute())
-
-
 def _mounts(spec: JobSpec, folder: Path) -> list[str]:
-    run = Path(run_directory(spec)).parent
+    run = Path(spec.run_directory_here).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
     return list(dict.fromkeys([*own, *spec.slurm.mounts]))
 

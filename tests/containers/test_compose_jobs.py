@@ -21,10 +21,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from jobs import compose_doctor
 from jobs.backends.compose import ComposeBackend
 from jobs.spec import JobSpec
-from tests.engine import NAME, Built, docker, inspect, remove_jobs, require
-from tests.processes import ROOT, poll
+from tests.engine import NAME, Built, docker, inspect, remove_jobs
+from tests.processes import ROOT, poll, require
+from training.contract import UserError
 
 pytestmark = pytest.mark.containers
 BOUND = 240
@@ -369,5 +371,29 @@ def test_a_command_line_from_submit_to_cancel(jobs: Jobs, tmp_path: Path) -> Non
     assert code == 75, said
     code, said = typed("logs", "compose", spec.name, "--rank", "0")
     assert '"event": "checkpoint' in said and "[rank" not in said
-    code, said = typed("submit", "compose", str(file))
-    assert code == 2 and "--replace" in said, said
+    code, said = typed("submit", "compose", str(file))  # it goes on where it was saved
+    assert code == 0 and "submitted" in said, said
+    poll(lambda: jobs.events(spec, "resumed"), BOUND, "the run that goes on")
+    assert typed("cancel", "compose", spec.name)[0] == 0
+
+
+def test_an_image_of_ours_that_was_not_built_is_pulled_from_nowhere(jobs: Jobs) -> None:
+    """And doctor misses what the job would then fail for: the image, or the shards on its volume."""
+    claim = f"lockstep-test-shards-{jobs.suffix}"
+    values = {
+        "name": f"unbuilt-{jobs.suffix}", "recipe": "smoke", "image": "lockstep:never-built", "shards": "/data/shards",
+        "volumes": [{"claim": claim, "path": "/data", "read_only": True}],
+    }  # fmt: skip
+    unbuilt = JobSpec.of(values)
+    with pytest.raises(UserError, match="lockstep:never-built is not on this machine: make image-cpu builds"):
+        ComposeBackend().submit(unbuilt)
+    found = {check.name: check.result for check in compose_doctor.check(unbuilt)}
+    assert (found["image"], found["shards"]) == ("missing", "missing"), found
+    docker("volume", "create", claim)
+    try:
+        found = {
+            check.name: check.result for check in compose_doctor.check(JobSpec.of({**values, "image": jobs.image}))
+        }
+        assert (found["image"], found["shards"]) == ("ok", "missing"), found
+    finally:
+        docker("volume", "rm", claim)

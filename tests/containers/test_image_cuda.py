@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.containers.test_images import run
-from tests.engine import NAME, SENTINEL, Built, build, docker, inspect, require
+from tests.engine import NAME, SENTINEL, Built, build, docker, inspect
+from tests.processes import require
 
 pytestmark = [pytest.mark.containers, pytest.mark.cuda_image]
 

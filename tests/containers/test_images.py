@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import pytest
 
-from tests.engine import NAME, SENTINEL, Built, docker, inspect, require
-from tests.processes import ROOT, poll
+from tests.engine import NAME, SENTINEL, Built, docker, inspect
+from tests.processes import ROOT, poll, require
 
 pytestmark = pytest.mark.containers
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "tcc", "nvcc", "ld", "as"}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import metrics
-from tests.processes import PYTHON, run, training
+from tests.ranks import training
+from tests.warm.gang import python
 from training.bench.gang import PHASES, Job, Measured
 from training.bench.inference import _verdict
 from training.bench.scaling import _each_strategy, against_ddp, table, why
@@ -74,7 +75,7 @@ def test_the_cost_of_the_metrics_is_held_to_its_bounds(tmp_path: Path) -> None:
     assert [sentence.split(" the bound is ")[1] for sentence in broken] == ["0.5%", "100", "5 ms"]
     out = tmp_path / "metrics.json"
     words = ["benchmarks/metrics.py", "--rounds", "1", "--steps", "8", "--out", str(out)]
-    done = run([PYTHON, *words], timeout=240)
+    done = python(*words, timeout=240)
     found = json.loads(out.read_text())
     assert found["exceeded"] == metrics.exceeded(found["calls"]) and done.code == bool(found["exceeded"]), done.output
     assert (

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.nets import NormedConv
-from tests.processes import clean_env, gang, training
-from tests.ranks import on_ranks
+from tests.processes import clean_env
+from tests.ranks import gang, on_ranks, training
 from training.closeness import ReplicasDiffer, check_parameter_closeness
 from training.world import World
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import PYTHON, ROOT, gang, run, training
-from tests.ranks import on_ranks
+from tests.processes import PYTHON, ROOT, run
+from tests.ranks import gang, on_ranks, training
 from training import collectives
 from training.world import World
 
@@ -36,7 +36,7 @@ def _gathered(world: World) -> tuple[object, list[torch.Tensor]]:
 def _refused(world: World) -> str:
     """One rank alone has a value that cannot be sent."""
     try:
-        collectives.gather_objects({"fine": 1} if world.rank != 1 else {"a set": {1}}, world)
+        collectives.gather_objects({"fine": 1} if world.rank != 1 else {"a path": Path()}, world)
     except TypeError as error:
         return str(error)
     return "went through"
@@ -79,7 +79,7 @@ def test_both_products_are_that_of_one_process(size: int) -> None:
 
 def test_a_value_that_one_rank_cannot_send_is_refused_on_all() -> None:
     found = on_ranks(_refused, 2)  # the collective that would wait has a minute
-    assert found == ["rank 1: a tree cannot hold a set"] * 2
+    assert found == ["rank 1: a tree cannot hold a PosixPath"] * 2
 
 
 @pytest.mark.parametrize("sizes", [("10000000", "10000000", "1"), ("10000000", "1", "10000000"), ("2147483647",) * 3])

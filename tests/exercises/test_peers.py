@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, clean_env, run
+from tests.processes import ROOT, clean_env
+from tests.warm.gang import python
 
 
 @pytest.mark.parametrize("peer", ["plain DDP", "Lightning", "Accelerate"])
@@ -19,7 +20,8 @@ def test_a_peer_and_lockstep_train_the_same_images_in_turn(peer: str, tmp_path: 
     words = ["--peers", peer, "Lockstep", "--stem", "small", "--rounds", "1", "--steps", "2", "--warm-up", "1"]
     words += ["--batch", "2", "--timeout", "120", "--out", str(out)]
     # Lightning and Accelerate warn of what is none of our business.
-    done = run([PYTHON, str(ROOT / "benchmarks" / "peers.py"), *words], clean_env(PYTHONWARNINGS="ignore"), timeout=300)
+    env = clean_env(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
+    done = python(str(ROOT / "benchmarks" / "peers.py"), *words, env=env, timeout=300)
     assert done.code == 0, done.output
     rows = json.loads(out.read_text())["stems"]["small"]
     assert list(rows) == [peer, "Lockstep"]
@@ -39,7 +41,7 @@ def test_a_peer_and_lockstep_train_the_same_images_in_turn(peer: str, tmp_path: 
 )
 def test_wrong_words_are_told_before_anything_is_measured(words: list[str], message: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = run([PYTHON, str(ROOT / "benchmarks" / "peers.py"), "--peers", "plain DDP", *words, "--out", str(out)])
+    done = python(str(ROOT / "benchmarks" / "peers.py"), "--peers", "plain DDP", *words, "--out", str(out))
     assert done.code == 2 and message in done.output and "Traceback" not in done.output and not out.exists(), (
         done.output
     )

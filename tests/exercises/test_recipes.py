@@ -10,7 +10,7 @@ import pytest
 
 from tests.events import events
 from tests.idx import write_fashion
-from tests.processes import gang, training
+from tests.ranks import gang, training
 
 LINE = re.compile(r"step +(\d+) \| train_loss +([\d.]+) \| test_loss +([\d.]+) \| step time +([\d.]+) ms")
 

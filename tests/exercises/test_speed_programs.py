@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import torch
 
 from benchmarks import contestants, scaling_model, speedrun
 from benchmarks.contestants import Outcome
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, Result, clean_env
+from tests.warm.gang import python
 
 
 def outcomes(seconds: float, *accuracies: float) -> list[Outcome]:
@@ -71,9 +70,14 @@ def test_a_published_script_reads_images_from_the_device_and_its_clock_is_read(
     monkeypatch.setattr(sys, "path", list(sys.path))
     found = contestants.bag(str(checkout), str(data))(3)
     assert found.own == 12.5 and found.accuracy == 0.4 and 0 < found.whole < 10
-    command = [sys.executable, str(ROOT / "benchmarks" / "contestants.py"), "bag", str(checkout), str(data)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout)["accuracy"] == 0.4
+    done = _program("contestants.py", "bag", str(checkout), str(data))
+    assert done.code == 0 and json.loads(done.output)["accuracy"] == 0.4, done.error
+
+
+def _program(name: str, *words: str, timeout: float = 240) -> Result:
+    """One of benchmarks/, in one thread."""
+    env = clean_env(OMP_NUM_THREADS="1", LOCKSTEP_THREADS="1")
+    return python(str(ROOT / "benchmarks" / name), *words, env=env, timeout=timeout, apart=True)
 
 
 def _cifar10(root: Path, count: int = 64) -> Path:
@@ -91,13 +95,12 @@ def test_both_kinds_of_runs_end_in_a_table_and_a_file(tmp_path: Path) -> None:
     words = ["--data-root", str(_cifar10(tmp_path / "data")), "--ours", "bag_of_tricks", "--runs", "2", "--cold", "1"]
     words += ["--device", "cpu", "--out", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
     words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "speedrun.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done = _program("speedrun.py", *words)
+    assert done.code == 0, done.error
     result = json.loads((tmp_path / "out.json").read_text())
     ((own, whole, accuracy), *_) = result["runs"]["bag_of_tricks"]
     assert 0 < own < whole and 0 <= accuracy <= 1 and result["cold"]["bag_of_tricks"][0] > whole
-    assert "bag_of_tricks" in done.stdout and (tmp_path / "out.png").stat().st_size > 1000
+    assert "bag_of_tricks" in done.output and (tmp_path / "out.png").stat().st_size > 1000
 
 
 def test_what_the_gpu_benchmark_can_do_without_one_runs_to_its_file(tmp_path: Path) -> None:
@@ -105,9 +108,8 @@ def test_what_the_gpu_benchmark_can_do_without_one_runs_to_its_file(tmp_path: Pa
     words += ["--rounds", "1", "--runs", "1"]
     words += ["--ours", "bag_of_tricks", "--out", str(tmp_path / "out.json")]
     words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = _program("gpu.py", *words)
+    assert done.code == 0, done.error
     result = json.loads((tmp_path / "out.json").read_text())
     for row in result["recipes"].values():
         assert row["milliseconds"]["eager"].keys() == {"64", "32"} and sum(k["share"] for k in row["kernels"]) <= 1
@@ -122,9 +124,8 @@ def test_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
     words = ["--data-root", str(_cifar10(tmp_path / "data")), "--ours", "bag_of_tricks", "--bag", str(checkout)]
     words += ["--runs", "1", "--cold", "0", "--device", "cpu", "--out", str(tmp_path / "out.json")]
     words += ["--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "speedrun.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0 and "bag FAILED" in done.stderr, done.stderr
+    done = _program("speedrun.py", *words)
+    assert done.code == 0 and "bag FAILED" in done.error, done.error
     result = json.loads((tmp_path / "out.json").read_text())
     assert "written for another torch" in result["failed"]["bag"] and list(result["runs"]) == ["bag_of_tricks"]
 
@@ -132,6 +133,5 @@ def test_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_gpu_benchmark_says_so(tmp_path: Path) -> None:
     for words in ([], ["--device", "cpu", "--airbench", str(tmp_path)]):
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--data-root", str(tmp_path), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode != 0 and "GPU" in done.stderr and "Traceback" not in done.stderr
+        done = _program("gpu.py", "--data-root", str(tmp_path), *words)
+        assert done.code != 0 and "GPU" in done.error and "Traceback" not in done.error

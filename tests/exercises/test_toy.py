@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.processes import gang, training
-from tests.ranks import on_ranks
+from tests.ranks import gang, on_ranks, training
 from training import toy
 from training.world import World
 

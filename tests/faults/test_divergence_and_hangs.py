@@ -4,80 +4,77 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import Undisturbed
 from tests.events import events
-from tests.faults.harness import FINAL, Job, assert_same, final_tensors
+from tests.runs import FINAL, Job, assert_same, tensors
 
 
 @pytest.mark.parametrize("strategy", ["flat", "ddp"])
-def test_a_nan_stops_all_ranks_before_any_weight_is_changed(job: Job, undisturbed: Any, strategy: str) -> None:
+def test_a_nan_stops_all_ranks_before_any_weight_is_changed(job: Job, undisturbed: Undisturbed, strategy: str) -> None:
     job.words.append(f"sync.name={strategy}")
     nth = 7 if strategy == "flat" else 8  # DDP's warm-up pass counts too
-    done = job.go(LOCKSTEP_TEST_FATE=f"1:{nth}:NAN", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE=f"1:{nth}:NAN")
     assert done.code == 1, done.output
     assert "diverged at step 7: rank 1: gradient of head.bias is not finite" in done.output
     assert job.steps()[0] == 6
     if strategy == "flat":
-        assert job.go(LOCKSTEP_THREADS="1").code == 0
-        assert_same(job.run_dir, undisturbed[2])
+        assert job.go().code == 0
+        assert_same(job.run_dir, undisturbed(2))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_is_left_out_leaves_no_trace(job: Job, accumulate: int) -> None:
     """Its forward pass has been through batch norm and the loss: neither may keep a NaN."""
     job.words += ["nonfinite=skip", f"accumulate={accumulate}"]
-    done = job.go(LOCKSTEP_TEST_FATE="1:5:NANINPUT", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE="1:5:NANINPUT")
     assert done.code == 0, done.output
-    assert all(
-        bool(torch.isfinite(tensor).all()) for name, tensor in final_tensors(job.run_dir).items() if "rng" not in name
-    )
+    assert all(bool(torch.isfinite(tensor).all()) for name, tensor in tensors(job.run_dir).items() if "rng" not in name)
     left_out = events(job.run_dir, "nonfinite")
     assert len(left_out) == 1
     epochs = events(job.run_dir, "epoch")
     assert all(math.isfinite(event["train_loss"]) for event in epochs)
 
 
-def test_a_rank_that_is_delayed_changes_nothing(job: Job, undisturbed: Any) -> None:
-    assert job.go(LOCKSTEP_TEST_FATE="1:5:DELAY", LOCKSTEP_THREADS="1").code == 0
-    assert_same(job.run_dir, undisturbed[2])
+def test_a_rank_that_is_delayed_changes_nothing(job: Job, undisturbed: Undisturbed) -> None:
+    assert job.go(LOCKSTEP_TEST_FATE="1:5:DELAY").code == 0
+    assert_same(job.run_dir, undisturbed(2))
 
 
 def test_a_nan_step_can_be_left_out(job: Job) -> None:
     job.words.append("nonfinite=skip")
-    done = job.go(LOCKSTEP_TEST_FATE="1:23:NAN", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE="1:23:NAN")
     assert done.code == 0, done.output
     assert [event["step"] for event in events(job.run_dir, "nonfinite")] == [23, 24]
     assert job.steps()[0] == FINAL
 
 
-def test_a_rank_that_stops_is_named_with_its_last_step(job: Job, undisturbed: Any) -> None:
-    job.words.append("collective_timeout=15")  # it bounds the start, too: two imports of torch on two cores
-    job.ranks = 2
-    done = job.go("--grace", "3", LOCKSTEP_TEST_FATE="1:9:STOP", LOCKSTEP_THREADS="1", timeout=180)
+def test_a_rank_that_stops_is_named_with_its_last_step(job: Job, undisturbed: Undisturbed) -> None:
+    job.words.append("collective_timeout=5")
+    done = job.go(grace=2, LOCKSTEP_TEST_FATE="1:9:STOP")
     assert done.code == 1, done.output
     assert "rank 1 did not arrive (last seen at step" in done.output
     status = json.loads((job.run_dir / "status.json").read_text())
     assert status["code"] == 1 and "rank 1 did not arrive" in status["reason"]
     assert job.steps()[0] >= 6
-    assert job.go(LOCKSTEP_THREADS="1").code == 0
-    assert_same(job.run_dir, undisturbed[2])
+    assert job.go().code == 0
+    assert_same(job.run_dir, undisturbed(2))
 
 
 def test_a_killed_rank_is_named(job: Job) -> None:
-    done = job.go(LOCKSTEP_TEST_FATE="1:9:KILL", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:KILL")
     assert done.code == 1 and "rank 1 did not arrive" in done.output, done.output
 
 
 def test_an_error_of_ones_own_keeps_its_traceback(job: Job) -> None:
-    done = job.go(LOCKSTEP_TEST_FATE="1:9:RAISE", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:RAISE")
     assert done.code == 1 and "ArithmeticError: this rank was told to fail" in done.output, done.output
 
 
-def test_deterministic_runs_give_the_same_bits(job: Job, undisturbed: Any) -> None:
+def test_deterministic_runs_give_the_same_bits(job: Job, undisturbed: Undisturbed) -> None:
     job.words.append("deterministic=true")
-    assert job.go(LOCKSTEP_THREADS="1").code == 0
-    assert_same(job.run_dir, undisturbed[2])
+    assert job.go().code == 0
+    assert_same(job.run_dir, undisturbed(2))

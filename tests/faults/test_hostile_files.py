@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from training import checkpoint, config, rundir, settings, weights
+from tests.processes import ROOT, clean_env
+from tests.ranks import training
+from tests.runs import Job
+from tests.warm.gang import python
+from training import checkpoint, config, files, rundir, settings, weights
+from training.__main__ import main
 from training.checkpoint import CorruptCheckpoint, Writer
 from training.contract import UserError
 from training.data import shards, sources
@@ -71,6 +79,92 @@ def test_checkpoints(tmp_path: Path) -> None:
         # Without the manifest's protection the parsers alone must hold, too.
         if name != "manifest.json":
             _refused(lambda: checkpoint.load(bad), (CorruptCheckpoint,))
+
+
+def resealed(path: Path, state: bytes) -> None:
+    """Another state in a checkpoint, under a manifest that vouches for it."""
+    (path / checkpoint.STATE).write_bytes(state)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
+    manifest["files"][checkpoint.STATE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    del manifest["sha256"]
+    manifest["sha256"] = checkpoint._seal(manifest)
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of a tree; of a list the first two, and of mappings that name tensors the first entry."""
+    yield at
+    if isinstance(value, dict):
+        for key in list(value)[: 1 if value and all("$tensor" in str(v) for v in value.values()) else None]:
+            yield from _places(value[key], (*at, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value[:2]):
+            yield from _places(inner, (*at, index))
+
+
+def _changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+    if not at:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[at[0]] = _changed(value[at[0]], at[1:], new)
+    return copy
+
+
+def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`export`, `evaluate` and a resume: one line and 2, or they do as if nothing were wrong, never a traceback."""
+    job.ranks = 1
+    # Stopped on its way: what is complete is not read again.
+    assert job.go(**{"LOCKSTEP_TEST_FATE": "0:9:TERM"}).code == 75
+    newest = checkpoint.candidates(job.run_dir / "checkpoints")[0]
+    good = json.loads((newest / checkpoint.STATE).read_bytes())
+    chance, refused = random.Random(12), 0
+    wrong = [
+        None,
+        [],
+        {},
+        "x",
+        -1,
+        True,
+        1e400,
+        10**30,
+        {"$tensor": 0},
+        {"$tensor": 10**9},
+        {"$tuple": [1]},
+        {"$items": [[[], 1]]},
+    ]
+    places = list(_places(good))
+    for place in places:
+        new = chance.choice(wrong)
+        resealed(newest, json.dumps(_changed(good, place, new)).encode())
+        out = tmp_path / "weights.pth"
+        out.unlink(missing_ok=True)
+        code = main(["export", str(job.run_dir), str(out)], {})
+        told = capsys.readouterr()
+        assert code in (0, 2) and (code == 0) == out.exists() and len(told.err.splitlines()) == (code != 0), (
+            place,
+            new,
+            told,
+        )
+        refused += code == 2
+    assert refused > len(places) // 3, (refused, len(places))
+    own = [
+        place
+        for place in places
+        if place[:2] in (("shared", "optimizer"), ("shared", "history")) or place[2:3] == ("sync",)
+    ]
+    for place in [*chance.sample(places, 10), *chance.sample(own, 10)]:
+        new = chance.choice(wrong)
+        resealed(newest, json.dumps(_changed(good, place, new)).encode())
+        run = tmp_path / "again"
+        shutil.copytree(job.run_dir, run)
+        done = training(*job.words[:3], str(run), *job.words[4:], env=job.env())
+        assert "Traceback" not in done.output and (done.code in (0, 2) or "diverged at step" in done.output), (
+            place,
+            new,
+            done,
+        )
+        assert done.code != 2 or done.output.splitlines()[-1].startswith("error: "), (place, new, done)
+        shutil.rmtree(run)
 
 
 def test_shards_and_manifests(tmp_path: Path) -> None:
@@ -142,3 +236,36 @@ def test_weight_files_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         path.write_bytes(_damaged(bombs[number % 3] if number % 2 else good, chance) if number > 2 else bombs[number])
         _refused(lambda: weights.read(path))
     assert not (tmp_path / "bomb-went-off").exists()
+
+
+@pytest.mark.parametrize("words", [
+    "run smoke --run-dir P", "evaluate P", "export P out.pth", "export RUN P", "report P", "report RUN --out P",
+    "run P.yaml --run-dir new", "evaluate P.pth --recipe smoke", "shard smoke --out P", "launch --ranks 1 run smoke --run-dir P",
+    "run smoke --run-dir other --set data.shards=P",
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["loop", "b\udcff d"], ids=["a link to itself", "not UTF-8"])
+def test_a_name_that_leads_nowhere(name: str, words: str, tmp_path: Path, job: Job) -> None:
+    """One line and 2, and the name stays what it was."""
+    for link in (tmp_path / "loop", tmp_path / "loop.yaml", tmp_path / "loop.pth"):
+        link.symlink_to(link.name)
+    if "RUN" in words:
+        job.ranks = 1
+        assert job.go().code == 0
+    told = [word.replace("P", str(tmp_path / name)).replace("RUN", str(job.run_dir)) for word in words.split()]
+    done = python("-m", "training", *told, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
+    assert done.code == 2 and len(done.output.splitlines()) == 1 and "error: " in done.output, done
+    assert os.readlink(tmp_path / "loop") == "loop" and not (tmp_path / "new").exists()
+
+
+def test_an_export_to_a_full_disk_leaves_nothing(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.ranks = 1
+    assert job.go().code == 0
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "fsync", full)
+    assert main(["export", str(job.run_dir), str(folder / "weights.pth")], {}) == 2
+    assert list(folder.iterdir()) == []

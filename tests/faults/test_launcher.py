@@ -10,83 +10,124 @@ import shutil
 import signal
 import subprocess
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
+from tests.conftest import Undisturbed
 from tests.events import events
-from tests.faults.harness import Job, assert_same, settings
-from tests.processes import PYTHON, clean_env, free_port, poll, run, started
+from tests.processes import PYTHON, clean_env, free_port, poll, require, run, started
+from tests.runs import Job, assert_same, settings
+from tests.warm.gang import running
 from training import checkpoint
 from training.launch import cluster_code, exit_code
 
 
-def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Any) -> None:
-    done = job.go(
-        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_THREADS="1",
+def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
+    done = job.launch(
+        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL",
         LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"),
     )  # fmt: skip
     assert done.code == 0, done.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
-    assert_same(job.run_dir, undisturbed[2])
+    assert_same(job.run_dir, undisturbed(2))
 
 
-def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Any) -> None:
-    assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM", LOCKSTEP_THREADS="1").code == 75
+def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Undisturbed) -> None:
+    assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM").code == 75
     job.words.append("--fresh")
     once = str(job.run_dir.parent / "once")
-    done = job.go(
-        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_THREADS="1", LOCKSTEP_TEST_ONCE=once
+    done = job.launch(
+        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once
     )  # fmt: skip
     assert done.code == 0, done.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert [path.name for path in job.run_dir.parent.glob("run*")] == ["run", "run.old-1"] or not (
         job.run_dir.parent / "run.old-2"
     ).exists()
-    assert_same(job.run_dir, undisturbed[2])
+    assert_same(job.run_dir, undisturbed(2))
 
 
-def test_restarts_end(job: Job) -> None:
-    done = job.go("--max-restarts", "1", LOCKSTEP_TEST_FATE="0:1:KILL", LOCKSTEP_THREADS="1")
-    assert done.code == 1
-    assert len(events(job.run_dir, "start")) == 2
+END = "import os, sys; end = sys.argv[1]; os.kill(os.getpid(), 9) if end == 'KILL' else sys.exit(int(end))"
+"""A rank that ends as it is told; what the launcher makes of that does not depend on what it has trained."""
 
 
-@pytest.mark.parametrize(("what", "code"), [("EXIT2", 2), ("TERM", 75)])
-def test_a_final_ending_is_not_restarted(job: Job, what: str, code: int) -> None:
-    done = job.go("--max-restarts", "3", LOCKSTEP_TEST_FATE=f"1:5:{what}", LOCKSTEP_THREADS="1")
-    assert done.code == code, done.output
-    assert len(events(job.run_dir, "start")) == 1
+def _ends(how: str, counted: Path, *launch: str) -> int:
+    """The launcher's exit code for two ranks, of which the second one ends like this. A line in `counted` for each start."""
+    program = (
+        f"import os, sys\nopen({str(counted)!r}, 'a').write(os.environ['RANK'])\n"
+        f"if os.environ['RANK'] == '0': import time; time.sleep(60)\n{END}"
+    )
+    words = ["launch", "--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", program, how]
+    done = run([PYTHON, "-m", "training", *words])
+    assert "Traceback" not in done.output, done.output
+    return done.code
 
 
-@pytest.mark.parametrize(("what", "code"), [("EXIT2", 2), ("TERM", 143), ("KILL", 1)])
-def test_what_kubernetes_sees(job: Job, what: str, code: int) -> None:
-    """A crash is restarted within the pod until the restarts are used up; `tests/kubernetes` replaces pods, too."""
-    restarts = ("--max-restarts", "0" if what != "KILL" else "1")
-    fate = "0:1" if what == "KILL" else "1:5"
-    done = job.go(*restarts, "--exit-codes", "kubernetes", LOCKSTEP_TEST_FATE=f"{fate}:{what}", LOCKSTEP_THREADS="1")
-    assert done.code == code, done.output
+@pytest.mark.parametrize(
+    ("how", "launch", "code", "starts"),
+    [
+        ("KILL", ("--max-restarts", "1"), 1, 2), ("2", ("--max-restarts", "3"), 2, 1), ("75", ("--max-restarts", "3"), 75, 1),
+        ("2", ("--exit-codes", "kubernetes"), 2, 1), ("75", ("--exit-codes", "kubernetes"), 143, 1),
+        ("KILL", ("--exit-codes", "kubernetes", "--max-restarts", "1"), 1, 2),
+    ],
+)  # fmt: skip
+def test_restarts_and_the_code_for_the_cluster(
+    how: str, launch: tuple[str, ...], code: int, starts: int, tmp_path: Path
+) -> None:
+    """Failures are restarted until the restarts are used up, exit 2 and 75 never; `tests/kubernetes` replaces pods, too."""
+    assert _ends(how, tmp_path / "starts", *launch) == code
+    assert (tmp_path / "starts").read_text().count("1") == starts
 
 
 def test_exit_codes_of_the_cluster_schemes() -> None:
     assert [cluster_code(code, "plain", 0, 3) for code in (0, 1, 2, 75)] == [0, 1, 2, 75]
     assert [cluster_code(code, "kubernetes", 0, 3) for code in (0, 1, 2, 75)] == [0, 138, 2, 143]
     assert [cluster_code(1, "kubernetes", attempt, 2) for attempt in range(4)] == [138, 138, 1, 1]
-    assert exit_code.__doc__
 
 
-def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Any) -> None:
-    job.words += ["epochs=200"]
-    with started(job.command(), job.env(LOCKSTEP_THREADS="1")) as launcher:
-        poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
+def test_several_endings_are_one_code() -> None:
+    """Wrong usage beats preempted beats failed."""
+
+    def code(*codes: int) -> int:
+        failures = {rank: types.SimpleNamespace(exitcode=each) for rank, each in enumerate(codes)}
+        return exit_code(RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures))  # type: ignore[arg-type]
+
+    assert [code(), code(1), code(-9, 75), code(75, 2, 1), code(-11)] == [0, 1, 75, 2, 1]
+
+
+def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Undisturbed) -> None:
+    held = job.run_dir.parent / "held"
+    with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:9:HOLD", LOCKSTEP_TEST_HELD=str(held))) as launcher:
+        poll(held.exists, what="rank 1 in its ninth pass")
         launcher.kill()
         poll(lambda: not job.pids(), 40, "the end of the orphans")
     assert json.loads((job.run_dir / "status.json").read_text())["code"] == 75
-    job.words.pop()
-    assert job.steps()
+    assert job.steps()[0] >= 8
+    assert job.go().code == 0
+    assert_same(job.run_dir, undisturbed(2))
+
+
+def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    env = clean_env(TMPDIR=str(tmp_path))
+    sleeping = ["-c", "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(60)"]
+    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", "--", PYTHON]
+
+    def folders() -> list[Path]:
+        return list(tmp_path.glob("lockstep-*"))
+
+    with started([*command, *sleeping], env, tmp_path) as first:
+        poll((tmp_path / "ready").exists, what="a rank")
+        (used,) = folders()
+        assert run([*command, "-c", "pass"], env, cwd=tmp_path).code == 0
+        assert folders() == [used]  # the other one's is in use
+        first.kill()
+    assert run([*command, "-c", "pass"], env, cwd=tmp_path).code == 0
+    assert folders() == []
 
 
 def test_the_launcher_runs_any_program_and_prefixes_its_lines() -> None:
@@ -110,20 +151,29 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             return int(children[0]) if inside and children else 0 if inside else process.pid
 
-        poll(lambda: launcher() and _blocks_term(launcher()), what="a launcher that imports torch")
+        def importing() -> bool:
+            """`unshare` blocks TERM, too, until it has become our program."""
+            pid = launcher()
+            return pid > 0 and b"training" in Path(f"/proc/{pid}/cmdline").read_bytes() and _blocks_term(pid)
+
+        poll(importing, what="a launcher that imports torch")
         os.kill(launcher(), signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "launch: SIGTERM before the ranks had begun" in output, output
 
 
-def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Any) -> None:
-    with started(["nohup", *job.command()], job.env(LOCKSTEP_THREADS="1", LOCKSTEP_TEST_PACE="0.1")) as launcher:
+def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Undisturbed) -> None:
+    pause = job.run_dir.parent / "pause"
+    pause.touch()
+    fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(pause)}
+    with started(["nohup", *job.command()], job.env(**fate)) as launcher:
         poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
         os.killpg(launcher.pid, signal.SIGHUP)
+        pause.unlink()
         output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, output
     assert len(events(job.run_dir, "start")) == 1
-    assert_same(job.run_dir, undisturbed[2])
+    assert_same(job.run_dir, undisturbed(2))
 
 
 USR1 = """
@@ -207,7 +257,8 @@ class Node:
             "--grace", "10", *job.words,
         ]  # fmt: skip
         interface = {"GLOO_SOCKET_IFNAME": f"ls{number}"} if namespace else {}
-        self.env = clean_env(LOCKSTEP_TEST_MARK=self.mark, LOCKSTEP_THREADS="1", LOCKSTEP_TEST_PACE="0.06", **interface)
+        pace = {"LOCKSTEP_TEST_PACE": "0.25", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
+        self.env = clean_env(LOCKSTEP_TEST_MARK=self.mark, LOCKSTEP_THREADS="1", **pace, **interface)
 
     def crash(self) -> None:
         """As a power cut: every process of the node at once."""
@@ -219,11 +270,20 @@ class Node:
         poll(lambda: not finder.pids(), 10, "the end of a node")
 
 
-def _elastic_job(tmp_path: Path, data_root: Path, epochs: int) -> Job:
+EPOCHS = 60
+"""480 steps: two minutes at a slow pace, seconds at the fast one."""
+
+
+def _elastic_job(tmp_path: Path, data_root: Path) -> Job:
     return Job(
-        tmp_path / "run", data_root, 1, model="tests.nets:Paced", precision="float64", epochs=epochs,
+        tmp_path / "run", data_root, 1, model="tests.nets:Paced", precision="float64", epochs=EPOCHS,
         **{"evaluate.every": 1000, "collective_timeout": 5, "ema.decay": 0},
     )  # fmt: skip
+
+
+def _slow(job: Job) -> Path:
+    """While this file exists a step takes a quarter of a second at least: the test acts on a run that is on its way."""
+    return job.run_dir.parent / "slow"
 
 
 def _worlds(job: Job) -> list[int]:
@@ -234,19 +294,19 @@ def _steps(job: Job) -> int:
     return max((event["step"] for event in events(job.run_dir, "checkpoint")), default=0)
 
 
-def _assert_close_to_one_rank(job: Job, tmp_path: Path, data_root: Path, epochs: int) -> None:
+def _assert_close_to_one_rank(job: Job, tmp_path: Path, data_root: Path) -> None:
     """No batch statistics: an elastic run ends in the weights of one rank, up to the order of summation."""
-    alone = _elastic_job(tmp_path / "alone", data_root, epochs)
-    assert alone.go(LOCKSTEP_THREADS="1").code == 0
-    final = f"checkpoints/step-{8 * epochs:08d}"
+    alone = _elastic_job(tmp_path / "alone", data_root)
+    assert alone.go().code == 0
+    final = f"checkpoints/step-{8 * EPOCHS:08d}"
     one, other = (checkpoint.load(j.run_dir / final)["shared"]["model"] for j in (job, alone))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-9)
 
 
 def test_a_node_leaves_and_comes_back(tmp_path: Path, data_root: Path) -> None:
-    epochs = 100
-    job = _elastic_job(tmp_path, data_root, epochs)
+    job = _elastic_job(tmp_path, data_root)
+    _slow(job).touch()
     port = free_port()
     first, second = (Node(job, number, port, "127.0.0.1", "127.0.0.1") for number in range(2))
     with started(first.command, first.env) as one:
@@ -257,13 +317,14 @@ def test_a_node_leaves_and_comes_back(tmp_path: Path, data_root: Path) -> None:
         poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 90, "the rest to go on")
         with started(second.command, second.env) as again:
             poll(lambda: _worlds(job)[-1:] == [2], 90, "the node to be taken in")
+            _slow(job).unlink()
             output = again.communicate(timeout=300)[0]
             assert again.returncode == 0, output
         output = one.communicate(timeout=60)[0]
         assert one.returncode == 0, output
     starts = events(job.run_dir, "start", "resumed")
     assert _worlds(job)[0] in (1, 2) and _worlds(job)[-3:] == [2, 1, 2], starts
-    _assert_close_to_one_rank(job, tmp_path, data_root, epochs)
+    _assert_close_to_one_rank(job, tmp_path, data_root)
 
 
 @contextlib.contextmanager
@@ -274,15 +335,14 @@ def _two_namespaces() -> Iterator[tuple[str, str]]:
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
-    if not shutil.which("ip"):
-        _need("iproute2")
+    require(shutil.which("ip"), "needs iproute2, and root")
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
             ip("link", "add", "ls0", "netns", names[0], "type", "veth", "peer", "name", "ls1", "netns", names[1])
         except subprocess.CalledProcessError as error:
-            _need(f"network namespaces and veth ({error.stderr.strip()})")
+            require(False, f"needs network namespaces and veth ({error.stderr.strip()}), and root")
         for number, name in enumerate(names):
             ip("-n", name, "addr", "add", f"10.213.0.{number + 1}/24", "dev", f"ls{number}")
             ip("-n", name, "link", "set", f"ls{number}", "up")
@@ -293,14 +353,9 @@ def _two_namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _need(what: str) -> None:
-    reason = f"needs {what}, and root"
-    pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-
-
 def test_a_cut_network_costs_one_node_and_not_the_run(tmp_path: Path, data_root: Path) -> None:
-    epochs = 80
-    job = _elastic_job(tmp_path, data_root, epochs)
+    job = _elastic_job(tmp_path, data_root)
+    _slow(job).touch()
     with _two_namespaces() as names:
         nodes = [
             Node(job, number, 29401, "10.213.0.1", f"10.213.0.{number + 1}", name) for number, name in enumerate(names)
@@ -308,58 +363,46 @@ def test_a_cut_network_costs_one_node_and_not_the_run(tmp_path: Path, data_root:
         with started(nodes[0].command, nodes[0].env) as one, started(nodes[1].command, nodes[1].env) as two:
             poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 90, "two nodes at work")
             subprocess.run(["ip", "-n", names[1], "link", "set", "ls1", "down"], check=True)
+            _slow(job).unlink()
             output = one.communicate(timeout=150)[0]
             assert one.returncode == 0, output
             assert _worlds(job)[-1] == 1, output
             nodes[1].crash()
             two.communicate(timeout=20)
-    _assert_close_to_one_rank(job, tmp_path, data_root, epochs)
+    _assert_close_to_one_rank(job, tmp_path, data_root)
 
 
 def test_node_local_checkpoints_survive_a_rank_0_that_moved(tmp_path: Path, data_root: Path) -> None:
     """Two nodes with a disk each. Afterwards the second one is node 0, and its own disk is a checkpoint behind."""
     words = settings(data_root, **{"checkpoint.write": "node", "model": "tests.nets:Paced"})
 
-    def both(disks: tuple[str, str], **fate: str) -> list[int]:
-        port = free_port()
-        commands = [
-            [
-                PYTHON, "-m", "training", "run", "smoke", "--run-dir", str(tmp_path / disk), *words,
-            ]
-            for disk in disks
-        ]  # fmt: skip
-        envs = [
-            clean_env(
-                RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port), LOCKSTEP_THREADS="1", **fate,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        with started(commands[0], envs[0]) as one, started(commands[1], envs[1]) as two:
-            outputs = [process.communicate(timeout=90)[0] for process in (one, two)]
-            assert "Traceback" not in "".join(outputs), outputs
-            self_output.append(outputs[0])
-            return [one.returncode, two.returncode]
+    def both(disks: str) -> tuple[list[int | None], str]:
+        each = [["-m", "training", "run", "smoke", "--run-dir", str(tmp_path / disk), *words] for disk in disks]
+        alone = clean_env(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCKSTEP_THREADS="1")
+        with running(each, alone) as gang:
+            done = gang.wait(90)
+            assert "Traceback" not in done.output, done.output
+            return [process.returncode for process in gang.processes], done.output
 
-    self_output: list[str] = []
     stop = tmp_path / "a" / "STOP"
     stop.parent.mkdir()
     stop.touch()
-    assert both(("a", "b")) == [75, 75]
+    assert both("ab")[0] == [75, 75]
     stop.unlink(missing_ok=True)
     newest = checkpoint.candidates(tmp_path / "b" / "checkpoints")[0]
     assert newest.name == checkpoint.candidates(tmp_path / "a" / "checkpoints")[0].name
     shutil.rmtree(newest)  # node b lost its newest one …
-    assert both(("b", "a")) == [0, 0]  # … and holds rank 0 now
+    codes, output = both("ba")  # … and holds rank 0 now
+    assert codes == [0, 0], output
     step = checkpoint.step_of(newest)
-    assert step > 0 and f"Resuming at step {step}" in self_output[-1], self_output[-1]
+    assert step > 0 and f"Resuming at step {step}" in output, output
     finals = [checkpoint.load(tmp_path / disk / "checkpoints" / "step-00000024") for disk in "ab"]
     for name, tensor in finals[0]["shared"]["model"].items():
         assert torch.equal(tensor, finals[1]["shared"]["model"][name])
 
 
 def test_a_restart_at_another_world_size_through_the_launcher(job: Job) -> None:
-    assert job.go(LOCKSTEP_TEST_FATE="1:7:TERM", LOCKSTEP_THREADS="1").code == 75
+    assert job.launch(LOCKSTEP_TEST_FATE="1:7:TERM").code == 75
     job.ranks = 3
-    done = job.go(LOCKSTEP_THREADS="1")
+    done = job.launch()
     assert done.code == 0 and "3 ranks on cpu" in done.output, done.output

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import pytest
 
-from tests.faults.harness import FINAL, Job, assert_same
+from tests.conftest import Undisturbed
+from tests.runs import FINAL, Job, assert_same
 
 SEEDS = range(int(os.environ.get("LOCKSTEP_SCENARIOS", "5")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_kills(job: Job, undisturbed: Any, seed: int) -> None:
+def test_random_kills(job: Job, undisturbed: Undisturbed, seed: int) -> None:
     chance = random.Random(seed)
     every = chance.choice([1, 2, 3])
     job.words.append(f"checkpoint.every_steps={every}")
@@ -27,8 +27,8 @@ def test_random_kills(job: Job, undisturbed: Any, seed: int) -> None:
         if not left:  # stopped at the last step of all
             break
         at = chance.randint(1, left)
-        fate = f"{chance.randrange(2)}:{at}:{chance.choice(['KILL', 'KILL', 'SEGV', 'TERM'])}"
-        done = job.go(LOCKSTEP_TEST_FATE=fate, LOCKSTEP_THREADS="1")
+        fate = f"{chance.randrange(2)}:{at}:{chance.choice(['KILL', 'KILL', 'SEGV', 'TERM', 'HUP'])}"
+        done = job.go(LOCKSTEP_TEST_FATE=fate)
         assert done.code in (1, 75), (fate, done.output)
         steps = job.steps()
         last = reached + at - 1
@@ -37,6 +37,6 @@ def test_random_kills(job: Job, undisturbed: Any, seed: int) -> None:
             reached = steps[0]
         else:
             assert last < 2 * every, (fate, done.output)
-    done = job.go(LOCKSTEP_THREADS="1")
+    done = job.go()
     assert done.code == 0, done.output
-    assert_same(job.run_dir, undisturbed[2])
+    assert_same(job.run_dir, undisturbed(2))

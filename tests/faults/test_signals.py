@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.events import events
-from tests.faults.harness import Job, assert_same
-from tests.processes import poll, started
+from tests.conftest import Undisturbed
+from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, run, started
+from tests.runs import FINAL, Job, assert_same
 from training import contract
 
 
-def _continue(job: Job, undisturbed: Any) -> None:
-    done = job.go(LOCKSTEP_THREADS="1")
+def _continue(job: Job, undisturbed: Undisturbed) -> None:
+    done = job.go()
     assert done.code == 0, done.output
-    assert_same(job.run_dir, undisturbed[job.ranks])
+    assert_same(job.run_dir, undisturbed(job.ranks))
 
 
 def _preempted(job: Job) -> dict[str, Any]:
@@ -35,41 +35,41 @@ def _preempted(job: Job) -> dict[str, Any]:
     [
         ("1:5:TERM", "one rank only, mid-epoch"), ("0:5:USR1", "rank 0 only"), ("1:8:USR2", "the last step of an epoch"),
         ("1:-2:TERM", "evaluation"), ("1:24:TERM", "the last step of all"), ("0:1:INT", "the first step"),
+        ("1:6:HUP", "a terminal that is closed"),
     ],
 )  # fmt: skip
-def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Any, fate: str, where: str) -> None:
-    done = job.go(LOCKSTEP_TEST_FATE=fate, LOCKSTEP_THREADS="1")
+def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Undisturbed, fate: str, where: str) -> None:
+    done = job.go(LOCKSTEP_TEST_FATE=fate)
     assert done.code == 75, (where, done.output)
     _preempted(job)
     assert "run the same command again to go on" in done.output
     _continue(job, undisturbed)
 
 
-def test_a_signal_while_a_checkpoint_is_written(job: Job, undisturbed: Any) -> None:
-    done = job.go(
-        LOCKSTEP_TEST_WRITE="9:TERM", LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"), LOCKSTEP_THREADS="1"
-    )
+def test_a_signal_while_a_checkpoint_is_written(job: Job, undisturbed: Undisturbed) -> None:
+    done = job.go(LOCKSTEP_TEST_WRITE="9:TERM", LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"))
     assert done.code == 75, done.output
     _preempted(job)
     _continue(job, undisturbed)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Any, name: str) -> None:
-    with started(job.command("--max-restarts", "3"), job.env(LOCKSTEP_THREADS="1")) as launcher:
-        poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undisturbed, name: str) -> None:
+    held = job.run_dir.parent / "held"
+    fate = {"LOCKSTEP_TEST_FATE": "1:5:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    with started(job.command("--max-restarts", "3"), job.env(**fate)) as launcher:
+        poll(held.exists, what="rank 1 in its fifth pass")
         launcher.send_signal(signal.Signals[name])
         output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode in (0, 75), output
+    assert launcher.returncode == 75, output
     job.assert_gone()
-    if launcher.returncode == 75:
-        _preempted(job)
-        _continue(job, undisturbed)
+    assert _preempted(job)["step"] < FINAL
+    _continue(job, undisturbed)
 
 
-def test_a_signal_during_start_up(job: Job, undisturbed: Any) -> None:
+def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed) -> None:
     """As soon as the launcher has caught its signals: the ranks are still importing."""
-    with started(job.command(), job.env(LOCKSTEP_THREADS="1")) as launcher:
+    with started(job.command(), job.env()) as launcher:
         poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=60)
@@ -79,52 +79,115 @@ def test_a_signal_during_start_up(job: Job, undisturbed: Any) -> None:
     _continue(job, undisturbed)
 
 
-def test_a_stop_file(job: Job, undisturbed: Any) -> None:
+def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
+    """To rank 0 when its work is done, and to the launcher from then on, until it is gone."""
+    with started(job.command(), job.env(LOCKSTEP_TEST_FATE="0:9:LATE")) as launcher:
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0 and job.steps()[0] == FINAL, output
+
+
+def test_a_signal_to_a_node_whose_ranks_have_ended_well(tmp_path: Path) -> None:
+    """Its launcher still waits for the other node's: it has succeeded, and says so."""
+    go_on, port = tmp_path / "go-on", free_port()
+    program = (
+        "import os, pathlib, time\n"
+        "print('rank', os.environ['RANK'], flush=True)\n"
+        f"while os.environ['RANK'] == '1' and not os.path.exists({str(go_on)!r}): time.sleep(0.05)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'over-' + os.environ['RANK'] + '.' + str(os.getppid())).touch()\n"
+    )
+    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+    words = ["--grace", "30", "--", PYTHON, "-c", program]
+    with (
+        started([*command, "--serve", *words], clean_env()) as one,
+        started([*command, "--no-serve", *words], clean_env()) as two,
+    ):
+        poll(lambda: list(tmp_path.glob("over-0.*")), what="the end of rank 0")
+        ended = next(node for node in (one, two) if (tmp_path / f"over-0.{node.pid}").exists())
+        poll(lambda: not _children(ended.pid), 20, "the end of the first node's ranks")
+        time.sleep(0.5)  # its launcher looks every tenth of a second
+        ended.send_signal(signal.SIGTERM)
+        if ended is two:
+            assert ended.wait(20) == 0, ended.communicate()[0]
+        go_on.touch()
+        outputs = [node.communicate(timeout=60)[0] for node in (one, two)]
+    assert ended.returncode == 0, outputs
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_signal_during_start_up_does_not_wait_for_a_peer_that_has_died(job: Job) -> None:
+    """Rank 1 died while it was importing; rank 0 has come as far as waiting for it."""
+    with started(job.command(), job.env()) as launcher:
+        poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
+        os.kill(job.rank_pid(1), signal.SIGSTOP)
+        poll(lambda: _imported(job.rank_pid(0)), what="torch in rank 0")
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        os.kill(job.rank_pid(1), signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=60)
+    job.assert_gone()
+    assert launcher.returncode == 75 and time.monotonic() - began < 15, output
+
+
+def _imported(pid: int) -> bool:
+    """Whether a rank catches TERM by now."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "held"), [("evaluate run", False), ("run smoke", True), ("--local-rank=0 run smoke", True)]
+)
+def test_only_a_run_holds_signals_back(tmp_path: Path, words: str, held: bool) -> None:
+    """Another command, also about a folder called run, ends at once on a Ctrl-C. Looked at where `main` begins."""
+    program = (
+        "import runpy, signal, sys, training.lifeline\n"
+        "def looked(env):\n"
+        "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
+        "    sys.exit(0)\n"
+        "training.lifeline.end_with_launcher = looked\n"
+        "runpy.run_module('training', run_name='__main__', alter_sys=True)\n"
+    )
+    done = run([PYTHON, "-c", program, *words.split()], clean_env(PYTHONPATH=str(ROOT)), cwd=tmp_path)
+    assert done.code == 0 and done.output == f"{held}\n", done
+
+
+def test_a_stop_file(job: Job, undisturbed: Undisturbed) -> None:
     job.run_dir.mkdir()
     (job.run_dir / "STOP").touch()
-    done = job.go(LOCKSTEP_THREADS="1")
+    done = job.go()
     assert done.code == 75 and "STOP file" in done.output, done.output
     assert _preempted(job)["step"] <= 2
     assert not (job.run_dir / "STOP").exists()  # obeyed once
     _continue(job, undisturbed)
 
 
-def test_without_a_checkpoint_on_signal_the_last_regular_one_is_the_last(job: Job, undisturbed: Any) -> None:
+def test_without_a_checkpoint_on_signal_the_last_regular_one_is_the_last(job: Job, undisturbed: Undisturbed) -> None:
     job.words.append("checkpoint.on_signal=false")
-    done = job.go(LOCKSTEP_TEST_FATE="1:6:TERM", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE="1:6:TERM")
     assert done.code == 75 and job.steps()[0] % 2 == 0
     _continue(job, undisturbed)
 
 
-def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: Any) -> None:
+def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: Undisturbed) -> None:
     """The rank is stopped, so that its first signal cannot be acted on; the second one, later, ends it."""
-    with started(job.command(), job.env(LOCKSTEP_THREADS="1", LOCKSTEP_TEST_FATE="1:9:STOP")):
-        poll(lambda: (pid := job.rank_pid(1)) and _stopped(pid), what="the stop of rank 1")
-        first = job.rank_pid(0)
-        assert first is not None
-        os.kill(first, signal.SIGTERM)
+    with job.started(LOCKSTEP_TEST_FATE="1:9:STOP") as gang:
+        poll(lambda: _stopped(gang.rank_pid(1)), what="the stop of rank 1")
+        first = gang.processes[0]
+        first.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        while _alive(first) and time.monotonic() - began < 30:
+        while first.poll() is None and time.monotonic() - began < 30:
             time.sleep(0.2)  # signals within two seconds count as one: repeat until one is later than that
-            if _alive(first):
-                os.kill(first, signal.SIGTERM)
-        assert not _alive(first)
+            first.send_signal(signal.SIGTERM)
+        assert first.poll() == 128 + signal.SIGTERM
     last = contract.textfile(job.run_dir, 0).read_text().splitlines()
     assert [line.split()[-1] for line in last if line.startswith("training_exit_code{")] == ["143.0"]
     assert not contract.endpoint_file(job.run_dir, 0).exists()
-    for pid in job.pids():
-        os.kill(pid, signal.SIGKILL)
-    job.assert_gone()
     assert job.steps()
     _continue(job, undisturbed)
 
 
 def _stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

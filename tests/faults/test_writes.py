@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.harness import FINAL, Job, assert_same
+from tests.conftest import Undisturbed
 from tests.nets import WRITE_POINTS
+from tests.processes import require
+from tests.runs import FINAL, Job, assert_same
 from training import checkpoint, files
 from training.checkpoint import Writer
 
@@ -88,16 +90,20 @@ def test_killed_at_every_touch_of_the_disk_a_verified_checkpoint_remains(tmp_pat
     assert kill_at > 10
 
 
-@pytest.mark.parametrize("touch", [3, 8, 12, 17, 21])
+@pytest.mark.parametrize(("touch", "later"), [(3, 0), (8, 0), (12, 0), (17, 0), (21, 0), (60, 1), (110, 1)])
 def test_a_run_killed_inside_a_save_ends_in_the_same_weights(
-    tmp_path: Path, data_root: Path, undisturbed: Any, touch: int
+    tmp_path: Path, data_root: Path, undisturbed: Undisturbed, touch: int, later: int
 ) -> None:
+    """In the first save of all, or in a later one: the next start then goes on from the checkpoint before, and a start from
+    step 0 would end in the same weights whatever a checkpoint leaves out."""
     job = Job(tmp_path / "run", data_root, 1)
-    died = job.go(LOCKSTEP_TEST_WRITE=f"{touch}:KILL", LOCKSTEP_THREADS="1")
+    died = job.go(LOCKSTEP_TEST_WRITE=f"{touch}:KILL")
     assert died.code == -signal.SIGKILL, died.output
-    done = job.go(LOCKSTEP_THREADS="1")
+    assert job.steps() or not later, "killed before a checkpoint was whole: choose a later touch of the disk"
+    done = job.go()
     assert done.code == 0, done.output
-    assert_same(job.run_dir, undisturbed[1])
+    assert re.search(r"Resuming at step [1-9]", done.output) or not later, done.output
+    assert_same(job.run_dir, undisturbed(1))
     assert not list((job.run_dir / "checkpoints").glob(".*"))
 
 
@@ -105,40 +111,37 @@ def test_a_run_killed_inside_a_save_ends_in_the_same_weights(
 def _mounted(path: Path, options: str) -> Iterator[Path]:
     path.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        reason = f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    require(not done.returncode, f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN")
     try:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path: Path, data_root: Path, undisturbed: Any) -> None:
+def test_a_full_disk_costs_checkpoints_and_not_the_run(
+    tmp_path: Path, data_root: Path, undisturbed: Undisturbed
+) -> None:
     with _mounted(tmp_path / "disk", "size=512k") as disk:
         job = Job(disk / "run", data_root, 1)
         job.run_dir.mkdir()
         filler = job.run_dir / "filler"
         filler.write_bytes(b"\0" * 420_000)
-        done = job.go(LOCKSTEP_THREADS="1")
+        done = job.go()
         assert done.code == 1 and "the last checkpoint could not be saved" in done.output, done.output
         assert done.output.count("a checkpoint could not be saved, the run goes on") >= 10
         assert "Final validation accuracy" in done.output and "Traceback" not in done.output
         filler.unlink()
-        done = job.go(LOCKSTEP_THREADS="1")
+        done = job.go()
         assert done.code == 0, done.output
-        assert_same(job.run_dir, undisturbed[1])
+        assert_same(job.run_dir, undisturbed(1))
 
 
 def test_a_disk_that_fills_up_half_way(tmp_path: Path, data_root: Path) -> None:
     with _mounted(tmp_path / "disk", "size=400k") as disk:
         job = Job(disk / "run", data_root, 1, **{"checkpoint.keep": 200, "epochs": 9})
-        done = job.go(LOCKSTEP_THREADS="1")
+        done = job.go()
         assert done.code == 1, done.output
-        summary = (
-            json.loads((job.run_dir / "summary.json").read_text()) if (job.run_dir / "summary.json").exists() else {}
-        )
-        assert summary.get("checkpoint_failures", 1) > 0
+        assert "a checkpoint could not be saved, the run goes on" in done.output, done.output
         assert job.steps()[0] >= 4  # what was saved before verifies
 
 
@@ -151,7 +154,7 @@ def test_a_read_only_directory_is_exit_2(tmp_path: Path, data_root: Path) -> Non
 
 
 def test_a_run_directory_that_vanishes_ends_with_a_sentence(job: Job) -> None:
-    done = job.go(LOCKSTEP_TEST_FATE="0:5:VANISH", LOCKSTEP_THREADS="1")
+    done = job.go(LOCKSTEP_TEST_FATE="0:5:VANISH")
     # The folder comes back with the next save; what was lost with it cannot be.
     assert done.code in (0, 1) and "Traceback" not in done.output, done.output
     assert job.steps()[0] == FINAL
@@ -160,7 +163,7 @@ def test_a_run_directory_that_vanishes_ends_with_a_sentence(job: Job) -> None:
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damage_to_the_newest_checkpoint(
-    tmp_path: Path, data_root: Path, undisturbed: Any, name: str, damage: str, halfway: Path
+    tmp_path: Path, data_root: Path, undisturbed: Undisturbed, name: str, damage: str, halfway: Path
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(halfway, run_dir)
@@ -174,14 +177,14 @@ def test_damage_to_the_newest_checkpoint(
         path.unlink()
     else:
         path.write_bytes(data if damage == "flip" else data[:at])
-    done = job.go(LOCKSTEP_THREADS="1")
+    done = job.go()
     assert done.code == 0 and f"Resuming at step {before[1]}" in done.output, done.output
     assert "checkpoint is corrupt and not used" in done.output and name in done.output
-    assert_same(run_dir, undisturbed[1])
+    assert_same(run_dir, undisturbed(1))
 
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     job = Job(tmp_path_factory.mktemp("halfway") / "run", data_root, 1)
-    assert job.go(LOCKSTEP_TEST_FATE="0:13:TERM", LOCKSTEP_THREADS="1").code == 75
+    assert job.go(LOCKSTEP_TEST_FATE="0:13:TERM").code == 75
     return job.run_dir

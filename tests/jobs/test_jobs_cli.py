@@ -19,7 +19,10 @@ import pytest
 from k8s_server import ApiServer, Fault
 
 from jobs.backends.base import Status
+from jobs.cli import spread
 from jobs.job_commands import teller
+from tests.jobs import helpers
+from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,28 +34,23 @@ def server(tmp_path: Path) -> Iterator[ApiServer]:
         yield running
 
 
-def start(tmp_path: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, *words: str, **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(tmp_path / "kubeconfig"), "LOCKSTEP_HOME": str(tmp_path / "home"), **more,
     }  # fmt: skip
     program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
-    command = [sys.executable, "-c", program, *words]
-    return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return started([sys.executable, "-c", program, *words], env, tmp_path, stderr=subprocess.PIPE)
 
 
-def lockstep(tmp_path: Path, *words: str, bound: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
-    with start(tmp_path, *words, **more) as process, ended(process):
-        out, err = process.communicate(timeout=bound)
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+def process(tmp_path: Path, *words: str, bound: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+    with start(tmp_path, *words, **more) as running:
+        out, err = running.communicate(timeout=bound)
+    return subprocess.CompletedProcess(words, running.returncode, out, err)
 
 
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever goes wrong meanwhile, the process does not stay."""
-    try:
-        yield
-    finally:
-        process.kill()
+def lockstep(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    places = {"KUBECONFIG": str(tmp_path / "kubeconfig"), "LOCKSTEP_HOME": str(tmp_path / "home")}
+    return helpers.lockstep(tmp_path, *words, **places)
 
 
 def job(tmp_path: Path, text: str = "name: smoke\nrecipe: smoke\nimage: a:1\nnodes: 2\n") -> str:
@@ -62,8 +60,13 @@ def job(tmp_path: Path, text: str = "name: smoke\nrecipe: smoke\nimage: a:1\nnod
 
 
 def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> None:
-    rendered = json.loads(lockstep(tmp_path, "render", "k8s", job(tmp_path), "--json").stdout)
-    done = lockstep(tmp_path, "submit", "k8s", job(tmp_path), "--json")
+    shown = process(tmp_path, "render", "k8s", job(tmp_path), "--json")
+    in_process = lockstep(tmp_path, "render", "k8s", job(tmp_path), "--json")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, in_process.stdout, ""), (
+        "the tests below are in process"
+    )
+    rendered = json.loads(shown.stdout)
+    done = process(tmp_path, "submit", "k8s", job(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout).keys() == {"name", "created", "where"}
     assert "warning: LS" in done.stderr
@@ -141,23 +144,23 @@ def test_a_wait_says_on_stderr_what_changes(server: ApiServer, tmp_path: Path) -
     def with_status(kind: str) -> dict[str, Any]:
         return {**live, "status": {"conditions": [{"type": kind, "status": "True"}]}}
 
-    with start(tmp_path, "wait", "k8s", "smoke", "--timeout", "60", "--json") as process, ended(process):
-        bound = threading.Timer(60, process.kill)
+    with start(tmp_path, "wait", "k8s", "smoke", "--timeout", "60", "--json") as waiting:
+        bound = threading.Timer(60, waiting.kill)
         bound.start()
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("smoke: pending – ")
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline().startswith("smoke: pending – ")
         server.cluster.put("pods", pod("smoke-master-0", phase="Pending", conditions=[scheduled]))
         server.cluster.put("pytorchjobs", with_status("Created"))  # as its operator does when a pod changes
-        assert process.stderr.readline() == "smoke: unschedulable – 0/2 pods are placed: 0/2 nodes\n"
+        assert waiting.stderr.readline() == "smoke: unschedulable – 0/2 pods are placed: 0/2 nodes\n"
         for name in ("smoke-master-0", "smoke-worker-0"):
             server.cluster.put("pods", pod(name, phase="Running"))
         server.cluster.put("pytorchjobs", with_status("Running"))
-        between = list(itertools.takewhile(lambda line: not line.startswith("smoke: running"), process.stderr))
+        between = list(itertools.takewhile(lambda line: not line.startswith("smoke: running"), waiting.stderr))
         assert len(between) <= 2 and all(line.startswith("smoke: pending") for line in between), between
         server.cluster.put("pytorchjobs", with_status("Succeeded"))
-        out, err = process.communicate(timeout=60)
+        out, err = waiting.communicate(timeout=60)
         bound.cancel()
-    assert process.returncode == 0 and json.loads(out)["state"] == "succeeded" and err == ""
+    assert waiting.returncode == 0 and json.loads(out)["state"] == "succeeded" and err == ""
 
 
 def test_progress_is_not_said_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +208,7 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
     assert done.stdout == "\\x1b]0;owned\\x07 \\x1b[2Jgone\\u202e\n"
     server.cluster.faults.append(Fault("GET", "pytorchjobs", status=422, message="no\x1b[31m"))
     refused = lockstep(tmp_path, "status", "k8s", "smoke")
-    assert refused.returncode == 2 and "\x1b" not in refused.stderr
+    assert refused.returncode == 2 and refused.stderr.endswith("no\\x1b[31m\n")
 
 
 @pytest.mark.parametrize(
@@ -237,12 +240,15 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, words: list[str],
 
 
 def test_help_has_examples_and_the_exit_codes(tmp_path: Path) -> None:
-    bare, asked = lockstep(tmp_path), lockstep(tmp_path, "--help")
-    assert bare.stdout == asked.stdout and bare.returncode == asked.returncode == 0
+    bare, asked = process(tmp_path), lockstep(tmp_path, "--help")
+    assert "Usage: lockstep [OPTIONS]" in bare.stdout
+    assert bare.stdout.partition("\n\n")[2] == asked.stdout.partition("\n\n")[2] != "", "but for the program's name"
+    assert bare.returncode == asked.returncode == 0
     assert "lockstep logs k8s smoke --rank 5 -f" in asked.stdout and "124 timed out" in asked.stdout.replace("\n", " ")
     assert "Example: lockstep submit k8s job.yaml" in lockstep(tmp_path, "submit", "--help").stdout
     # Not --show-completion: it asks which shell started the tests.
-    assert "lockstep" in lockstep(tmp_path, _LOCKSTEP_COMPLETE="source_bash").stdout
+    assert "complete -o default -F _lockstep_completion lockstep" in process(
+        tmp_path, _LOCKSTEP_COMPLETE="source_bash").stdout  # fmt: skip
 
 
 def cpu_seconds(run: Callable[[], subprocess.CompletedProcess[str]]) -> float:
@@ -260,8 +266,8 @@ def test_answers_come_at_once(tmp_path: Path) -> None:
     file = job(tmp_path)
     runs: dict[str, Callable[[], subprocess.CompletedProcess[str]]] = {
         "libraries": lambda: subprocess.run(libraries, capture_output=True, text=True, timeout=60),
-        "help": lambda: lockstep(tmp_path, "--help"),
-        "render": lambda: lockstep(tmp_path, "render", "k8s", file),
+        "help": lambda: process(tmp_path, "--help"),
+        "render": lambda: process(tmp_path, "render", "k8s", file),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(5):
@@ -304,9 +310,35 @@ def test_python_is_a_driver_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     from jobs import JobSpec, submit
-    from jobs.backends.local import LocalBackend
 
-    spec: Any = JobSpec(name="py", command=["python", "-c", "print('hi')"], max_restarts=0)
-    driver = submit(spec, backend=LocalBackend(tmp_path / "home"))
+    spec: Any = JobSpec(name="py", command=["python", "-c", "print('[rank 0] hi')"], max_restarts=0)
+    driver = submit(spec, backend=helpers.Bare(tmp_path / "home"))
     assert driver.wait(timeout=60).state == "succeeded"
     assert list(driver.logs(rank=0)) == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("run smoke --set a=1 b=2 --ranks 2", "run smoke --set a=1 --set b=2 --ranks 2"),
+        ("render k8s --set a.b=1 c=[1] job.yaml", "render k8s --set a.b=1 --set c=[1] job.yaml"),
+        ("--set a=1 --set b=2 c=3 -x y=1", "--set a=1 --set b=2 --set c=3 -x y=1"),
+        ("render k8s job.yaml --set=a=1 b=2", "render k8s job.yaml --set=a=1 b=2"),
+        ("run -- --set a=1 b=2", "run -- --set a=1 b=2"),
+    ],
+)
+def test_one_syntax_of_set_for_both_programs(words: str, expected: str) -> None:
+    assert spread(words.split()) == expected.split()
+
+
+def test_a_profile_is_found_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: mine\nrecipe: smoke\n")
+    told = helpers.lockstep(tmp_path, "render", "slurm", "job.yaml", "--profile", "gpu-cluster")
+    assert told.returncode == 0 and "#SBATCH --account=my-project" in told.stdout, told
+
+
+def test_doctor_checks_what_it_can_without_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: mine\nrecipe: smoke\n")
+    told = helpers.lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json", KUBECONFIG=str(tmp_path / "none"))
+    found = {check["name"]: check["result"] for check in json.loads(told.stdout)}
+    assert told.returncode == 1 and found.pop("cluster") == "missing" and "missing" in found.values(), told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 import uuid
@@ -23,6 +24,8 @@ from jobs.backends.kubernetes import KubernetesBackend
 from jobs.backends.local import LocalBackend
 from jobs.spec import JobSpec
 from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
+from tests.jobs.helpers import Bare
+from training import files
 from training.contract import UserError
 
 BOUND = 120
@@ -117,12 +120,34 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert {backend.wait(name, BOUND).state for name in ("hello", "hello-2")} == {"succeeded"}
 
 
-@pytest.mark.parametrize(("code", "state", "exit_code"), [(2, "failed", 2), (5, "failed", 1)])
-def test_how_it_ended_is_told_apart(bench: Bench, code: int, state: str, exit_code: int) -> None:
-    bench.backend.submit(bench.spec("ends", f"import sys; sys.exit({code})"))
-    found = bench.backend.wait("ends", BOUND)
-    assert (found.state, found.code) == (state, exit_code), found
-    assert found.reason and "\n" not in found.reason
+JOINS = """
+import torch, torch.distributed as dist
+from training import world
+with world.script() as me:
+    total = torch.tensor([me.rank + 1.0])
+    dist.all_reduce(total)
+    print('joined', me.rank, 'of', me.size, 'on', me.nodes, 'nodes:', int(total))
+"""
+
+
+def test_a_program_of_ones_own_joins_its_ranks(bench: Bench) -> None:
+    """By the interface for scripts, in the environment that each backend gives a `command:`."""
+    bench.backend.submit(bench.spec("joins", JOINS))
+    found = bench.backend.wait("joins", BOUND)
+    lines = list(bench.backend.logs("joins"))
+    assert (found.state, found.code) == ("succeeded", 0), (found, lines)
+    said = sorted(line for line in lines if "joined" in line)
+    assert said == [f"[rank {rank}] joined {rank} of 2 on 1 nodes: 3" for rank in (0, 1)]
+
+
+def test_how_it_ended_is_told_apart(bench: Bench) -> None:
+    expected = {"usage": (2, "failed", 2), "crash": (5, "failed", 1)}
+    for name, (code, *_) in expected.items():  # side by side
+        bench.backend.submit(bench.spec(name, f"import sys; sys.exit({code})"))
+    for name, (_, state, code) in expected.items():
+        found = bench.backend.wait(name, BOUND)
+        assert (found.state, found.code) == (state, code), found
+        assert found.reason and "\n" not in found.reason
 
 
 def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
@@ -170,7 +195,7 @@ def test_unknown_names_are_one_line(bench: Bench) -> None:
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    backend = LocalBackend(tmp_path / "jobs")
+    backend = Bare(tmp_path / "jobs")
     yield Bench(backend, tmp_path)
     for row in backend.list():
         backend.cancel(row.name)
@@ -178,14 +203,22 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def test_status_json_is_trusted_above_exit_codes(local: Bench) -> None:
     (local.folder / "said").mkdir()
-    text = '{"code": 75, "reason": "SIGTERM on rank 1", "step": 3, "attempt": 4}'
-    program = f"import os, sys; open('{local.folder}/said/status.json', 'w').write('{text}'.replace(chr(39), chr(34))); sys.exit(1)"
+    said = {"code": 75, "reason": "SIGTERM on rank 1", "step": 3, "attempt": 4}
+    file = local.folder / "said/status.json"
+    program = (
+        f"import json, os, sys; job = os.environ['LOCKSTEP_JOB']; "
+        f"json.dump({said!r} | {{'job': job}}, open({str(file)!r}, 'w')); sys.exit(1)"
+    )
     local.backend.submit(local.spec("said", program, ranks_per_node=1))
     found = local.backend.wait("said", BOUND)
     assert (found.state, found.code, found.reason) == ("preempted", 75, "SIGTERM on rank 1")
-    # What an earlier attempt has left is not this job's.
+    # What another job, an earlier submission, or a run without a job has left is not this job's.
     local.backend.submit(local.spec("said", "import sys; sys.exit(3)", ranks_per_node=1), "replace")
     assert local.backend.wait("said", BOUND).state == "failed"
+    # And a job that has ended stays as it ended, whatever comes to lie there.
+    identity = files.read_json(local.folder / "jobs/said/job.json")["job"]
+    file.write_text(json.dumps({**said, "code": 0, "job": identity}))
+    assert (local.backend.status("said").state, local.backend.status("said").code) == ("failed", 1)
 
 
 def test_the_time_limit_holds(local: Bench) -> None:
@@ -195,8 +228,6 @@ def test_the_time_limit_holds(local: Bench) -> None:
 
 
 def test_processes_that_vanish_are_lost(local: Bench) -> None:
-    from training import files
-
     local.backend.submit(local.spec("gone", LONG, ranks_per_node=1))
     folder = local.folder / "jobs/gone"
     until((folder / "running.json").exists, BOUND, "the launcher")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from jobs.backends import local, slurm_folder, supervise
 from jobs.backends.local import LocalBackend
+from jobs.backends.private import make
 from jobs.spec import JobSpec
+from tests.jobs.helpers import Bare, lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from training.contract import UserError
 
@@ -25,7 +27,7 @@ BOUND = 60
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    found = LocalBackend(tmp_path / "home/local")
+    found = Bare(tmp_path / "home/local")
     yield found
     for row in found.list():
         found.cancel(row.name)
@@ -43,7 +45,7 @@ def _change(backend: LocalBackend, name: str, **values: Any) -> None:
 @pytest.mark.parametrize("mode", ["attach", "replace", "new"])
 def test_a_folder_without_a_record_takes_no_name(backend: LocalBackend, mode: Any) -> None:
     """The disk was full, or the command was killed, before the record was there."""
-    (backend.folder / "done").mkdir(parents=True)
+    (make(backend.folder) / "done").mkdir()
     (backend.folder / "done/.job.json.tmp").write_text("{")
     with pytest.raises(UserError, match="there is no local job done"):
         backend.status("done")
@@ -53,7 +55,7 @@ def test_a_folder_without_a_record_takes_no_name(backend: LocalBackend, mode: An
 
 
 def test_a_folder_of_something_else_is_not_touched(backend: LocalBackend) -> None:
-    (backend.folder / "done").mkdir(parents=True)
+    (make(backend.folder) / "done").mkdir()
     (backend.folder / "done/thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds no job: choose another name"):
         backend.submit(_spec(), "replace")
@@ -118,34 +120,164 @@ def test_a_record_of_another_version_hides_no_other_job(
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_a_locale_without_our_letters_ends_no_command(backend: LocalBackend, tmp_path: Path, encoding: str) -> None:
-    env = clean_env(LOCKSTEP_HOME=str(tmp_path / "home"), PYTHONIOENCODING=f"{encoding}:strict")
+    home = str(tmp_path / "home")
+    backend.submit(_spec("bad", "print('größer', flush=True); raise SystemExit('error: zu groß – ☃')"))
+    done = lockstep(tmp_path, "wait", "local", "bad", "--timeout", str(BOUND), encoding=encoding, LOCKSTEP_HOME=home)
+    assert done.returncode == 1 and "bad: failed" in done.stdout and "\\u2603" in done.stdout, done
+    done = lockstep(tmp_path, "logs", "local", "bad", encoding=encoding, LOCKSTEP_HOME=home)
+    assert done.returncode == 0 and done.stdout.endswith("\\u2603\n"), done
+    assert ("größer" if encoding == "latin-1" else "gr\\xf6\\xdfer") in done.stdout
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
+    process = subprocess.run(
+        [PYTHON, "-c", program, "logs", "local", "bad"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=clean_env(LOCKSTEP_HOME=home, PYTHONIOENCODING=f"{encoding}:strict"), encoding=encoding,
+    )  # fmt: skip
+    assert (process.returncode, process.stdout, process.stderr) == (0, done.stdout, ""), "the process agrees"
 
-    def lockstep(*words: str) -> subprocess.CompletedProcess[str]:
-        program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
-        return subprocess.run([PYTHON, "-c", program, *words], env=env, cwd=tmp_path, capture_output=True, text=True,
-                              encoding="latin-1", timeout=60)  # fmt: skip
 
-    backend.submit(_spec("bad", "print('größer'); raise SystemExit('error: zu groß – ☃')"))
-    done = lockstep("wait", "local", "bad", "--timeout", str(BOUND))
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "bad: failed" in done.stdout, done
-    done = lockstep("logs", "local", "bad")
-    assert done.returncode == 0 and "\\u2603" in done.stdout, done
-    assert lockstep("list", "local").returncode == 0
+def test_a_reader_that_has_gone_is_no_traceback() -> None:
+    """`| head` that has seen enough: the pipe has no reader any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [PYTHON, "-m", "training", "settings"]
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(
+            command, env=clean_env(), cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (141, ""), done
 
 
-@pytest.mark.parametrize("shell", ["{0} settings | head -1; exit ${{PIPESTATUS[0]}}", "{0} settings >&-"])
-def test_output_that_nobody_takes_is_no_traceback(shell: str) -> None:
-    command = shell.format(f"{sys.executable} -m training")
+@pytest.mark.parametrize("command", ["-m training settings", "-c 'from jobs.cli import main; main()' schema"])
+def test_output_that_is_closed_is_no_traceback(command: str) -> None:
     done = subprocess.run(
-        ["bash", "-c", command], env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["sh", "-c", f"{PYTHON} {command} >&-"],
+        env=clean_env(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
     )
-    assert done.returncode in (0, 141) and "Traceback" not in done.stderr, done
+    assert (done.returncode, done.stderr) == (0, ""), done
 
 
 def test_a_full_disk_below_the_log_costs_no_training(tiny: list[str], tmp_path: Path) -> None:
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "epochs=1"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [PYTHON, "-m", "training", *words], env=clean_env(), cwd=ROOT, stdout=full, stderr=full, timeout=120
+            [PYTHON, "-m", "training", *words],
+            env=clean_env(TMPDIR=str(tmp_path)),
+            cwd=ROOT,
+            stdout=full,
+            stderr=full,
+            timeout=120,
         )
     assert done.returncode == 0 and json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
+
+
+DAMAGED = ["", "{}", "[]", "null", '"x"', '{"code": "x", "attempt": 1, "step": 1}', '{"pid": "1", "ticks": 1}',
+           '{"pid": -1, "ticks": null}', '{"pid": 0, "ticks": null}', '{"code": -9999}', '{"code": null}', '{"code": true}']  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["running.json", "supervisor.json", "ended.json", "status.json", "job.json"])
+def test_a_damaged_record_hides_no_other_job_and_ends_no_process(backend: LocalBackend, name: str) -> None:
+    """Each file that a job leaves, damaged in each way, while another job is there: `list` shows both, or says which."""
+    for job in ("done", "other"):
+        backend.submit(_spec(job))
+        assert backend.wait(job, BOUND).state == "succeeded"
+    run_dir = Path(json.loads((backend.folder / "done/job.json").read_text())["run_dir"])
+    folder = run_dir if name == "status.json" else backend.folder / "done"
+    folder.mkdir(parents=True, exist_ok=True)
+    for text in DAMAGED:
+        (folder / name).write_text(text)
+        rows = {row.name: row.state for row in backend.list()}
+        assert rows["other"] == "succeeded", (text, rows)
+        if name != "job.json":
+            assert "done" in rows, text
+            backend.cancel("done")
+            backend.status("done")
+
+
+def test_a_damaged_ending_of_slurm_is_none(tmp_path: Path) -> None:
+    part = {"name": "node", "ranks": [0], "state": "succeeded", "reason": "", "restarts": 0}
+    good = {"state": "succeeded", "reason": "", "ranks": [part], "exit_code": 0}
+    file = tmp_path / slurm_folder.ENDED
+    file.write_text(json.dumps(good))
+    assert slurm_folder.Folder(tmp_path).ended() == good
+    for bad in ({**part, "x": 1}, {"name": "node"}, {**part, "restarts": "0"}, [], None):
+        file.write_text(json.dumps({**good, "ranks": [bad]}))
+        assert slurm_folder.Folder(tmp_path).ended() is None
+    for text in DAMAGED:
+        (tmp_path / "7_0_end.json").write_text(text)
+        found = slurm_folder.ends({"submitit": str(tmp_path), "job_id": "7"})
+        assert all(type(end["code"]) is int for end in found.values())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o755], ids=oct)
+def test_a_folder_that_somebody_else_could_write_is_not_used(backend: LocalBackend, mode: int) -> None:
+    """A record planted there would have `cancel` end somebody's process, and `submit` run somebody's command."""
+    backend.submit(_spec())
+    backend.wait("done", BOUND)
+    backend.folder.chmod(mode)
+    try:
+        for use in (
+            lambda: backend.submit(_spec("other")), lambda: backend.status("done"), lambda: backend.cancel("done"), backend.list,
+            lambda: list(backend.logs("done")),
+        ):  # fmt: skip
+            with pytest.raises(UserError, match="is open to others"):
+                use()
+        assert [entry.name for entry in backend.folder.iterdir() if not entry.name.startswith(".")] == ["done"]
+    finally:
+        backend.folder.chmod(0o700)
+
+
+def test_another_machine_on_the_same_home_ends_no_job(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process numbers are another's: it may not call the job lost, note that, or signal anybody."""
+    backend.submit(_spec("long", "import time; time.sleep(600)"))
+    poll((backend.folder / "long/running.json").exists, BOUND, "the job")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(local, "here", lambda: "other pid:[1]")
+        elsewhere.setattr(local, "alive", lambda pid, ticks: False)
+        elsewhere.setattr(local, "living", lambda job: [])
+        found = backend.status("long")
+        assert (found.state, "ask there" in found.reason) == ("running", True), found
+        with pytest.raises(UserError, match="cancel it there"):
+            backend.cancel("long")
+        assert not backend.submit(_spec("long", "import time; time.sleep(600)"), "replace").created
+    assert not (backend.folder / "long/ended.json").exists()
+    assert backend.cancel("long").state == "cancelled"
+
+
+def test_an_end_of_an_earlier_submission_is_not_this_ones(backend: LocalBackend) -> None:
+    """Somebody asked while the job was submitted again, and was slow to note how the last one had ended."""
+    backend.submit(_spec("long", "import time; time.sleep(600)"))
+    poll((backend.folder / "long/running.json").exists, BOUND, "the job")
+    job = json.loads((backend.folder / "long/job.json").read_text())
+    supervise.note_end(backend.folder / "long", {**job, "job": "long.before"}, 75)
+    assert not (backend.folder / "long/ended.json").exists()
+    (backend.folder / "long/ended.json").write_text(
+        json.dumps({"code": 75, "reason": "", "timed_out": False, "job": "long.before"})
+    )
+    assert backend.status("long").state == "running"
+    (backend.folder / "long/ended.json").unlink()
+
+
+def test_a_refused_submission_takes_nothing_away(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = JobSpec.of(
+        {**_spec("done", "import sys; sys.exit(75)").plain(), "secrets": {"A_TOKEN": {"secret": "a", "key": "b"}}}
+    )
+    monkeypatch.setenv("A_TOKEN", "x")
+    backend.submit(spec)
+    assert backend.wait("done", BOUND).state == "preempted"
+    monkeypatch.delenv("A_TOKEN")
+    with pytest.raises(UserError, match="needs the secret A_TOKEN"):
+        backend.submit(spec)
+    assert backend.status("done").state == "preempted"
+
+
+def test_a_job_that_submits_another_leaves_it_alone(backend: LocalBackend) -> None:
+    words = f"from tests.jobs.helpers import Bare; from pathlib import Path; from jobs.spec import JobSpec; " \
+        f"Bare(Path({str(backend.folder)!r})).submit(JobSpec(name='inner', command=['python', '-c', 'import time; time.sleep(3)'], " \
+        f"max_restarts=0, ranks_per_node=1))"  # fmt: skip
+    backend.submit(_spec("outer", words))
+    assert backend.wait("outer", 20).state == "succeeded"
+    assert backend.wait("inner", BOUND).state == "succeeded"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.quantities import seconds, size_in_bytes
+from jobs.render.command import rank
 from jobs.spec import JobSpec
 from training.contract import UserError
 
@@ -112,3 +113,12 @@ def test_anything_is_a_spec_or_one_line(values: Any) -> None:
         JobSpec.of({**BASE, **values})
     except UserError as error:
         assert "\n" not in str(error)
+
+
+def test_a_recipe_that_is_in_the_image_alone() -> None:
+    spec = JobSpec.of({"name": "mine", "recipe": "/app/mine.yaml", "image": "mine:1", "overrides": {"epochs": 2}})
+    assert spec.config() is None and "/app/mine.yaml" in rank(spec, "/runs/mine")
+    with pytest.raises(UserError, match="its data source is not known"):
+        JobSpec.of({"name": "mine", "recipe": "/app/mine.yaml", "image": "mine:1", "shards": "/data/shards"})
+    with pytest.raises(UserError, match="cannot read /app/mine.yaml"):
+        JobSpec.of({"name": "mine", "recipe": "/app/mine.yaml"})

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jobs import top
 from jobs.ranks import Reader, Snapshot, judge
-from tests.processes import PYTHON, Result, run
+from tests.jobs.helpers import lockstep
 from training.contract import UserError
 
 TEXT = """# HELP training_step Steps.
@@ -55,7 +55,7 @@ def _judged(*shares: tuple[float, float, float]) -> list[str | None]:
         after[rank] = Snapshot(rank, {**first, **sums}, 14.0, "live")
     ranks = judge(before, after)
     assert [rank.images_per_second for rank in ranks] == pytest.approx([160.0] * len(shares))
-    assert all(abs(rank.step_seconds - 0.1) < 1e-6 for rank in ranks if rank.step_seconds)
+    assert [rank.step_seconds for rank in ranks] == pytest.approx([0.1] * len(shares))
     return [rank.straggler for rank in ranks]
 
 
@@ -80,10 +80,6 @@ def _run(folder: Path, *ranks: tuple[float, float, float]) -> Path:
     return folder
 
 
-def _top(*words: str) -> Result:
-    return run([PYTHON, "-c", "from jobs.cli import main; main()", "top", *words])
-
-
 def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
     folder = _run(tmp_path / "run", (0.0, 0.4, 3.5), (0.1, 3.7, 0.1))
     (folder / "endpoints").mkdir()
@@ -91,14 +87,14 @@ def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
     (folder / "endpoints/rank-00001.json").write_text("half of it")
     (folder / "metrics/rank-00002.prom").write_bytes(b"\xff\xfe not text")
     (folder / "metrics/rank-x.prom").write_text("")
-    done = _top(str(folder), "--json", "--every", "0.2")
-    assert done.code == 0, done.output
-    ranks = json.loads(done.output)
+    done = lockstep(tmp_path, "top", str(folder), "--json", "--every", "0.2")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    ranks = json.loads(done.stdout)
     assert [(rank["rank"], rank["source"], rank["straggler"]) for rank in ranks] == [
         (0, "textfile", None), (1, "textfile", "compute"),
     ]  # fmt: skip
     assert ranks[0]["step"] == 40 and ranks[0]["sync_wait"] == 0.875 and ranks[0]["images_per_second"] == 160
-    table = _top(str(folder), "--once", "--every", "0.2").output
+    table = lockstep(tmp_path, "top", str(folder), "--once", "--every", "0.2").stdout
     assert "STRAGGLER (compute)" in table and "dd" not in table and "ssss" in table
 
 
@@ -180,10 +176,12 @@ def test_another_run_on_the_port_of_a_killed_rank_is_not_believed(
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    done = _top(str(tmp_path))
-    assert done.code == 2 and done.output.startswith("error: ") and "holds no run" in done.output
+    done = lockstep(tmp_path, "top", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and "holds no run" in done.stderr
     (tmp_path / "run.yaml").write_text("")
-    assert _top(str(tmp_path)).code == 2
+    done = lockstep(tmp_path, "top", str(tmp_path))
+    assert done.returncode == 2 and "has neither endpoints nor metrics" in done.stderr
     with pytest.raises(UserError):
         Reader(tmp_path / "nothing")
 
@@ -193,8 +191,8 @@ def test_the_live_table_fits_and_moves_no_cursor(tmp_path: Path, width: int) -> 
     folder = _run(tmp_path / "run", (0.0, 0.4, 3.5), (0.1, 3.7, 0.1))
     ranks = judge({}, Reader(folder).read())
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(top.picture(Path("runs/\x1b[2Jx"), ranks, width))
+    console.print(top.picture(Path("runs/\x1b[2J[/x]"), ranks, width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= width
-    assert "STRAGGLER (compute)" in text and "40 of 100" in text and "…" not in text
+    assert "[/x]: step 40" in text and "STRAGGLER (compute)" in text and "40 of 100" in text and "…" not in text
     assert ("COMPUTE" in text) == (width == 140)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import kubernetes_validate.utils
 import pytest
 from k8s_server import ApiServer, Cluster
 
@@ -12,11 +14,20 @@ from jobs.backends.k8s_api import Api, load_configuration
 from jobs.backends.kubernetes import KubernetesBackend
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _schemas_are_read_once() -> Iterator[None]:
+    """Kubernetes' own are megabytes of JSON, which the package reads anew for every object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
+        yield
+
+
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     with ApiServer() as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
         yield running
+        assert all(fault.hits for fault in running.cluster.faults), "a fault that nobody met proves nothing"
 
 
 @pytest.fixture

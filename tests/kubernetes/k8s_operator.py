@@ -31,14 +31,13 @@ def injected(job: dict[str, Any], replica: str, index: int, master: str, port: i
     """The variables that the operator appends to a pod's container."""
     spec = job["spec"]
     replicas = spec["pytorchReplicaSpecs"]
-    env = {"PYTHONUNBUFFERED": "0", "PET_NPROC_PER_NODE": spec["nprocPerNode"]}
     pods = sum(item["replicas"] for item in replicas.values())
+    env = {"PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": spec["nprocPerNode"], "PET_NNODES": str(pods)}
     if "Master" in replicas:
         rank = index if replica == "Master" else index + 1
         env |= {
             "MASTER_ADDR": master, "MASTER_PORT": str(port), "PET_MASTER_ADDR": master, "PET_MASTER_PORT": str(port),
             "WORLD_SIZE": str(pods * int(spec["nprocPerNode"])), "RANK": str(rank), "PET_NODE_RANK": str(rank),
-            "PET_NNODES": str(pods),
         }  # fmt: skip
     policy = spec.get("elasticPolicy")
     if policy is not None:
@@ -101,19 +100,21 @@ class Operator:
                 if pod["status"]["phase"] == "Failed":
                     code = pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
                     if item["restartPolicy"] == "ExitCode" and code < 128:
-                        self._condition(
-                            job, "Failed", f'job "{job["metadata"]["name"]}" is failing because replica(s) failed.'
-                        )
+                        message = f'job "{job["metadata"]["name"]}" is failing because "{replica}" replica(s) failed.'
+                        self._condition(job, "Failed", message)
                         return
                     self._delete(name)
-                    self._condition(job, "Restarting", f"job {job['metadata']['name']} is restarting")
+                    message = f"job {job['metadata']['name']} is restarting because {replica} replica(s) failed."
+                    self._condition(job, "Restarting", message)
         if finished or not phases:
             return
-        leader = next((name for name in phases if "-master-" in name), next(iter(phases)))
-        if phases[leader] == "Succeeded":
-            self._condition(job, "Succeeded", "successfully completed")
-        elif "Running" in phases.values():
-            self._condition(job, "Running", "is running")
+        # The Master decides; without one all workers, and in an elastic job the first that has succeeded.
+        deciding = [phase for name, phase in phases.items() if "-master-" in name] or list(phases.values())
+        succeeded = [phase == "Succeeded" for phase in deciding]
+        if any(succeeded) if job["spec"].get("elasticPolicy") else all(succeeded):
+            self._condition(job, "Succeeded", f"PyTorchJob {job['metadata']['name']} is successfully completed.")
+        elif "Running" in deciding:
+            self._condition(job, "Running", f"PyTorchJob {job['metadata']['name']} is running.")
 
     def _condition(self, job: dict[str, Any], kind: str, message: str) -> None:
         old = [c for c in (job.get("status") or {}).get("conditions", []) if c["type"] != kind]
@@ -135,7 +136,10 @@ class Operator:
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
         env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
         env |= injected(job, replica, index, "127.0.0.2", port)
-        env["PYTHONPATH"] = str(REPOSITORY)
+        env |= {
+            "PYTHONPATH": str(REPOSITORY),
+            "TMPDIR": str(self.folder),
+        }  # a pod that is killed leaves its /tmp behind
         self.starts[name] = self.starts.get(name, 0) + 1
         process = subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -187,8 +191,7 @@ class Operator:
         """TERM, the grace, KILL – and the object goes when the process has gone."""
         pod = self.pods.get(name)
         if pod is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pod.process.pid, signal.SIGTERM)
+            pod.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pod.process.wait(60)
             self._kill_group(pod)
@@ -196,7 +199,7 @@ class Operator:
 
     @staticmethod
     def _kill_group(pod: _Pod) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if pod.process.poll() is None:  # an id that was waited for may be somebody else's by now
             os.killpg(pod.process.pid, signal.SIGKILL)
         pod.process.wait(10)
         pod.reader.join(10)
@@ -221,7 +224,8 @@ class Operator:
         self._stopping.set()
         self._thread.join(90)
         for pod in self.pods.values():
-            self._kill_tree(pod.process.pid)
+            if pod.process.poll() is None:
+                self._kill_tree(pod.process.pid)
             self._kill_group(pod)
 
 

@@ -1,7 +1,7 @@
 """An emulated Kubernetes API server over real sockets: objects, selectors, pages, watches, logs, and faults on demand.
 
 Not a mock: the official client talks HTTP to it. What it leaves out is admission, RBAC and everything with a will of its
-own; `operator.py` adds the training-operator's part.
+own; `k8s_operator.py` adds the training-operator's part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,6 +43,7 @@ class Fault:
     drop_answer: bool = False  # the request is carried out, its answer never arrives
     drop_after_lines: int | None = None
     times: int = 1
+    hits: int = 0
 
 
 class Cluster:
@@ -61,8 +61,6 @@ class Cluster:
         self.logs: dict[str, list[str] | Path] = {}
         self.unknown: set[str] = set()
         self.denied: set[str] = set()
-        self.on_change: list[Callable[[str, str, dict[str, Any]], None]] = []
-        self.page_lifetime = 10**9
         self.stopping = False
 
     def put(self, plural: str, item: dict[str, Any], namespace: str = "team") -> dict[str, Any]:
@@ -94,8 +92,6 @@ class Cluster:
     def _tell(self, kind: str, plural: str, item: dict[str, Any]) -> None:
         self.history.append((self.version, kind, plural, json.loads(json.dumps(item))))
         self.changed.notify_all()
-        for listener in self.on_change:
-            listener(kind, plural, item)
 
     def forget_history(self) -> None:
         """Watches and pages that are older than this moment get 410 Gone."""
@@ -107,6 +103,7 @@ class Cluster:
             for fault in self.faults:
                 if fault.times > 0 and fault.method in (method, "*") and re.search(fault.path, path):
                     fault.times -= 1
+                    fault.hits += 1
                     return fault
         return None
 
@@ -148,11 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "NotFound", "the server could not find the requested resource")
             return
         if match["plural"] in cluster.denied:
-            self._fail(
-                403,
-                "Forbidden",
-                f'{match["plural"]} is forbidden: User "me" cannot {self.command.lower()} resource "{match["plural"]}"',
+            said = (
+                f'{match["plural"]} is forbidden: User "me" cannot {self.command.lower()} resource "{match["plural"]}"'
             )
+            self._fail(403, "Forbidden", said)
             return
         getattr(self, f"_{self.command.lower()}")(match, query, body, fault)
 
@@ -206,6 +202,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         deadline = time.monotonic() + float(query.get("timeoutSeconds", 30))
         sent = 0
+        if fault is not None and fault.drop_after_lines == sent:
+            self.close_connection = True
+            return
         while not cluster.stopping and time.monotonic() < deadline:
             with cluster.changed:
                 fresh = [e for e in cluster.history if e[0] > version and e[2] == plural and _matches(e[3], query)]
@@ -294,11 +293,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         finalizers = found["metadata"].get("finalizers")
         if finalizers:
-            cluster.put(
-                plural,
-                {**found, "metadata": {**found["metadata"], "deletionTimestamp": "2026-01-01T00:00:01Z"}},
-                namespace,
-            )
+            marked = {**found["metadata"], "deletionTimestamp": "2026-01-01T00:00:01Z"}
+            cluster.put(plural, {**found, "metadata": marked}, namespace)
         else:
             cluster.remove(plural, match["name"], namespace)
         self._answer(200, {"kind": "Status", "status": "Success"})
@@ -309,11 +305,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = json.dumps(value).encode()
         self.send_response(status)
-        for name, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }.items():
+        usual = {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        for name, text in {**usual, **(headers or {})}.items():
             self.send_header(name, text)
         self.end_headers()
         self._raw(data)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_job_of_somebody_else_is_left_alone(backend: KubernetesBackend, cluste
 def test_lint_errors_reach_no_server(backend: KubernetesBackend, cluster: Cluster) -> None:
     with pytest.raises(UserError, match="LS002"):
         backend.submit(SPEC.model_copy(update={"image": None}))
-    assert not posts(cluster, "pytorchjobs")
+    assert not cluster.requests
 
 
 def test_a_lost_answer_to_create_is_no_conflict(backend: KubernetesBackend, cluster: Cluster) -> None:
@@ -218,13 +219,12 @@ def _watches(cluster: Cluster) -> int:
 
 
 @contextlib.contextmanager
-def once_watched(cluster: Cluster, happens: Callable[[], object]) -> Iterator[None]:
-    """It happens half a second after somebody has begun to watch, from here on."""
+def once_watched(cluster: Cluster, happens: Callable[[], object], times: int = 1) -> Iterator[None]:
+    """It happens when somebody has begun to watch, from here on, for the n-th time."""
     before = _watches(cluster)
 
     def work() -> None:
-        until(lambda: _watches(cluster) > before, 20, "a watch")
-        time.sleep(0.5)
+        until(lambda: _watches(cluster) >= before + times, 20, "a watch")
         happens()
 
     thread = threading.Thread(target=work)
@@ -236,24 +236,41 @@ def once_watched(cluster: Cluster, happens: Callable[[], object]) -> Iterator[No
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [None, {"status": 410}, {"drop": True}, {"status": 500}, {"drop_after_lines": 1}],
-    ids=["calm", "410", "drop", "500", "dropped stream"],
-)
-def test_wait_survives_its_watch(backend: KubernetesBackend, cluster: Cluster, fault: dict[str, Any] | None) -> None:
+    "fault", [{"status": 410}, {"drop": True}, {"status": 500}, {"drop_after_lines": 0}],
+    ids=["410", "drop", "500", "dropped stream"],
+)  # fmt: skip
+def test_wait_survives_a_watch_that_never_works(
+    backend: KubernetesBackend, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+) -> None:
+    """Each broken watch is followed by a pause: it must not become a busy loop."""
+    pauses: list[float] = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)
+    monkeypatch.setattr("jobs.backends.kubernetes.time", clock)
+    backend.interval = 60
     backend.submit(SPEC)
-    if fault is not None:
-        cluster.faults.append(Fault("GET", "watch=true", times=3, **fault))
+    cluster.faults.append(Fault("GET", "watch=true", times=10**6, **fault))
+    with once_watched(cluster, lambda: finish(cluster, "smoke"), times=20):
+        assert backend.wait("smoke", 600).state == "succeeded"
+    broken = cluster.faults[0].hits
+    assert broken >= 20 and len(pauses) >= broken / backend.api.attempts - 1
+    assert set(pauses) == {12.0}
+
+
+def test_wait_ends_as_soon_as_its_watch_tells(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """Long before the next look, which is a minute away."""
+    backend.submit(SPEC)
+    backend.interval = 60
+    began = time.monotonic()
     with once_watched(cluster, lambda: finish(cluster, "smoke")):
-        found = backend.wait("smoke", 20)
-    watches = _watches(cluster)
-    assert found.state == "succeeded"
-    assert 1 <= watches < 60, "a broken watch must not become a busy loop"
+        assert backend.wait("smoke", 90).state == "succeeded"
+    assert time.monotonic() - began < 30 and _watches(cluster) == 1
 
 
 def test_wait_is_bounded_and_calls_what_is_gone_lost(backend: KubernetesBackend, cluster: Cluster) -> None:
     backend.submit(SPEC)
+    began = time.monotonic()
     assert backend.wait("smoke", 0.3).state == "pending"
+    assert time.monotonic() - began < 20
     with once_watched(cluster, lambda: cluster.remove("pytorchjobs", "smoke")):
         found = backend.wait("smoke", 30)
     assert (found.state, found.code) == ("lost", 4)
@@ -273,12 +290,20 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluste
     job = cluster.get("pytorchjobs", "smoke")
     assert job is not None
     job["metadata"]["finalizers"] = ["foregroundDeletion"]
-    timer = threading.Timer(0.7, lambda: cluster.remove("pytorchjobs", "smoke"))
-    timer.start()
-    began = time.monotonic()
+
+    def asked_since() -> int:
+        methods = [method for method, path, _, _ in cluster.requests if path == f"{JOBS}/smoke"]
+        return len(methods) - methods.index("DELETE") if "DELETE" in methods else 0
+
+    def end() -> None:
+        until(lambda: asked_since() > 2, 20, "cancel looks whether the job is still there")
+        cluster.remove("pytorchjobs", "smoke")
+
+    thread = threading.Thread(target=end)
+    thread.start()
     assert backend.cancel("smoke").state == "cancelled"
-    assert time.monotonic() - began > 0.5
-    timer.join()
+    assert cluster.get("pytorchjobs", "smoke") is None, "its pods still end"
+    thread.join()
     deletes = [body for method, _, _, body in cluster.requests if method == "DELETE"]
     assert deletes[0]["propagationPolicy"] == "Foreground"
 
@@ -286,11 +311,11 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluste
 def test_a_thousand_jobs_and_ten_thousand_pods_take_no_second(backend: KubernetesBackend, cluster: Cluster) -> None:
     from jobs.render import kubernetes as render
 
+    job = render(SPEC.model_copy(update={"nodes": 10}))[1]
+    status = {"conditions": [{"type": "Running", "status": "True"}]}
     for number in range(1000):
-        spec = SPEC.model_copy(update={"name": f"job-{number}", "nodes": 10})
-        cluster.put(
-            "pytorchjobs", {**render(spec)[1], "status": {"conditions": [{"type": "Running", "status": "True"}]}}
-        )
+        named = {**job, "metadata": {**job["metadata"], "name": f"job-{number}"}}
+        cluster.put("pytorchjobs", {**named, "status": status})
         for pod in range(10):
             name = f"job-{number}-{'master' if pod == 0 else 'worker'}-{max(pod - 1, 0)}"
             labels = {"lockstep/job": f"job-{number}"}

@@ -11,8 +11,12 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from k8s_server import Cluster
 
+from jobs.backends.kubernetes import KubernetesBackend
 from jobs.lint.pod_rules import MONITORED
+from jobs.spec import JobSpec
+from tests.processes import require
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy/k8s"
@@ -23,9 +27,9 @@ def documents(text: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(text) if item]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl (with kustomize in it) is not installed")
 @pytest.mark.parametrize(("overlay", "count"), [("base", 7), ("overlays/single-node", 7), ("overlays/full", 13)])
 def test_kustomize_builds_valid_objects(overlay: str, count: int) -> None:
+    require(shutil.which("kubectl"), "kubectl (with kustomize in it) is not installed")
     done = subprocess.run(["kubectl", "kustomize", str(DEPLOY / overlay)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     objects = documents(done.stdout)
@@ -39,6 +43,17 @@ def test_kustomize_builds_valid_objects(overlay: str, count: int) -> None:
         mode for item in objects if item["kind"] == "PersistentVolumeClaim" for mode in item["spec"]["accessModes"]
     }
     assert modes == ({"ReadWriteOnce"} if "single" in overlay else {"ReadWriteMany"})
+
+
+def test_what_the_files_hold_is_valid_before_kustomize_has_changed_it() -> None:
+    """Needs no kubectl."""
+    files = [path for path in DEPLOY.rglob("*.yaml") if path.name != "kustomization.yaml"]
+    objects = [item for path in files for item in documents(path.read_text()) if item.get("apiVersion") in CORE]
+    for item in objects:
+        kubernetes_validate.validate(item, "1.32", strict=True)
+    assert {"Namespace", "Role", "RoleBinding", "ServiceAccount", "NetworkPolicy", "PersistentVolumeClaim"} <= {
+        item["kind"] for item in objects
+    }
 
 
 def test_every_file_is_part_of_a_kustomization() -> None:
@@ -71,6 +86,36 @@ def test_the_role_holds_what_doctor_asks_for() -> None:
     for verb, group, resource, sub in RIGHTS:
         assert (verb, group, f"{resource}/{sub}" if sub else resource) in granted
     assert not any(resource == "secrets" or "*" in (verb, resource) for verb, _, resource in granted)
+
+
+def test_the_role_holds_what_the_backend_calls(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """A job's whole life, request by request."""
+    spec = JobSpec(name="smoke", recipe="smoke", image="a:1", shards="/data/digits", k8s={"queue": "gpu"},
+                   volumes=[{"claim": "data", "path": "/data"}])  # fmt: skip
+    backend.prepare(spec)
+    backend.submit(spec)
+    backend.status("smoke")
+    labels = {"lockstep/job": "smoke"}
+    cluster.put("pods", {"metadata": {"name": "smoke-master-0", "labels": labels}, "status": {"phase": "Running"}})
+    cluster.logs["smoke-master-0"] = ['2026-01-01T00:00:00Z [rank 0] {"event": "done", "steps": 3}']
+    assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 1
+    backend.wait("smoke", 0.1)
+    backend.cancel("smoke")
+    (role,) = [item for item in documents((DEPLOY / "base/rbac.yaml").read_text()) if item["kind"] == "Role"]
+    granted = {
+        (verb, group, resource) for rule in role["rules"] for verb in rule["verbs"] for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }  # fmt: skip
+    called = set()
+    for method, path, query, _ in cluster.requests:
+        match = re.fullmatch(r"/apis?/(?:([^/]+)/)?v[^/]+/namespaces/team/([a-z]+)(?:/([^/]+)(/log)?)?", path)
+        assert match is not None, f"{path} is not in the job's namespace"
+        group, resource, name, sub = match.groups(default="")
+        reading = "watch" if query.get("watch") else "get" if name else "list"
+        verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "GET": reading}[method]
+        called.add((verb, group, resource + sub))
+    assert called <= granted, called - granted
+    assert {verb for verb, *_ in called} == {"create", "patch", "delete", "get", "list", "watch"}
 
 
 def test_the_pod_monitor_names_the_ports_that_render_makes() -> None:

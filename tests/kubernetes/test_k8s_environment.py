@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from jobs.backends.kubernetes import KubernetesBackend
 from jobs.spec import JobSpec
 from tests.events import events
-from tests.processes import training
+from tests.ranks import training
 from training import checkpoint
 
 BOUND = 240
@@ -32,12 +32,21 @@ def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Operator]:
 def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
     overrides = {
         "epochs": 3, "threads": 1, "data.root": str(tmp_path / "data"), "evaluate.every": 3, "checkpoint.every_steps": 4,
-        "checkpoint.keep": 50, "metrics.port": 0,  # the pods are on one machine: who comes second would warn
+        "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {}, "checkpoint.keep": 50,
+        "metrics.port": 0,  # the pods are on one machine: who comes second would warn
     }  # fmt: skip
     return JobSpec(
         name=name, recipe="smoke", overrides=overrides, image="local:1", nodes=2, ranks_per_node=2, max_restarts=2,
         run_dir=str(tmp_path / name), volumes=[{"claim": "runs", "path": str(tmp_path)}], **more,
     )  # fmt: skip
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A file, and the environment of a run that takes its time as long as that file is there."""
+    file = tmp_path / "slow"
+    file.touch()
+    return file, {"LOCKSTEP_TEST_PACE": "0.25", "LOCKSTEP_TEST_PACE_FILE": str(file)}
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -51,9 +60,10 @@ def load(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path
+    backend: KubernetesBackend, operator: Operator, tmp_path: Path, slow: tuple[Path, dict[str, str]]
 ) -> None:
-    calm, stormy = smoke(tmp_path, "calm"), smoke(tmp_path, "stormy")
+    file, env = slow
+    calm, stormy = smoke(tmp_path, "calm"), smoke(tmp_path, "stormy", env=env)
     assert backend.submit(calm).created
     found = backend.wait("calm", BOUND)
     assert found.state == "succeeded", (found, *backend.logs("calm"))
@@ -64,6 +74,7 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     backend.submit(stormy)
     until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
     operator.lose("stormy-master-0")  # rank 0, and the rendezvous with it
+    file.unlink()
     found = backend.wait("stormy", BOUND)
     assert found.state == "succeeded", (found, *backend.logs("stormy"))
     assert operator.starts["stormy-master-0"] >= 2
@@ -76,17 +87,25 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
 
 
 def test_an_elastic_job_that_loses_a_pod_ends_in_the_weights_of_the_undisturbed_run(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path
+    backend: KubernetesBackend, operator: Operator, tmp_path: Path, slow: tuple[Path, dict[str, str]]
 ) -> None:
     """The world size may change, so the weights agree up to the order of summation, without batch statistics."""
-    spec = smoke(
-        tmp_path, "elastic", elastic={"min_nodes": 1, "max_nodes": 2}, env={"LOCKSTEP_TEST_PACE": "0.25"},
-    )  # fmt: skip
-    plain = {"model": "tests.nets:Paced", "model_options": {}, "precision": "float64", "optim.lr": 1e-4, "ema.decay": 0}
+    file, env = slow
+    spec = smoke(tmp_path, "elastic", elastic={"min_nodes": 1, "max_nodes": 2}, env=env)
+    plain = {"model": "tests.nets:Paced", "precision": "float64", "optim.lr": 1e-4, "ema.decay": 0}
     spec = spec.model_copy(update={"overrides": {**spec.overrides, **plain}})
     backend.submit(spec)
     until(lambda: events(tmp_path / "elastic", "checkpoint_written"), BOUND, "a checkpoint")
     operator.lose("elastic-worker-1")
+
+    def whole_again() -> bool:
+        starts = events(tmp_path / "elastic", "start")
+        return len(starts) > 1 and starts[-1]["world_size"] == 4
+
+    until(
+        lambda: whole_again() or (tmp_path / "elastic/summary.json").exists(), BOUND, "the lost pod's successor joins"
+    )
+    file.unlink()
     found = backend.wait("elastic", BOUND)
     assert found.state == "succeeded", (found, *backend.logs("elastic"))
     assert json.loads((tmp_path / "elastic/summary.json").read_text())["steps"] == 36

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -130,12 +131,15 @@ values = st.recursive(
 )
 
 
+GOOD_SPEC = JobSpec.of(GOOD)
+GOOD_OBJECTS = render(GOOD_SPEC)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_patch_makes_lint_stumble(data: st.DataObject) -> None:
     """Any part of the manifest replaced by anything: findings, never a traceback."""
-    spec = JobSpec.of(GOOD)
-    objects = render(spec)
+    spec, objects = GOOD_SPEC, copy.deepcopy(GOOD_OBJECTS)
     place: Any = objects[1]
     while True:
         keys = sorted(place) if isinstance(place, dict) else list(range(len(place)))

@@ -14,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from crds import strip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,8 @@ from training.contract import UserError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-CRDS = ROOT / "../shared/crds" if (ROOT / "../shared/crds").exists() else ROOT / "build/crds"
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 GPU: dict[str, Any] = {
     "name": "big", "recipe": "bag_of_tricks", "image": "registry.example/lockstep@sha256:" + "a" * 64, "nodes": 2, "gpus": 4,
@@ -48,15 +50,8 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def schema(kind: str) -> dict[str, Any]:
-    """The CRD's schema with unknown fields forbidden, as the API server treats them under strict validation."""
-    path = CRDS / f"{kind.lower()}_crd.yaml"
-    if not path.exists():
-        pytest.skip(f"{path} is not there: `make crds` fetches it")
-    crd = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    found = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    _strict(found)
-    return found
+def crd(kind: str) -> dict[str, Any]:
+    return json.loads((strip.HERE / f"{kind.lower()}.json").read_text())
 
 
 def _strict(node: Any) -> None:
@@ -79,7 +74,9 @@ def _strict(node: Any) -> None:
 
 @cache
 def validator(kind: str) -> jsonschema.Draft202012Validator:
-    found = copy.deepcopy(schema(kind))
+    """The CRD's schema with unknown fields forbidden, as the API server treats them under strict validation."""
+    found = copy.deepcopy(crd(kind)["openAPIV3Schema"])
+    _strict(found)
     found["properties"]["metadata"] = {"type": "object"}  # the API machinery's own
     return jsonschema.Draft202012Validator(found)
 
@@ -88,6 +85,7 @@ def validate(objects: list[dict[str, Any]]) -> None:
     """Against the CRD, against Kubernetes' schemas, and for what schemas miss."""
     policy, job = objects
     kubernetes_validate.validate(policy, "1.32", strict=True)
+    assert job["apiVersion"] == crd(job["kind"])["apiVersion"]
     complaints = [f"{'.'.join(map(str, e.path))}: {e.message[:200]}" for e in validator(job["kind"]).iter_errors(job)]
     assert not complaints, complaints[:3]
     if job["kind"] != "PyTorchJob":
@@ -135,15 +133,49 @@ def test_manifests_are_valid(name: str) -> None:
     validate(render(JobSpec.of(SPECS[name])))
 
 
-def test_the_strict_schema_finds_what_the_api_server_would_drop_or_refuse() -> None:
-    _, job = render(JobSpec.of(GPU))
-    for path, value in [(("spec", "nprocPerNode"), 4), (("spec", "runPolicy", "clean_pod_policy"), "Running")]:
-        broken = copy.deepcopy(job)
-        place = broken
-        for part in path[:-1]:
-            place = place[part]
-        place[path[-1]] = value
-        assert list(validator("PyTorchJob").iter_errors(broken)), path
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("gpu", ("spec", "nprocPerNode"), 4),
+        ("gpu", ("spec", "runPolicy", "clean_pod_policy"), "Running"),
+        ("gpu", ("spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "tolerations"), [{"keys": "gpu"}]),
+        ("trainjob", ("spec", "trainer", "numNodes"), "two"),
+        ("trainjob", ("spec", "podTemplateOverrides"), []),  # its name before v2.2
+    ],
+)
+def test_the_strict_schema_finds_what_the_api_server_would_drop_or_refuse(
+    name: str, path: tuple[str, ...], value: Any
+) -> None:
+    _, job = render(JobSpec.of(SPECS[name]))
+    assert not list(validator(job["kind"]).iter_errors(job))
+    place = job
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    assert len(list(validator(job["kind"]).iter_errors(job))) == 1
+
+
+@pytest.mark.parametrize("kind", strip.PINNED)
+def test_the_schemas_are_those_that_make_crds_writes(kind: str) -> None:
+    text = (strip.HERE / f"{kind.lower()}.json").read_text()
+    assert strip.pretty(crd(kind)) + "\n" == text and crd(kind)["kind"] == kind
+    assert strip.without_descriptions(crd(kind)["openAPIV3Schema"]) == crd(kind)["openAPIV3Schema"]
+    assert strip.PINNED[kind][1] in crd(kind)["source"], "make crds"
+
+
+def test_a_schema_loses_its_descriptions_and_nothing_else() -> None:
+    text = {"type": "string", "description": "gone"}
+    schema = {
+        "description": "gone",
+        "properties": {"description": text, "b": {"items": [text]}},
+        "default": {"description": 1},
+    }
+    version = {"name": "v1", "schema": {"openAPIV3Schema": schema}}
+    crd = {"spec": {"group": "kubeflow.org", "names": {"kind": "PyTorchJob"}, "versions": [version]}}
+    found = strip.stripped("PyTorchJob", yaml.safe_dump(crd))
+    kept = {"type": "string"}
+    wanted = {"properties": {"description": kept, "b": {"items": [kept]}}, "default": {"description": 1}}
+    assert (found["apiVersion"], found["openAPIV3Schema"]) == ("kubeflow.org/v1", wanted)
 
 
 def test_prepare_renders_a_valid_job() -> None:
@@ -158,6 +190,7 @@ def test_prepare_renders_a_valid_job() -> None:
 def test_the_example_does_not_drift() -> None:
     spec = JobSpec.load(ROOT / "job.yaml")
     assert (ROOT / "deploy/k8s/example-pytorchjob.yaml").read_text() == to_yaml(render(spec)), "make example-k8s"
+    validate(render(spec))
 
 
 def test_what_the_kubelet_would_expand_is_escaped() -> None:
@@ -274,7 +307,9 @@ def _outcome(values: dict[str, Any]) -> str:
         return "refused"
     before = copy.deepcopy(spec.plain())
     objects = render(spec)
-    assert to_yaml(objects) == to_yaml(render(JobSpec.of(json.loads(json.dumps(before))))), "render is not pure"
+    again = render(JobSpec.of(json.loads(json.dumps(before))))
+    assert json.dumps(objects) == json.dumps(again), "render is not pure"
+    assert list(yaml.load_all(to_yaml(objects), LOADER)) == objects
     assert spec.plain() == before
     found = lint(spec, objects)
     assert all("\n" not in item.message for item in found)

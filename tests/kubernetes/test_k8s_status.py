@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from k8s_operator import until
 from k8s_server import Cluster, Fault
 
 from jobs.backends.kubernetes import KubernetesBackend
@@ -266,19 +267,10 @@ def test_logs_follow_through_pending_a_dropped_stream_and_a_restart(
         lambda: cluster.remove("pods", "smoke-master-0"),
         lambda: (cluster.logs.__setitem__("smoke-master-0", stamped("[rank 0] d", "[rank 1] x", "[rank 0] e", minute=1)),
                  pod(cluster, phase="Running")),
-        lambda: (pod(cluster, phase="Succeeded", uid="x"), condition(cluster, {"type": "Succeeded", "status": "True"})),
     ]  # fmt: skip
     seen: list[str] = []
-    done = threading.Event()
-
-    def follow() -> None:
-        for line in backend.logs("smoke", rank=0, follow=True):
-            seen.append(line)
-        done.set()
-
-    threading.Thread(target=follow, daemon=True).start()
-    from k8s_operator import until
-
+    thread = threading.Thread(target=lambda: seen.extend(backend.logs("smoke", rank=0, follow=True)), daemon=True)
+    thread.start()
     script[0]()
     until(lambda: seen == ["a", "b", "c"], 20, f"the first pod's lines; {seen}")
     script[1]()
@@ -288,5 +280,6 @@ def test_logs_follow_through_pending_a_dropped_stream_and_a_restart(
     assert live is not None
     cluster.put("pods", {**live, "status": {"phase": "Succeeded"}})
     condition(cluster, {"type": "Succeeded", "status": "True"})
-    assert done.wait(20), "following must end with the job"
+    thread.join(20)
+    assert not thread.is_alive(), "following must end with the job"
     assert seen == ["a", "b", "c", "d", "e"], "no line twice, none missing"

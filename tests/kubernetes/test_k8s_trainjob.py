@@ -17,7 +17,10 @@ SPEC = JobSpec.of(
 def pod(cluster: Cluster, index: int, phase: str = "Running") -> None:
     host = f"second-node-0-{index}"
     meta = {"name": f"{host}-x7k2p", "labels": {"lockstep/job": "second"}}
-    status: dict[str, Any] = {"phase": phase, "containerStatuses": [{"name": "node", "restartCount": 0, "state": {}}]}
+    status: dict[str, Any] = {
+        "phase": phase,
+        "containerStatuses": [{"name": "node", "restartCount": 0, "state": {"running": {}}}],
+    }
     cluster.put("pods", {"metadata": meta, "spec": {"hostname": host}, "status": status})
     cluster.logs[meta["name"]] = [
         f"2026-01-01T00:00:00Z [rank {2 * index + rank}] rank {2 * index + rank}" for rank in (0, 1)

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.processes import ROOT, free_port, poll, started
+from tests.processes import ROOT, free_port, poll, require, started
 
 OBSERVABILITY = ROOT / "deploy/observability"
 RULES = OBSERVABILITY / "prometheus/rules.yaml"
@@ -25,10 +24,7 @@ RULES = OBSERVABILITY / "prometheus/rules.yaml"
 def needs(*programs: str) -> None:
     """Skips where a program is missing; in CI that is a failure."""
     missing = [program for program in programs if shutil.which(program) is None]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"{', '.join(missing)} must be installed in CI")
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
+    require(not missing, f"{', '.join(missing)} not installed")
 
 
 class Prometheus:

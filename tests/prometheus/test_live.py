@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import time
@@ -17,10 +16,11 @@ import pytest
 
 from jobs.ranks import parse
 from tests.events import events
-from tests.processes import PYTHON, ROOT, clean_env, gang, poll, started, training
+from tests.processes import PYTHON, ROOT, clean_env, poll, require, started
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
 from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
+from tests.ranks import gang, training
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,10 @@ def _top(run_dir: Path) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def test_a_run_in_prometheus(server: Prometheus, tiny: list[str], tmp_path: Path) -> None:
-    run_dir = tmp_path / "quiet"
+@pytest.fixture(scope="module")
+def quiet(server: Prometheus, tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run that nothing happens to, and its name: what Prometheus saw of it, live and afterwards."""
+    run_dir = tmp_path_factory.mktemp("live") / "quiet"
     with _running(_words(run_dir, tiny, server, "epochs=40"), server) as process:
         poll(lambda: process.poll() is not None or _scraped(server, "quiet"), 90, "two scraped ranks")
         assert server.value('sum(up{job="lockstep"})') == 2
@@ -92,18 +94,24 @@ def test_a_run_in_prometheus(server: Prometheus, tiny: list[str], tmp_path: Path
     spent = server.value('training_step_duration_seconds_sum{run="quiet",job="textfile",rank="0"}')
     assert spent == pytest.approx(summary["trained_seconds"], rel=0.01)
     assert server.over_time('ALERTS{run="quiet",alertstate="firing"}') == []
+    return run_dir.name
+
+
+def test_a_run_in_prometheus(quiet: str) -> None:
+    """The fixture's own checks."""
+    assert quiet == "quiet"
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
-def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, board: Path) -> None:
+def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, quiet: str, board: Path) -> None:
     """Over the time of the run above."""
     for expression in queries(board):
         if not on_gpu(expression):  # those are promtool's, with made-up series
-            found = server.over_time(filled_in(expression, "quiet"))
+            found = server.over_time(filled_in(expression, quiet))
             assert found and found[0]["values"], expression
     names = {item["name"]: item["query"] for item in json.loads(board.read_text())["templating"]["list"]}
     assert names["run"]["query"] == "label_values(training_step, run)"
-    assert "quiet" in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
+    assert quiet in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
 
 
 @pytest.mark.parametrize(
@@ -223,9 +231,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "full"
     path.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        reason = f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    require(not done.returncode, f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN")
     yield path
     subprocess.run(["umount", "-l", str(path)], check=True)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.events import events
-from tests.processes import clean_env, training
+from tests.processes import clean_env
+from tests.ranks import training
 
 NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
 

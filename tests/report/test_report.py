@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import PYTHON, gang, poll, started, training
+from tests.processes import PYTHON, poll, require, started
+from tests.ranks import gang, training
 from training import report, runfiles
 
 TRICK = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)><!--"
@@ -198,10 +199,7 @@ def test_repeated_steps_count_once_and_many_points_are_thinned(tmp_path: Path) -
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        pytest.fail("chromium must be installed in CI") if os.environ.get("CI") else pytest.skip(
-            "chromium is not installed"
-        )
+    require(program is not None, "chromium is not installed")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -325,3 +323,12 @@ def test_in_chromium(
     assert all(new[2] != old[2] for new, old in zip(page.evaluate(INK), drawn))
     assert said == [] and [url for url in asked if not url.startswith("data:")] == [out.as_uri()]
     context.close()
+
+
+def test_one_bad_run_does_not_hide_the_good_one() -> None:
+    good = {"label": "good", "run": 0, "points": [[step, 2.0 - step / 100] for step in range(100)], "dashed": False}
+    bad = {"label": "bad", "run": 1, "points": [[step, 10.0**step] for step in range(13)], "dashed": False}
+    assert not report._drawn(report._chart("Loss", "epochs", "loss", [good]))["log"]
+    assert report._drawn(report._chart("Loss", "epochs", "loss", [good, bad]))["log"]
+    negative = {**bad, "points": [*bad["points"], [13, -1.0]]}
+    assert not report._drawn(report._chart("Loss", "epochs", "loss", [good, negative]))["log"]

@@ -1,4 +1,4 @@
-"""A real SLURM on this machine: two nodes, each a slurmd in namespaces of its own. Shared by all tests of one kind.
+"""A real SLURM on this machine: two nodes, each a slurmd in namespaces of its own. One with accounting, one without.
 
 The suite skips where SLURM or the rights for namespaces are missing, and fails instead where CI is set.
 """
@@ -6,30 +6,40 @@ The suite skips where SLURM or the rights for namespaces are missing, and fails 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
+import secrets
 import shutil
 import socket
 import subprocess
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobs.backends.base import Status
 from jobs.backends.slurm import SlurmBackend
 from jobs.spec import JobSpec
-from tests.processes import PYTHON, ROOT, poll
+from tests.processes import PYTHON, ROOT, require
 
 HERE = Path(__file__).parent / "cluster"
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 NEEDED_FOR_ACCOUNTING = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
 
+both = pytest.mark.parametrize("cluster", ["accounting", "bare"], indirect=True)
+"""For a test whose answer may come from sacct: where the controller is away or has forgotten the job, where a node is gone
+that should have told how the job ended, and where `doctor` looks for the accounting itself.
 
-once = pytest.mark.parametrize("cluster", ["accounting"], indirect=True)
-"""For a test whose answer cannot depend on accounting."""
+All others run once: `slurm_query.look` asks sacct for nothing that the controller knows. They run on the cluster without
+accounting, where nothing but the controller and the job's own files can give an answer.
+"""
+accounted = pytest.mark.parametrize("cluster", ["accounting"], indirect=True)
+"""For a test of what only the accounting knows, or of submitit alone, which asks nobody else."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,46 @@ class Cluster:
     def ask(self, *command: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 
+    def logged(self, job_id: str) -> list[str]:
+        """What controller and nodes have written of a job: why one that failed did."""
+        lines = [
+            f"{path.stem}: {line}" for path in sorted((self.folder / "log").glob("*.log"))
+            for line in path.read_text(errors="replace").splitlines() if job_id in line
+        ]  # fmt: skip
+        return lines[-200:]
+
     def idle(self) -> None:
         """Waits until both nodes are free again."""
 
         def free() -> bool:
-            states = self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split()
-            return states == ["idle", "idle"]
+            return self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"]
 
-        poll(free, 60, "both nodes are idle")
+        every(0.2, free, 60, "both nodes are idle")
+
+    def forgets(self, *job_ids: str) -> None:
+        """Has the controller forget jobs that have ended, as it does by itself MinJobAge later."""
+        path = self.folder / "etc/slurm.conf"
+        before = path.read_text()
+        path.write_text(re.sub(r"(?m)^MinJobAge=.*", "MinJobAge=2", before))
+
+        def unknown(job_id: str) -> bool:
+            shown = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=60)
+            return "Invalid job id" in shown.stderr
+
+        try:
+            self.node("reread", "ctl")
+            every(0.2, lambda: all(map(unknown, job_ids)), 60, "the controller has forgotten the jobs")
+        finally:
+            path.write_text(before)
+            self.node("reread", "ctl")
+
+
+def every(seconds: float, condition: Callable[[], object], bound: float, what: str) -> None:
+    """`poll` for what costs a process to ask."""
+    deadline = time.monotonic() + bound
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {bound} s"
+        time.sleep(seconds)
 
 
 def _missing(accounting: bool) -> str | None:
@@ -66,48 +108,68 @@ def _missing(accounting: bool) -> str | None:
     return None if probe.returncode == 0 else "namespaces are not permitted here (CAP_SYS_ADMIN)"
 
 
-def _free_ports() -> int:
-    """The first of 20 ports in a row that nobody uses, below those that jobs under SLURM take."""
+def _free_ports(stack: contextlib.ExitStack) -> int:
+    """The first of 20 ports in a row that nobody uses, below those that jobs under SLURM take.
+
+    The last one is kept, unused, until the stack is left: another run of these tests does not take the same ones.
+    """
     for base in random.sample(range(10000, 11980, 20), 50):
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as taken:
             try:
                 for port in range(base, base + 20):
-                    stack.enter_context(socket.socket()).bind(("", port))
+                    taken.enter_context(one := socket.socket()).bind(("", port))
             except OSError:
                 continue
+            stack.enter_context(one.dup())
             return base
     raise AssertionError("no free ports")
 
 
-@pytest.fixture(scope="session", params=["accounting", "bare"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Started once for all tests with accounting, and once for all without."""
-    accounting = request.param == "accounting"
-    reason = _missing(accounting)
-    if reason is not None:
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-", dir="/tmp"))  # sockets need a short path
-    number = random.randrange(256)
-    env = {
-        **os.environ, "BASE_PORT": str(_free_ports()), "SUBNET": f"198.19.{number}", "LINK": f"minislurm{number}",
-        "ACCOUNTING": str(int(accounting)), "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25",
-    }  # fmt: skip
-    # A test run that is killed cannot clean up: this does, when its process is gone.
-    watch = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; exec "$1" "$2" --purge'
-    guard = subprocess.Popen(
-        ["bash", "-c", watch, str(os.getpid()), str(HERE / "down.sh"), str(folder)], start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        done = subprocess.run([HERE / "up.sh", folder], env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        yield Cluster(folder, accounting)
-    finally:
-        subprocess.run([HERE / "down.sh", folder, "--purge"], capture_output=True, timeout=60)
-        guard.kill()
-        guard.wait()
+def _started(kind: str) -> Iterator[Cluster]:
+    reason = _missing(kind == "accounting")
+    require(reason is None, str(reason))
+    folder = Path(f"/tmp/lockstep-slurm-{secrets.token_hex(4)}")  # sockets need a short path
+    with contextlib.ExitStack() as stack:
+        env = {
+            **os.environ, "BASE_PORT": str(_free_ports(stack)), "ACCOUNTING": str(int(kind == "accounting")),
+            "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25",
+        }  # fmt: skip
+        # It takes the cluster down when its standard input ends, which a test run that is killed cannot prevent.
+        keeper = stack.enter_context(
+            subprocess.Popen(
+                [HERE / "keep.sh", folder], env=env, text=True, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        assert keeper.stdin is not None and keeper.stdout is not None
+        try:
+            said = []
+            for line in keeper.stdout:
+                said.append(line)
+                if line == "up\n":
+                    break
+            assert said[-1:] == ["up\n"], "".join(said)
+            yield Cluster(folder, kind == "accounting")
+        finally:
+            keeper.stdin.close()
+            assert keeper.wait(60) == 0 and not folder.exists(), f"the cluster in {folder} is not gone"
+
+
+@pytest.fixture(scope="session")
+def accounting() -> Iterator[Cluster]:
+    yield from _started("accounting")
+
+
+@pytest.fixture(scope="session")
+def bare() -> Iterator[Cluster]:
+    yield from _started("bare")
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    """Each is started when a test first asks for it, and both stay up for the session: tests may come in any order."""
+    found: Cluster = request.getfixturevalue(getattr(request, "param", "bare"))
+    return found
 
 
 @dataclass
@@ -126,6 +188,55 @@ class Bench:
             "run_dir": str(self.folder / name), "grace_seconds": 5, "memory": "2Gi", **more,
         }  # fmt: skip
         return JobSpec.of(values)
+
+    def file(self, spec: JobSpec) -> Path:
+        """The spec as a job file."""
+        path = self.folder / "job.yaml"
+        path.write_text(json.dumps(spec.plain()))
+        return path
+
+    def becomes(self, name: str, state: str, bound: float = 30, reason: str = "") -> None:
+        """Waits for a status of that state, whose sentence holds `reason`."""
+
+        def is_there() -> bool:
+            found = self.backend.status(name)
+            return found.state == state and reason in found.reason
+
+        every(0.1, is_there, bound, f"{name}: {state} {reason}")
+
+    def alive(self, name: str) -> bool:
+        """Whether anything of a start of the job still runs; on whatever node, it is a process of this machine."""
+        mark = f"{self.backend.folder / name}/".encode()
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if mark in process.read_bytes():
+                    return True
+        return False
+
+    def wait(self, name: str, bound: float = 60) -> Status:
+        """As the backend's, but a job that waits to be started again waits two seconds, not cred_expire's six.
+
+        Sooner it may not be: a node refuses what was signed in the second in which the last start was taken back. And
+        an srun that outlives its start would end the next one, whose step has the same number.
+        """
+        sooner: set[str] = set()
+
+        def look(status: Status) -> None:
+            if (
+                status.reason.endswith("waits for its start time")
+                and status.reason not in sooner
+                and not self.alive(name)
+            ):
+                sooner.add(status.reason)
+                self.cluster.ask("scontrol", "update", f"jobid={self.backend.job_id(name)}", "starttime=now+2")
+
+        return self.backend.wait(name, bound, look)
+
+
+def lockstep(*words: str, bound: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own."""
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
+    return subprocess.run([PYTHON, "-c", program, *words], capture_output=True, text=True, timeout=bound)
 
 
 @pytest.fixture

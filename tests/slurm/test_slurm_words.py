@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs import sweep
-from jobs.backends import slurm_folder, slurm_query, slurm_words
+from jobs.backends import private, slurm_folder, slurm_query, slurm_words
 from jobs.backends.slurm import SlurmBackend
 from jobs.backends.slurm_explain import SETTLE_SECONDS, explain
 from jobs.backends.slurm_query import FINAL, Found
@@ -157,20 +157,20 @@ def test_the_last_error_of_a_log(tmp_path: Path) -> None:
 
 
 def test_folders_that_somebody_else_could_write(tmp_path: Path) -> None:
-    good = slurm_folder.make(tmp_path / "a/b")
+    good = private.make(tmp_path / "a/b")
     assert oct(good.stat().st_mode & 0o777) == "0o700"
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o770)
     with pytest.raises(UserError, match=r"open to others \(mode 770\): chmod 700"):
-        slurm_folder.make(tmp_path / "open")
+        private.make(tmp_path / "open")
     (tmp_path / "link").symlink_to(good)
     with pytest.raises(UserError, match="is no folder of its own"):
-        slurm_folder.make(tmp_path / "link")
+        private.make(tmp_path / "link")
     if os.geteuid() == 0:
         (tmp_path / "theirs").mkdir(mode=0o700)
         os.chown(tmp_path / "theirs", 12345, 12345)
         with pytest.raises(UserError, match="belongs to user 12345"):
-            slurm_folder.make(tmp_path / "theirs")
+            private.make(tmp_path / "theirs")
 
 
 def test_doctors_units() -> None:
@@ -182,7 +182,7 @@ def test_doctors_units() -> None:
 def record_in(folder: Path, **changes: Any) -> Path:
     value = {
         "spec": SPEC.plain(), "hash": "x", "run_dir": str(folder), "submitit": str(folder), "job_id": "7", "created": "2026",
-        "since": 0.0, "comment": "c", "array_name": "a", "element": None, "earlier_attempts": 0,
+        "since": 0.0, "comment": "c", "array_name": "a", "element": None, "job": "good.1",
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps({name: v for name, v in (value | changes).items() if v != "gone"}))
     return folder
@@ -204,7 +204,7 @@ def test_a_damaged_ending_is_none(tmp_path: Path, text: str) -> None:
 
 def test_a_spec_of_another_version_is_one_line(tmp_path: Path) -> None:
     backend = SlurmBackend(tmp_path)
-    folder = slurm_folder.make(tmp_path / "a")
+    folder = private.make(tmp_path / "a")
     record_in(folder, spec={**SPEC.plain(), "nodse": 2})
     with pytest.raises(UserError, match="nodse"):
         backend.status("a")

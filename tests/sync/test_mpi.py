@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, Result, clean_env, run
+from tests.processes import PYTHON, ROOT, Result, clean_env, require, run
+from tests.warm.gang import python
+from training.world import cores
 
 EXAMPLES = ROOT / "examples"
 
@@ -25,18 +27,22 @@ def _missing() -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _open_mpi() -> None:
+    need_open_mpi()
+
+
+def need_open_mpi() -> None:
     reason = _missing()
-    if reason and os.environ.get("CI"):
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    require(reason is None, str(reason))
+
+
+def mpiexec_command(ranks: int) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    # Open MPI binds each rank to a core of its own, and mistakes a container's share for the whole machine.
+    return ["mpiexec", *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), PYTHON]
 
 
 def _mpiexec(ranks: int, *words: str, timeout: float = 120) -> Result:
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # Open MPI binds each rank to a core of its own, and mistakes a container's share for the whole machine.
-    command = ["mpiexec", *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), PYTHON, *words]
-    return run(command, clean_env(), timeout)
+    return run([*mpiexec_command(ranks), *words], clean_env(), timeout)
 
 
 SCRIPT = """
@@ -88,7 +94,7 @@ def test_the_resnet9_script_under_mpiexec(ranks: int) -> None:
 
 
 def test_any_strategy_under_mpiexec_gives_what_one_process_gives() -> None:
-    plain = run([PYTHON, str(EXAMPLES / "plain.py")])
+    plain = python(str(EXAMPLES / "plain.py"))
     done = _mpiexec(3, str(EXAMPLES / "parallel.py"), "hooks")
     losses = [[float(loss) for loss in re.findall(r"loss (\d\.\d+)", each.output)] for each in (plain, done)]
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-3), done.output
@@ -99,6 +105,7 @@ def test_a_recipe_under_mpiexec(tmp_path: Path, tiny: list[str]) -> None:
         2, "-m", "training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "sync.name=horovod"
     )
     assert done.code == 0, done.output
+    assert f"2 ranks on cpu, {max(1, cores() // 2)} thread" in done.output, done.output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["world_size"], summary["sync"]) == (2, "horovod")
 

@@ -6,13 +6,15 @@ import contextlib
 import difflib
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, free_port, run
+from tests.processes import PYTHON, ROOT, clean_env, free_port, run, started
 from tests.ranks import on_ranks
+from tests.warm.gang import python
 from training import sync
 from training.contract import UserError
 from training.world import World
@@ -49,7 +51,7 @@ def _every_strategy(world: World) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[tuple[float, float]]:
-    done = run([PYTHON, str(EXAMPLES / "plain.py")])
+    done = python(str(EXAMPLES / "plain.py"))
     assert done.code == 0, done.output
     lines = _lines(done.output)
     assert len(lines) == 3 and lines[-1][1] > 0.8
@@ -97,7 +99,7 @@ def test_a_script_of_ones_own_trains_its_own_network_with(
     ],
 )
 def test_wrong_words_to_the_script_are_one_line(words: list[str], message: str) -> None:
-    done = run([PYTHON, str(EXAMPLES / "parallel.py"), *words])
+    done = python(str(EXAMPLES / "parallel.py"), *words)
     assert done.code == 2 and message in done.output, done.output
     assert done.output.startswith("error: ") and done.output.count("\n") == 1
 
@@ -115,25 +117,42 @@ sys.path.insert(0, {examples!r})
 import parallel
 from training import sync, world
 
-with world.joined() as me:
-    parallel.main(me)
-alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, (parallel.Net, sync.GradientSync))]
-threads = [Path(f"/proc/self/task/{{task}}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-if alive or any("gloo" in name for name in threads):
-    sys.exit(f"alive: {{alive}}, threads: {{threads}}")
+for name, port in {ports!r}.items():
+    os.environ["MASTER_PORT"] = port
+    sys.argv = ["parallel.py", name]
+    with world.joined() as me:
+        parallel.main(me)
+    alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, (parallel.Net, sync.GradientSync))]
+    threads = [Path(f"/proc/self/task/{{task}}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    print("left", name, alive, [name for name in threads if "gloo" in name], flush=True)
 """
+KEPT = ("data_parallel", "fsdp")
+"""No group; and torch's device meshes, which are kept for ever and hold their groups."""
+LEFT = [name for name in sync.STRATEGIES if name not in KEPT]
 
 
-@pytest.mark.parametrize("name", [name for name in sync.STRATEGIES if name not in ("data_parallel", "fsdp")])
-def test_nothing_of_a_strategy_outlives_its_group(name: str, tmp_path: Path) -> None:
-    """A gloo thread that drops a tensor while Python ends aborts the process: exit code 134 after the work is done.
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What two ranks said after each strategy. From a shell: what they import, and how Python ends, is what it is about."""
+    script = tmp_path_factory.mktemp("leaving") / "leaving.py"
+    script.write_text(LEAVING.format(examples=str(EXAMPLES), ports={name: str(free_port()) for name in LEFT}))
 
-    fsdp is not among them: torch's device meshes are kept for ever, and hold their groups.
-    """
-    script = tmp_path / "leaving.py"
-    script.write_text(LEAVING.format(examples=str(EXAMPLES)))
-    done = run([*TORCHRUN, str(script), name])
-    assert done.code == 0 and len(_lines(done.output)) == 3, done.output
+    def rank(number: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        return started([PYTHON, str(script)], clean_env(**place, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1"))
+
+    with rank(0) as one, rank(1) as other:
+        outputs = [process.communicate(timeout=300)[0] for process in (one, other)]
+        assert (one.returncode, other.returncode) == (0, 0), outputs
+    return outputs
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_nothing_of_a_strategy_outlives_its_group(name: str, left: list[str]) -> None:
+    """A gloo thread that drops a tensor while Python ends aborts the process: exit code 134 after the work is done."""
+    for output in left:
+        assert f"left {name} [] []" in output, output
+    assert len(_lines(left[0])) == 3 * len(LEFT) and not _lines(left[1])
 
 
 SPAWNING = """

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from training import checkpoint, files
 from training.checkpoint import CorruptCheckpoint, Writer, load, newest_verified, verify
 from training.contract import UserError
 from training.exchange import DTYPES, join, pack, split, unpack
+from training.state import checked
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -57,8 +59,8 @@ def test_trees_survive_both_ways_of_travelling(tree: Any) -> None:
 
 
 def test_what_no_checkpoint_can_hold() -> None:
-    with pytest.raises(TypeError, match="cannot hold a set"):
-        split({"x": {1}})
+    with pytest.raises(TypeError, match="cannot hold a PosixPath"):
+        split({"x": [Path()]})
     with pytest.raises(TypeError, match="cannot hold torch.complex64"):
         split(torch.zeros(1, dtype=torch.complex64))
 
@@ -179,3 +181,18 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch
     writer.close()
     found = newest_verified(tmp_path)
     assert found is not None and _same(load(found), _state(1))
+
+
+def test_a_loss_that_is_no_number_is_no_damage() -> None:
+    """A run with `nonfinite: ignore`, or whose evaluation alone overflows, goes on."""
+    rank = {
+        "rng": {"python": random.getstate(), "torch": torch.get_rng_state()}, "buffers": {}, "average_buffers": {},
+        "losses": torch.zeros(2, dtype=torch.float64), "sync": {},
+    }  # fmt: skip
+    shared = {
+        "model": {"w": torch.ones(2)}, "average": {}, "optimizer": {"state": {}, "param_groups": []}, "cursor": [0, 1],
+        "trained_seconds": 1.0, "history": {"train_loss": float("nan"), "test_loss": float("inf"), "accuracy": None},
+    }  # fmt: skip
+    assert checked({"shared": shared, "ranks": [rank]})["ranks"] == [rank]
+    with pytest.raises(ValueError, match="its history is not what a run saves"):
+        checked({"shared": {**shared, "history": {"train_loss": "x"}}, "ranks": [rank]})

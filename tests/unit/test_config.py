@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training import config, settings
+from training.__main__ import main
+from training.config import load
 from training.contract import UserError
 
 
@@ -131,3 +133,16 @@ def test_any_text_after_set_is_accepted_or_refused_cleanly(text: str) -> None:
         config.load("smoke", [text])
     except UserError as error:
         assert str(error)
+
+
+def test_another_model_gets_no_options_of_the_recipes() -> None:
+    assert load("smoke").model_options == {"width": 0.25}
+    assert load("smoke", ["model=my.nets:Net"]).model_options == {}
+    assert load("smoke", ["model=my.nets:Net", "model_options.depth=3"]).model_options != {}
+    assert load("smoke", ["model=bag_of_tricks"]).model_options == {"width": 0.25}
+
+
+def test_the_settings_of_a_recipe_are_listed_with_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "smoke", "--set", "lr=0.3"], {}) == 0
+    told = capsys.readouterr().out
+    assert "optim.lr = 0.3  (a number, default" in told and "seed = 0  (a whole number)" in told

@@ -179,7 +179,7 @@ def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
 
 def test_a_rank_serves_and_says_where(exporter: Exporter, tmp_path: Path) -> None:
     where = _endpoint(tmp_path / "run")
-    assert where == {"host": socket.gethostname(), "port": where["port"], "pid": os.getpid()}
+    assert where == {"host": "127.0.0.1", "port": where["port"], "pid": os.getpid()}
     code, kind, text = _get(where["port"], "/metrics")
     assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
     code, kind, text = _get(where["port"], "/metrics", "application/openmetrics-text;version=1.0.0")
@@ -192,6 +192,36 @@ def test_a_rank_serves_and_says_where(exporter: Exporter, tmp_path: Path) -> Non
         _get(where["port"], "/metrics")
     assert not contract.endpoint_file(tmp_path / "run", 0).exists()
     assert _samples(contract.textfile(tmp_path / "run", 0).read_text())["training_exit_code"] == 75
+
+
+@pytest.mark.parametrize(
+    ("world", "env", "address", "narrow"),
+    [
+        (World(), {}, None, True),
+        (World(), {contract.ENV_METRICS_ADDRESS: "any"}, None, False),
+        (World(), {contract.ENV_METRICS_ADDRESS: "any"}, "127.0.0.1", True),
+        (World(), {}, "any", False),
+        (World(launcher="slurm"), {}, None, False),
+        (World(size=2, nodes=2), {}, None, False),
+    ],
+)
+def test_on_one_machine_nobody_else_is_served(
+    tmp_path: Path, world: World, env: dict[str, str], address: str | None, narrow: bool
+) -> None:
+    made = Exporter(config.Metrics(port=0, address=address), world, tmp_path, env)
+    assert made._server is not None
+    assert (made._server.socket.getsockname()[0] == "127.0.0.1") == narrow
+    made.close(0)
+
+
+def test_a_rank_that_is_started_again_has_its_port_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A scrape's connection that the server closed lingers for a minute; it takes the port from nobody."""
+    port = free_port()
+    for _ in range(2):
+        made = Exporter(config.Metrics(port=port), World(), tmp_path, {})
+        assert _endpoint(tmp_path)["port"] == port and _get(port, "/metrics")[0] == 200
+        made.close(0)
+    assert "not free" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])

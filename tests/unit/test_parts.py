@@ -227,7 +227,8 @@ def test_the_dispatcher_loads_no_torch() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["nesterov", "sgd", "adam"])
+def test_a_run_loads_no_compiler(tmp_path: Path, optimizer: str) -> None:
     """torch imports its own for some harmless calls; that costs seconds of every start."""
     code = (
         "import sys; from training.__main__ import main\n"
@@ -244,6 +245,7 @@ def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
         "data.options={n: 64}",
     ]
     words += ["model_options.width=0.0625", "epochs=1", "global_batch_size=32", "metrics.enabled=false"]
+    words += [f"optim.name={optimizer}", "checkpoint.every_steps=1"]
     command = [sys.executable, "-c", code, *words, f"data.root={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "loaded []" in done.stdout, done.stdout + done.stderr

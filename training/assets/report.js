@@ -79,6 +79,7 @@
     if (!stack) { x.type = "linear"; }
     x.beginAtZero = stack || chart.kind === "timeline";
     y.beginAtZero = Boolean(chart.zero);
+    if (chart.log) { y.type = "logarithmic"; y.beginAtZero = false; }
     x.stacked = y.stacked = stack;
     const labels = stack ? chart.lines[0].points.map(([name]) => name) : undefined;
     const datasets = chart.lines.map((item, number) => (stack

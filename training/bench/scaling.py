@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,22 @@ def _measure(base: Job, ranks: list[int], batch: int, rounds: int) -> dict[str, 
     jobs = {("fixed", size): _with(base, size, batch) for size in ranks}
     jobs |= {("scaled", size): _with(base, size, batch * size // ranks[0]) for size in ranks[1:]}
     found: dict[tuple[str, int], list[Measured]] = {key: [] for key in jobs}
+    total = rounds * len(jobs)
     for number in range(rounds):
         keys = list(jobs)
         turn = number % len(keys)
-        for key in keys[turn:] + keys[:turn]:
+        for place, key in enumerate(keys[turn:] + keys[:turn], number * len(keys) + 1):
+            _progress(
+                f"{place} of {total}: {key[0]} batch, {key[1]} rank{'s' if key[1] > 1 else ''}, round {number + 1}"
+            )
             found[key].append(run(jobs[key]))
     found["scaled", ranks[0]] = found["fixed", ranks[0]]
     return {name: {size: _median(found[name, size]) for size in ranks} for name in BOTH}
+
+
+def _progress(text: str) -> None:
+    """On stderr, because minutes pass: a measurement on a busy machine looked as if it hung."""
+    print(f"measuring {text}", file=sys.stderr, flush=True)
 
 
 def _with(base: Job, ranks: int, batch: int, *more: str) -> Job:
@@ -154,7 +164,8 @@ def _each_strategy(base: Job, names: list[str], ranks: int, batch: int) -> Itera
 
     One that refuses several ranks is measured with one, on the CPU threads of all of them: the same part of the machine.
     """
-    for name in names:
+    for place, name in enumerate(names, 1):
+        _progress(f"strategy {place} of {len(names)}: {name}")
         refused = None
         for size in [ranks, 1] if ranks > 1 else [1]:
             threads = base.threads * ranks // size

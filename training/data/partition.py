@@ -11,6 +11,18 @@ from torch.utils.data import Dataset, default_collate
 from training.data.order import bounds, global_ids, part
 
 
+def torch_type(name: torch.dtype | str) -> torch.dtype:
+    """`torch.float32`, which may also be given as `"float32"`. Raises `ValueError` that names what is no such type."""
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype must be one of torch's, e.g. torch.float32 or 'float32', got {name!r}")  # noqa: TRY004
+    return found
+
+
+unequal_parts = 0
+"""Batches that some `PartitionedLoader` of this process has dealt in parts of different sizes."""
+
+
 class PartitionedLoader:
     """Batches (inputs, targets) of one rank's part of each global batch, on the device.
 
@@ -20,7 +32,7 @@ class PartitionedLoader:
 
     def __init__(
         self, dataset: Dataset[Any], batch_size: int, rank: int, size: int,
-        device: torch.device | str, dtype: torch.dtype, seed: int = 0, shuffle: bool = True,
+        device: torch.device | str, dtype: torch.dtype | str, seed: int = 0, shuffle: bool = True,
     ) -> None:  # fmt: skip
         """`batch_size` is the global one. Floating-point inputs become `dtype`; targets keep their type.
 
@@ -28,7 +40,7 @@ class PartitionedLoader:
             ValueError: a rank would have no sample.
         """
         self.dataset, self.batch_size, self.rank, self.size = dataset, batch_size, rank, size
-        self.device, self.dtype, self.seed, self.shuffle = device, dtype, seed, shuffle
+        self.device, self.dtype, self.seed, self.shuffle = device, torch_type(dtype), seed, shuffle
         self.passes = 0
         self.count = len(dataset)  # type: ignore[arg-type]
         if batch_size < size or self.count < size:
@@ -46,5 +58,7 @@ class PartitionedLoader:
         number, self.passes = self.passes, self.passes + 1
         for step in range(len(self)):
             ids = global_ids(self.count, self.seed, number, step, self.batch_size, "weight", self.shuffle)
+            global unequal_parts
+            unequal_parts += len(ids) % self.size != 0
             inputs, targets = default_collate([self.dataset[i] for i in part(ids, self.rank, self.size).tolist()])
             yield inputs.to(device=self.device, dtype=self.dtype), targets.to(self.device)

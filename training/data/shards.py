@@ -25,6 +25,7 @@ import safetensors
 import torch
 from safetensors.numpy import save_file
 
+from training import files
 from training.config import Data
 from training.contract import UserError
 from training.data import sources
@@ -75,8 +76,7 @@ class Manifest:
         """Raises `UserError` where the manifest is missing or malformed."""
         path = directory / MANIFEST
         try:
-            with path.open("rb") as file:
-                value = json.loads(file.read(16 << 20))
+            value = json.loads(files.read(path, 16 << 20))
         except OSError as error:
             raise UserError(f"no shards in {directory}: cannot read {MANIFEST} ({error.strerror})") from None
         except (ValueError, RecursionError):
@@ -133,6 +133,7 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
                     {"images": np.ascontiguousarray(images[low:high]), "labels": labels[low:high]},
                     path,
                 )
+                path.chmod(0o644)  # safetensors makes it our own; a container's user reads it, too
                 splits[split].append({"file": path.name, "count": high - low, "sha256": sha256(path)})
         manifest = {
             "format": _FORMAT, "source": source, "classes": raw.classes,
@@ -149,7 +150,7 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
 
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with files.regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -262,6 +263,7 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
     try:
         if verify and (found := sha256(path)) != shard.sha256:
             raise CorruptShard(f"{path} has sha256 {found[:12]}…, its manifest says {shard.sha256[:12]}…: {mend}")
+        files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:
             images, labels = file.get_tensor("images"), file.get_tensor("labels")
     except (OSError, safetensors.SafetensorError) as error:

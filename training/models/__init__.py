@@ -29,8 +29,17 @@ MODELS = {
 }
 
 
+PREFIXES = {"resnet18": "network."}
+"""Models around a published one. Files of plain weights have the published names, without this prefix."""
+
+
+def ours(name: str) -> bool:
+    """Whether building this model imports nothing beyond this package."""
+    return name in MODELS or name in MODELS.values()
+
+
 def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int, ...] = ()) -> nn.Module:
-    """A model of ours by name, or a user's own by `package.module:Class`.
+    """A model of ours by name, or a user's own by `package.module:Class`: a subclass of `nn.Module`, nothing else is called.
 
     A class whose constructor has a parameter `num_classes`, `in_channels` or `in_features` is given the data's own, unless
     `options` has it.
@@ -51,9 +60,12 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
         sys.path.insert(0, os.getcwd())  # `-m training` has it, a console script has not
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
-        parameters = inspect.signature(factory).parameters
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"cannot import model {target!r}: {error}") from None
+    if not (isinstance(factory, type) and issubclass(factory, nn.Module)):
+        kind = "class" if isinstance(factory, type) else type(factory).__name__
+        raise UserError(f"model {target!r} is a {kind}, expected a torch.nn.Module class")
+    parameters = inspect.signature(factory).parameters
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
         if option not in parameters and not free:
@@ -62,12 +74,9 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
     known |= {"in_channels": shape[-1], "in_features": math.prod(shape)} if shape else {}
     options = {**{key: value for key, value in known.items() if key in parameters}, **options}
     try:
-        model = factory(**options)
+        return factory(**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"model {name} refuses its options {options}: {error}") from None
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model {name} is a {type(model).__name__}, expected a torch.nn.Module")
-    return model
 
 
 def batch_multiple(model: nn.Module) -> int:

@@ -22,9 +22,13 @@ class ResNet9(nn.Module):
 
     Args:
         width: channels of the first convolution; the others have 2, 4 and 8 times as many.
+        device, dtype: where a script of one's own wants it, e.g. `device="cuda", dtype="float32"`.
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 3, width: int = 64) -> None:
+    def __init__(
+        self, num_classes: int = 10, in_channels: int = 3, width: int = 64, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= width <= 1024 or in_channels < 1:
             raise ValueError(f"width must be in [1, 1024] and in_channels at least 1, got {width} and {in_channels}")
@@ -35,6 +39,7 @@ class ResNet9(nn.Module):
         self.stage3 = _block(4 * width, 8 * width, pool=True)
         self.residual3 = nn.Sequential(_block(8 * width, 8 * width), _block(8 * width, 8 * width))
         self.head = nn.Linear(8 * width, num_classes)
+        self.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stage1(self.stem(x))

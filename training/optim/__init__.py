@@ -11,6 +11,7 @@ from training.config import Config, Optim
 from training.optim.muon import Muon
 from training.optim.nesterov import Nesterov
 from training.optim.schedules import piecewise_linear
+from training.optim.torchs import SGD, Adam
 
 
 def build(
@@ -46,11 +47,11 @@ def build(
     if optim.name == "muon":
         return Muon(groups, lr=optim.lr, momentum=optim.momentum, normalise_every=optim.normalise_every)
     if optim.name == "adam":
-        return torch.optim.Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
+        return Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     # Fused, it goes through the memory once instead of four times. torch has no such kernel for sharded parameters
     # (DTensor, whose import would be half a second of every start).
     sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
-    sgd = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=not sharded, foreach=sharded)
+    sgd = SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=not sharded, foreach=sharded)
     if not sharded:
         sgd.register_step_pre_hook(_start_momentum)
     return sgd

@@ -6,21 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from training.optim.torchs import PlainOptimizer
 
 
-def _plain(method: Any) -> Any:
-    """The method as it is written. torch hides some from its compiler, and imports all of that (a second or two of every
-    start) at the first call to do so; nothing here compiles an optimizer."""
-    return getattr(method, "__wrapped__", method)
-
-
-class RatedOptimizer(Optimizer):
+class RatedOptimizer(PlainOptimizer):
     """Base of our optimizers. `rate(i)` is the rate of group i: a float, or a scalar on the device after `use_tensor`."""
-
-    add_param_group = _plain(Optimizer.add_param_group)
-    state_dict = _plain(Optimizer.state_dict)
-    load_state_dict = _plain(Optimizer.load_state_dict)
 
     rates: torch.Tensor | None = None
     taken: int = 0

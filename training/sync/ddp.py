@@ -40,6 +40,7 @@ class Ddp(GradientSync):
         self._device = world.device
         for parameter in self._names:
             on_grad(parameter, self._on_grad)
+            _stride_like_its_gradient(parameter)
         self.network = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -113,3 +114,11 @@ class Ddp(GradientSync):
             f"needs a gradient of every parameter in each step, and {shown} got none",
             "set sync.options={find_unused: true}, or use sync.name=flat, where such a gradient counts as zero",
         )
+
+
+def _stride_like_its_gradient(parameter: nn.Parameter) -> None:
+    """A filter of one input channel lies in memory in one way that may be told in two; a convolution's backward pass tells
+    it as channels_last. Told alike, DDP neither copies the gradient nor warns."""
+    if parameter.ndim == 4 and parameter.shape[1] == 1 and parameter.is_contiguous():
+        strides = torch.empty(parameter.shape, device="meta", memory_format=torch.channels_last).stride()
+        parameter.data = parameter.data.as_strided(parameter.shape, strides)

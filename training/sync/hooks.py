@@ -2,8 +2,8 @@
 
     network = HookedDataParallel(model)         # every rank has rank 0's weights from here on
     F.cross_entropy(network(x), y).backward()   # each gradient is on its way as soon as autograd has it
-    network.synchronize()                       # and is the mean over the ranks from here on
-    optimizer.step()
+    network.synchronize()                       # and is the mean over the ranks from here on: to clip it, say
+    optimizer.step()                            # synchronises by itself where that has not been done
 
 Collectives match by their order alone, and two ranks may get their gradients in different orders, or lack some. So the
 all-reduces start strictly in one order, the same on all ranks: a gradient that comes early waits for its turn, and one
@@ -15,6 +15,7 @@ After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Paral
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from training.clock import StepClock
 from training.config import Config
@@ -132,6 +134,29 @@ class Reducer:
             self.silent = before
 
 
+def _has_one_of(optimizer: torch.optim.Optimizer, parameters: dict[nn.Parameter, str]) -> bool:
+    return any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+_wrapped: list[weakref.ref[Reducer]] = []
+"""In the order in which they were made, which is the same on all ranks."""
+
+
+def _synchronize_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before each step of any optimizer: no rank may step with the gradient of its own part alone.
+
+    As under DDP, every rank runs a backward pass through each wrapped module before the step; where one may not, every
+    rank calls `synchronize`.
+    """
+    _wrapped[:] = [reference for reference in _wrapped if reference() is not None]
+    for reducer in [found for reference in _wrapped if (found := reference()) is not None]:
+        if reducer.pending and reducer.on_done is None and _has_one_of(optimizer, reducer.names):
+            reducer.synchronize()
+
+
+register_optimizer_step_pre_hook(_synchronize_first)
+
+
 class HookedDataParallel(nn.Module):
     """Data parallelism around any module, for scripts of one's own. Needs a process group; every rank constructs it.
 
@@ -144,12 +169,16 @@ class HookedDataParallel(nn.Module):
         self.module = module
         broadcast_module(module)
         self.reducer = Reducer(module.named_parameters(), 1 / dist.get_world_size() if scale is None else scale)
+        _wrapped.append(weakref.ref(self.reducer))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """To be called between `backward` and `step`: returns when the gradients are the mean over the ranks."""
+        """Returns when the gradients are the mean over the ranks.
+
+        An optimizer that has one of the parameters calls it before its step. Call it to clip or read gradients before that.
+        """
         self.reducer.synchronize()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -193,7 +193,7 @@ def DistributedOptimizer(
 
 def partition_dataset(
     dataset: Dataset[Any], batch_size: int, device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32, seed: int = 0, shuffle: bool = True,
+    dtype: torch.dtype | str = torch.float32, seed: int = 0, shuffle: bool = True,
 ) -> tuple[PartitionedLoader, int]:  # fmt: skip
     """(a loader of this rank's part of each batch, the size of that part), of a data set of (input, target).
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from training.data import partition
 from training.sync.hooks import Reducer
 
 
@@ -26,6 +27,8 @@ class _Distributed:
     def __init__(self) -> None:
         self._synchronized = False
         self._should_synchronize = True
+        self._told = False
+        """Whether `set_samples` was called, or the user was warned that it was not."""
 
     def synchronize(self) -> None:
         """Returns when all gradients are reduced. A parameter that got none on this rank counts as zero."""
@@ -58,6 +61,7 @@ class _Distributed:
         if not total:
             raise ValueError("no rank has a sample")
         self._reducer.weight, self._reducer.scale = count / float(total), 1.0
+        self._told = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         raise ValueError(
@@ -65,6 +69,13 @@ class _Distributed:
         )
 
     def step(self, closure: Any = None) -> Any:
+        if not self._told and partition.unequal_parts and self._reducer.size > 1:
+            self._told = True
+            warnings.warn(
+                "the ranks' parts of a batch differ in size, and the mean of their mean gradients is not that of the batch: "
+                "call optimizer.set_samples(len(target)) before backward(), on all ranks",
+                stacklevel=2,
+            )
         if closure is not None:
             raise ValueError("a closure would compute gradients that are not synchronised: call step() without one")
         if self._should_synchronize:
@@ -84,6 +95,10 @@ class _Distributed:
                 "their way: that is a race"
             )
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def reset_grad(self) -> None:
+        """`zero_grad`, by the name that some scripts have for it."""
+        self.zero_grad()
 
 
 def distribute(

@@ -16,7 +16,7 @@
 #   and for srun --mpi=pmix: libpmix-dev (install it before up.sh)
 #
 # Settings (environment): NODES=2 GPUS=4 CPUS=16 MEM_MB=64000
-#   NET=auto|netns|host  SUBNET=198.18.77  LINK=minislurm0  BASE_PORT=17000 (20 ports from there)
+#   NET=auto|netns|host  BASE_PORT=17000 (20 ports from there)
 #   REQUEUE_WAIT=5 (s before a requeued job may start again; below 5 SLURM takes 120)
 #   GRACE_TIME=20 (s a preempted job gets)
 #   SLURMD_TIMEOUT=10 (s until a silent node counts as down)
@@ -26,7 +26,7 @@ umask 022
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 DIR=${1:-/tmp/minislurm}
 NODES=${NODES:-2} GPUS=${GPUS:-4} CPUS=${CPUS:-16} MEM_MB=${MEM_MB:-64000}
-NET=${NET:-auto} SUBNET=${SUBNET:-198.18.77} LINK=${LINK:-minislurm0} BASE_PORT=${BASE_PORT:-17000}
+NET=${NET:-auto} BASE_PORT=${BASE_PORT:-17000}
 REQUEUE_WAIT=${REQUEUE_WAIT:-5} GRACE_TIME=${GRACE_TIME:-20}
 SLURMD_TIMEOUT=${SLURMD_TIMEOUT:-10} ACCOUNTING=${ACCOUNTING:-1}
 
@@ -60,26 +60,34 @@ trap 'rc=$?; [ $rc = 0 ] || { echo "minislurm: failed; logs in $DIR/log" >&2; "$
 
 # --- network -----------------------------------------------------------------
 if [ "$NET" = auto ]; then
-    NET=host
-    if ip link add msprobe0 type veth peer name msprobe1 2>/dev/null &&
-        unshare --net ip link add br0 type bridge 2>/dev/null; then NET=netns; fi
-    ip link del msprobe0 2>/dev/null || true
+    NET=host  # tried where no name can be taken, and nothing is left
+    probe='ip link add one type veth peer name other && ip link add br0 type bridge'
+    if unshare --net sh -c "$probe" 2>/dev/null; then NET=netns; fi
 fi
 echo "$NET" >run/net
 # The bridge lives in a namespace of its own ("switch"), out of reach of the
 # machine's firewall: Docker's FORWARD DROP would cut node-to-node traffic.
 # All links vanish with that namespace, so down.sh has none to remove.
 if [ "$NET" = netns ]; then
-    CTL_ADDR=$SUBNET.1 NODE_NET=$SUBNET
-    wait_for 10 'another cluster, or the last one, to be gone' sh -c "! ip link show $LINK"
     spawn switch unshare --net sleep infinity
     switch=$(ns_pid switch)
     nsenter -t "$switch" -n ip link add br0 type bridge
     nsenter -t "$switch" -n ip link set br0 up
-    ip link add $LINK type veth peer name host netns "$switch"
+    # Whoever can add the link has its number, and the subnet of that number, alone.
+    LINK=
+    for number in $(shuf -i 0-255); do
+        if ip link add "minislurm$number" type veth peer name host netns "$switch" 2>/dev/null; then
+            LINK=minislurm$number NODE_NET=198.19.$number CTL_ADDR=198.19.$number.1
+            break
+        fi
+    done
+    [ -n "$LINK" ] || die 'cannot add a network link'
     nsenter -t "$switch" -n ip link set host master br0 up
-    ip addr add "$CTL_ADDR/24" dev $LINK
-    ip link set $LINK up
+    ip addr add "$CTL_ADDR/24" dev "$LINK"
+    ip link set "$LINK" up
+    # A node without power is known to be unreachable within a second, not ten: SLURM waits for each of its pings.
+    ip ntable change name arp_cache dev "$LINK" ucast_probes 1 mcast_probes 1 retrans 300 \
+        base_reachable 1000 delay_probe 300
 else
     CTL_ADDR=127.0.0.1 NODE_NET=127.0.77
 fi
@@ -111,7 +119,9 @@ AccountingStoragePass=$DIR/munge/socket
 AccountingStoreFlags=job_comment
 AccountingStorageTRES=gres/gpu"
 fi
-FIRST_JOB=$((1000 + $(date +%s) % 60000000))
+# submitit keeps what it has heard of a job by its number alone, for as long as the process lives: the numbers of the
+# cluster with accounting and of the one without, which one test run may use, are far apart.
+FIRST_JOB=$((1000 + $(date +%s) % 30000000 + ACCOUNTING * 30000000))
 DB_PASS=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 CTL_PORT=$BASE_PORT DBD_PORT=$((BASE_PORT + 1)) DB_PORT=$((BASE_PORT + 2))
 for t in "$HERE"/templates/*.in; do

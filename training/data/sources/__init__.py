@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from training import settings
 from training.contract import UserError
 from training.data.sources.cifar10 import cifar10
@@ -15,7 +17,7 @@ from training.data.sources.fashion_mnist import fashion_mnist
 from training.data.sources.generated import classification, digits, synthetic
 from training.data.sources.raw import Raw
 
-__all__ = ["GENERATED", "SOURCES", "Raw", "load"]
+__all__ = ["GENERATED", "SOURCES", "Raw", "load", "load_once"]
 
 SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": digits, "synthetic": synthetic, "classification": classification,
@@ -52,3 +54,22 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any], split: 
         return raw
     (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)
     return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)
+
+
+def load_once(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
+    """`load` for every process of a node at once: one of them downloads while the others wait. Raises `UserError`."""
+    if name not in SOURCES:
+        raise UserError(f"unknown source {name!r}{settings.nearest(name, SOURCES)}")
+    try:
+        return load(name, root, False, options)
+    except UserError:
+        if not download or name in GENERATED:
+            raise
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(root / f".{name}.lock", timeout=1800):
+            return load(name, root, True, options)
+    except filelock.Timeout:
+        raise UserError(f"another process has downloaded {name} to {root} for half an hour: see what it does") from None
+    except OSError as error:
+        raise UserError(f"cannot download {name} to {root}: {error.strerror}") from None

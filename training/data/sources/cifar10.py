@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from training import files
 from training.contract import UserError
 from training.data.sources.raw import Raw
 from training.data.sources.raw import download as fetch
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 _RECORD = 1 + 3 * 32 * 32
+_MOST_BYTES = 256 << 20
+"""Of one file; the official ones have 31 MB."""
 
 
 def cifar10(root: Path, download: bool) -> Raw:
@@ -45,7 +48,10 @@ def _cifar10_binary(folder: Path) -> Raw:
         path = folder / name
         if not path.exists():
             raise UserError(f"{path} is missing: CIFAR-10 has data_batch_1.bin … data_batch_5.bin and test_batch.bin")
-        data = np.fromfile(path, np.uint8)
+        try:
+            data = np.frombuffer(bytearray(files.read(path, _MOST_BYTES)), np.uint8)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
         if len(data) == 0 or len(data) % _RECORD:
             raise UserError(
                 f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off or no CIFAR-10"
@@ -67,7 +73,7 @@ def _cifar10_python(folder: Path) -> Raw:
     def read(name: str, md5: str) -> tuple[np.ndarray, np.ndarray]:
         path = folder / name
         try:
-            data = path.read_bytes()
+            data = files.read(path, _MOST_BYTES)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         found = hashlib.md5(data, usedforsecurity=False).hexdigest()

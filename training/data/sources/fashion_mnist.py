@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training import files
 from training.contract import UserError
 from training.data.sources.raw import Raw
 from training.data.sources.raw import download as fetch
@@ -21,7 +22,8 @@ _FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 _UINT8 = 8
-_LIMIT = 1 << 30
+_LIMIT = 256 << 20
+"""Bytes of one file, unpacked; the official ones have 47 MB. A packed file of 260 KB can hold as much."""
 
 
 def fashion_mnist(root: Path, download: bool) -> Raw:
@@ -50,16 +52,17 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _split(folder: Path, image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = read_idx(folder, image_file, 3), read_idx(folder, label_file, 1).astype(np.int64)
-    if len(images) != len(labels) or len(labels) == 0:
-        raise UserError(f"{folder}: {image_file} has {len(images)} images, {label_file} has {len(labels)} labels")
+    images = read_idx(folder, image_file, 3)
+    labels = read_idx(folder, label_file, 1, len(images)).astype(np.int64)
+    if len(labels) == 0:
+        raise UserError(f"{folder}: {image_file} and {label_file} are empty")
     if labels.max() >= len(CLASSES):
         raise UserError(f"{folder / label_file} has a label {labels.max()}, expected 0 … {len(CLASSES) - 1}")
     return images[..., None], labels
 
 
-def read_idx(folder: Path, name: str, dimensions: int) -> np.ndarray:
-    """The uint8 array of an idx file, or of NAME.gz.
+def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None) -> np.ndarray:
+    """The uint8 array of an idx file, or of NAME.gz; of `count` elements along its first dimension, where that is known.
 
     The format: two zero bytes, the element type (8: uint8), the number of dimensions, each size as a big-endian int32,
     then the elements in row-major order.
@@ -73,7 +76,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> np.ndarray:
             f"{folder / name}[.gz] is missing: Fashion-MNIST has four idx files, images and labels of both splits"
         )
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with files.regular(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
             head = file.read(4 + 4 * dimensions)
             if head[:4] != bytes([0, 0, _UINT8, dimensions]) or len(head) < 4 + 4 * dimensions:
                 raise UserError(
@@ -83,10 +86,12 @@ def read_idx(folder: Path, name: str, dimensions: int) -> np.ndarray:
             size = math.prod(shape)
             if min(shape) < 0 or size > _LIMIT:
                 raise UserError(f"{path} says it holds {shape} bytes; at most {_LIMIT} are read: it is corrupt")
+            if count is not None and shape[0] != count:
+                raise UserError(f"{path} says it holds {shape[0]} labels, and there are {count} images: it is corrupt")
             data = file.read(size + 1)  # one more, to see whether it ends there; a packed file cannot fill the memory
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) != size:
         found = "more" if len(data) > size else len(data)
         raise UserError(f"{path} has {found} bytes of data, its head says {shape} = {size}: it is cut off or corrupt")
-    return np.frombuffer(data, np.uint8).reshape(shape)
+    return np.frombuffer(bytearray(data), np.uint8).reshape(shape)

@@ -1,0 +1,34 @@
+"""A folder that we alone can write: what a job is run from, signalled by or unpickled from lies there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from training.contract import UserError
+
+
+def make(folder: Path) -> Path:
+    """The folder, made where it is missing, and checked. Raises `UserError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check(folder)
+    except OSError as error:
+        raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+    return folder
+
+
+def check(folder: Path) -> None:
+    """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        raise UserError(
+            f"{folder} is no folder of its own (a link?): jobs are run from what lies there; set LOCKSTEP_HOME"
+        )
+    if found.st_uid != os.geteuid():
+        raise UserError(
+            f"{folder} belongs to user {found.st_uid}: jobs are run from what lies there; set LOCKSTEP_HOME"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it")

@@ -1,0 +1,201 @@
+"""What the course modules' own scripts do, in their own words: they work, or say by name what does not."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.processes import PYTHON, ROOT, clean_env, run
+from tests.ranks import launched, on_ranks, training
+from training import models, weights
+from training.closeness import ReplicasDiffer, check_parameter_closeness
+from training.collectives import gather_objects
+from training.contract import UserError
+from training.data.dataset import SourceDataset
+from training.data.partition import torch_type
+from training.models.resnet9 import ResNet9
+from training.sync import horovod
+from training.sync.hooks import HookedDataParallel
+from training.world import World
+
+
+def _steps(kind: Any, world: World) -> list[torch.Tensor]:
+    """The loop as the module has it for DDP: nothing between `backward` and `step`."""
+    torch.manual_seed(world.rank)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    wrapped = kind(net)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(7)
+    x, y = torch.randn(40, 6, generator=data), torch.randint(3, (40,), generator=data)
+    for number in range(5):
+        own = slice(8 * number + 4 * world.rank, 8 * number + 4 * world.rank + 4)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x[own]), y[own]).backward()
+        optimizer.step()
+    assert check_parameter_closeness(net)
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def _hooked_and_ddp(world: World) -> bool:
+    mine = _steps(HookedDataParallel, world)
+    theirs = _steps(nn.parallel.DistributedDataParallel, world)
+    return all(torch.allclose(one, other, atol=1e-7) for one, other in zip(mine, theirs))
+
+
+def test_the_wrapper_needs_no_call_that_ddp_does_not_need() -> None:
+    assert on_ranks(_hooked_and_ddp, 2) == [True, True]
+
+
+def _apart(world: World) -> str:
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.fill_(world.rank)
+    try:
+        assert check_parameter_closeness(net)
+    except ReplicasDiffer as error:
+        return str(error)
+    return ""
+
+
+def test_closeness_stands_in_an_assert() -> None:
+    assert all("weight on rank 1 differs" in said for said in on_ranks(_apart, 2))
+
+
+def _gathered(world: World) -> Any:
+    value = {
+        "array": np.arange(6, dtype=np.float32).reshape(2, 3) + world.rank, "number": np.float64(world.rank), 3: (1, [None, True]),
+        "set": {1, "a"}, "frozen": frozenset({(1, 2)}), "bytes": bytes([world.rank, 255]), "empty": b"",
+        "tensor": torch.ones(2) * world.rank,
+    }  # fmt: skip
+    found = gather_objects(value, world)
+    if found is None:
+        return None
+    assert found[0] is not value
+    for rank, one in enumerate(found):
+        assert {key: type(inner) for key, inner in one.items()} == {key: type(inner) for key, inner in value.items()}
+        assert (
+            np.array_equal(one["array"], np.arange(6, dtype=np.float32).reshape(2, 3) + rank)
+            and one["array"].dtype == np.float32
+        )
+        assert (one["number"], one[3], one["set"], one["bytes"]) == (
+            rank,
+            (1, [None, True]),
+            {1, "a"},
+            bytes([rank, 255]),
+        )
+    return len(found)
+
+
+def test_gathered_values_keep_their_types() -> None:
+    assert on_ranks(_gathered, 2) == [2, None]
+
+
+def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
+    horovod.init()
+    dataset = TensorDataset(torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 10)
+    loader, _ = horovod.partition_dataset(dataset, batch, "cpu", "float32")
+    model = ResNet9(width=2, device="cpu", dtype="float32")
+    optimizer = horovod.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in loader:
+            optimizer.reset_grad()  # type: ignore[attr-defined]
+            if tell:
+                optimizer.set_samples(len(y))  # type: ignore[attr-defined]
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return [str(one.message) for one in caught if "set_samples" in str(one.message)]
+
+
+@pytest.mark.parametrize(("batch", "tell", "warned"), [(8, False, 0), (9, False, 1), (9, True, 0)])
+def test_the_horovod_script_in_its_own_words(batch: int, tell: bool, warned: int) -> None:
+    """Unequal parts that nobody told of are warned of, once."""
+    assert [len(said) for said in on_ranks(_as_the_module_writes_it, 2, batch, tell)] == [warned, warned]
+
+
+def test_a_type_that_torch_does_not_have_is_named() -> None:
+    with pytest.raises(ValueError, match="got 'float33'"):
+        torch_type("float33")
+    with pytest.raises(AttributeError, match="float33"):
+        ResNet9(dtype="float33")
+
+
+def test_the_tutorials_checkpoint_and_torchvisions_names(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    published = resnet18(num_classes=1000)
+    torch.save(published.state_dict(), tmp_path / "tutorial.pth")
+    torch.save(nn.DataParallel(published).state_dict(), tmp_path / "wrapped.pth")
+    ours = models.build("resnet18", {"stem": "stock", "outputs": 1000}, 10)
+    for file in ("tutorial.pth", "wrapped.pth"):
+        for parameter in ours.parameters():
+            nn.init.zeros_(parameter)
+        weights.load_into(ours, tmp_path / file)
+        assert all(map(torch.equal, ours.state_dict().values(), published.state_dict().values()))
+    run = tmp_path / "run"
+    done = training(
+        "run", "resnet18", "--run-dir", str(run), "--set", f"data.root={tmp_path}", "data.source=synthetic", "epochs=1",
+        "data.options={n: 16, n_test: 4, size: 8}", "global_batch_size=8", "augment.crop=0", "model_options={stem: stock, outputs: 1000}",
+        f"init_from={tmp_path / 'tutorial.pth'}",
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    done = training("export", str(run), str(tmp_path / "mine.pth"))
+    assert done.code == 0, done.output
+    published.load_state_dict(torch.load(tmp_path / "mine.pth", weights_only=True))
+    weights.load_into(ours, tmp_path / "mine.pth")
+    assert all(map(torch.equal, ours.state_dict().values(), published.state_dict().values()))
+
+
+def test_a_source_as_a_data_set(tmp_path: Path) -> None:
+    train, test = SourceDataset("digits"), SourceDataset("digits", "test", transform=lambda image: image.mean())
+    assert (len(train), len(test), len(train.classes)) == (1438, 359, 10)
+    images, labels = next(iter(DataLoader(train, batch_size=5)))
+    assert images.shape[:2] == (5, 3) and images.dtype == torch.float32 and 0 <= images.min() <= images.max() <= 1
+    assert labels.dtype == torch.int64 and test[0][0].ndim == 0
+    with pytest.raises(UserError, match="no CIFAR-10 below"):
+        SourceDataset("cifar10", root=tmp_path)
+    with pytest.raises(UserError, match="unknown source 'cifar'.*cifar10"):
+        SourceDataset("cifar")
+
+
+def test_an_example_without_data_is_one_line(tmp_path: Path) -> None:
+    """Where nothing can be downloaded; one rank of the node tries, the others wait for it."""
+    offline = clean_env(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9", PYTHONPATH=str(ROOT))
+    done = run(
+        [PYTHON, str(ROOT / "examples/horovod_resnet9.py"), "--data", "cifar10", "--root", str(tmp_path)],
+        offline,
+        cwd=tmp_path,
+    )
+    assert done.code == 2 and done.output.splitlines()[-1].startswith("error: no CIFAR-10 below"), done.output
+    assert "Traceback" not in done.output
+
+
+def test_fashion_cnn_under_ddp_warns_of_no_strides(tmp_path: Path) -> None:
+    for name, count in (("train", 64), ("t10k", 8)):
+        images, labels = torch.randint(256, (count, 28, 28)).byte().numpy(), (np.arange(count) % 10).astype(np.uint8)
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(
+            struct.pack(">BBBBiii", 0, 0, 8, 3, count, 28, 28) + images.tobytes()
+        )
+        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">BBBBi", 0, 0, 8, 1, count) + labels.tobytes()
+        )
+    words = [
+        "run",
+        "fashion_cnn",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        f"data.root={tmp_path}",
+        "global_batch_size=16",
+    ]
+    done = launched(2, *words, "epochs=1", "sync.name=ddp")
+    assert done.code == 0 and "strides" not in done.output, done

@@ -1,0 +1,140 @@
+"""`start(words)`: `python WORDS`, forked from the server of this test session; the same to a test as a `subprocess.Popen`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.processes import ROOT, processes
+
+_BOUND = 120.0
+"""Seconds for the server to load what it preloads, on a busy machine."""
+
+
+class Process:
+    """One process that the server has forked. `returncode` is None while it runs, −n where signal n ended it."""
+
+    def __init__(self, words: list[str], told: int) -> None:
+        self.args, self._told, self._heard = words, told, b""
+        self.returncode: int | None = None
+        line = self._line(time.monotonic() + _BOUND)
+        kind, _, rest = line.partition(" ")
+        if kind != "started":
+            raise RuntimeError(f"the server of ranks gave no process: {rest or 'it is gone'}")
+        self.pid = int(rest)
+
+    def _line(self, deadline: float | None) -> str:
+        """The next line of the server about this process; TimeoutError where none comes until then."""
+        while b"\n" not in self._heard:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._told], [], [], left)[0]:
+                raise TimeoutError
+            piece = os.read(self._told, 4096)
+            if not piece:  # the server is gone, and with it who could tell
+                return "lost"
+            self._heard += piece
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode()
+
+    def fileno(self) -> int:
+        """Readable when it has ended, so that `select` waits for several at once."""
+        return self._told
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            try:
+                line = self._line(None if timeout is None else time.monotonic() + timeout)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            os.close(self._told)
+            self.returncode = int(line.split()[1]) if line != "lost" else -signal.SIGKILL
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Ends it and what it has started in its session, whatever state they are in."""
+        for pid in members(self.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.wait(30)
+
+
+def members(session: int) -> list[int]:
+    """The processes of this session that have not ended."""
+    return [pid for pid, state, _, group in processes() if group == session and state != "Z"]
+
+
+class _Server:
+    """Started with the first process that is asked for; ends with this one, whatever ends it."""
+
+    def __init__(self) -> None:
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        one["OMP_WAIT_POLICY"] = "PASSIVE"
+        env = {**os.environ, **one, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-u", "-m", "tests.warm.server", str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self.lock = threading.Lock()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.requests.close()
+        self.process.wait(30)
+
+
+_server: _Server | None = None
+_starting = threading.Lock()
+
+
+def _running() -> _Server:
+    global _server
+    with _starting:
+        if _server is None:
+            _server = _Server()
+        return _server
+
+
+def start(words: list[str], env: dict[str, str], output: int, error: int | None = None, cwd: Path = ROOT) -> Process:
+    """Forks `python WORDS`, where WORDS are `-m MODULE …`, `-c CODE …` or `FILE …`, writing into these descriptors.
+
+    Raises:
+        RuntimeError: the server is gone, or was not fit to fork.
+    """
+    server = _running()
+    heard, told = os.pipe()
+    with open(os.devnull, "rb") as nothing, server.lock:
+        request = json.dumps({"words": words, "env": env, "cwd": str(cwd)}).encode()
+        streams = [nothing.fileno(), output, output if error is None else error, told]
+        try:
+            socket.send_fds(server.requests, [request], streams)
+        finally:
+            os.close(told)
+    return Process(words, heard)

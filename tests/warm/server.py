@@ -1,0 +1,204 @@
+"""python -u -m tests.warm.server FD
+
+Forks a Python process for each request that comes over the socket FD. Importing torch and the package costs 2.3 seconds of
+CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its own, with the
+signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself with its own
+exit code, through the interpreter's own end.
+
+Nothing may run beside the main thread when it forks: another thread's locks would stay locked in the child. So OpenMP and
+OpenBLAS get one thread before they are loaded, and /proc/self/task is looked at before each fork.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import json
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOADED = (
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.nn.functional", "torch.distributed.optim",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.device_mesh", "torch.nn.parallel",
+    "torch.optim", "torch._dynamo", "torchvision", "sklearn.datasets", "safetensors.torch", "prometheus_client", "rich",
+    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "training.loop", "training.setup", "training.scoring",
+    "training.weights", "training.report", "training.preempt", "training.trackers", "training.data.sources",
+    "training.models", "training.optim", "training.sync", "training.arguments", "training.lifeline", "training.world",
+    "tests.nets",
+)  # fmt: skip
+MESSAGE_BYTES = 1 << 18
+"""Of a request."""
+DEAD = (signal.SIGKILL, signal.SIGSTOP)
+
+
+def _preload() -> None:
+    for name in PRELOADED:
+        __import__(name)
+    for folder in (Path(__file__).parents[2] / "training").rglob("*.py"):
+        name = ".".join(folder.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
+        if not name.endswith(("__main__", "__init__")) and "inference" not in name:
+            __import__(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class Server:
+    """Accepts requests, forks, and tells each process's end over the pipe that came with its request."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self.requests = requests
+        self.running: dict[int, int] = {}
+        """Process → the pipe that hears of its end."""
+        self._woken, waker = os.pipe()
+        for end in (self._woken, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> Callable[[], None]:
+        """Returns in each child, with what it is to do; never in the server."""
+        while True:
+            ready, _, _ = select.select([self.requests, self._woken], [], [])
+            if self._woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+                self._reap()
+            if self.requests in ready:
+                task = self._take()
+                if task is not None:
+                    return task
+
+    def _take(self) -> Callable[[], None] | None:
+        message, passed = _receive(self.requests)
+        if not message:
+            self._end()
+        request = json.loads(message)
+        *streams, told = passed
+        if _threads() != 1:
+            os.write(told, f"refused the server has {_threads()} threads: what is preloaded started one\n".encode())
+            os.close(told)
+        else:
+            pid = os.fork()
+            if pid == 0:
+                return self._child(request, streams)
+            self.running[pid] = told
+            os.write(told, f"started {pid}\n".encode())
+        for stream in streams:
+            os.close(stream)
+        return None
+
+    def _reap(self) -> None:
+        while self.running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            told = self.running.pop(pid)
+            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+                os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
+            os.close(told)
+
+    def _end(self) -> NoReturn:
+        """The tests are gone, perhaps killed: so is what they started."""
+        for pid in self.running:
+            for kill in (os.killpg, os.kill):  # one that was forked just now has no group of its own yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _child(self, request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in set(signal.valid_signals()) - set(DEAD):
+            with contextlib.suppress(OSError, ValueError):  # those that libc keeps for itself
+                signal.signal(number, signal.SIG_DFL)
+        # As Python sets them when it starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        sys.path[0] = request["cwd"]
+        sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        return _task(request)
+
+
+def _receive(requests: socket.socket) -> tuple[bytes, list[int]]:
+    passed = array.array("i")
+    message, ancillary, _, _ = requests.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4 * passed.itemsize))
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            passed.frombytes(data[: len(data) - len(data) % passed.itemsize])
+    return message, list(passed)
+
+
+def _task(request: dict[str, Any]) -> Callable[[], None]:
+    """What `python WORDS` would do: `-m MODULE …`, `-c CODE …` or `FILE …`; or a pickled call of a function."""
+    words: list[str] = request["words"]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        return lambda: _no_result(runpy.run_module(words[1], run_name="__main__", alter_sys=True))
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        return lambda: exec(words[1], {"__name__": "__main__", "__builtins__": __builtins__})
+    if words[0] == "--call":
+        return lambda: pickle.loads(Path(words[1]).read_bytes())()
+    sys.argv = words
+    sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+    return lambda: _no_result(runpy.run_path(words[0], run_name="__main__"))
+
+
+def _no_result(_: object) -> None:
+    """What a module leaves behind goes here, while the interpreter still stands."""
+
+
+def _leave(task: Callable[[], None]) -> NoReturn:
+    """Ends as the interpreter does, but for its own teardown, which frees what the server has loaded: that takes seconds."""
+    code = 0
+    try:
+        task()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    # Not before: a module that is loaded already cannot be run as a program without a warning.
+    from training.__main__ import leave
+
+    leave(code & 0xFF)
+
+
+if __name__ == "__main__":
+    _preload()
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    task = Server(requests).serve()
+    requests.detach()  # it is closed already, in the child
+    _leave(task)

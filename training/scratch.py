@@ -1,0 +1,44 @@
+"""A temporary folder that is gone at the end, also where the end was a kill: the next process to want one removes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no Unix: what a killed process leaves stays
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".in-use"
+"""Held for as long as the process lives. Its number would say nothing to a process of another container."""
+
+
+@contextlib.contextmanager
+def folder(prefix: str) -> Iterator[str]:
+    """The path of a new folder below the temporary one. Folders of this prefix that nobody uses any more are removed."""
+    _remove_abandoned(prefix)
+    path = tempfile.mkdtemp(prefix=prefix)
+    try:
+        with open(os.path.join(path, LOCK), "w") as held:
+            if fcntl is not None:
+                fcntl.flock(held, fcntl.LOCK_EX)
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_abandoned(prefix: str) -> None:
+    if fcntl is None:
+        return
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            with (path / LOCK).open() as lock:  # a folder without one is somebody else's, or is being made
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)

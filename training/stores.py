@@ -1,0 +1,82 @@
+"""Where ranks and nodes meet: key-value stores that listen on one address, not on every address of the machine.
+
+torch's TCPStore listens everywhere, and what it is sent by the agents is unpickled: whoever reaches the port runs code.
+Given a socket that is bound already it listens there alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BACKLOG = 4096
+"""Connections that may wait; a large job's ranks all come at once."""
+
+
+def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:
+    """A store at `host:port`, which this process serves or only uses. With port 0 it gets a free one.
+
+    Where `host` is this machine's own address, and its only one under that name, nothing listens on another. Else torch
+    decides, and listens on all of them.
+
+    Args:
+        seconds: bound on each question to the store.
+        size: ranks that use it, where that is known.
+    """
+    timeout = timedelta(seconds=seconds)
+    listener = _bound(host, port) if serves else None
+    if listener is None:
+        return dist.TCPStore(host, port, size, serves, timeout, wait_for_workers=size is not None, multi_tenant=True)
+    with listener:
+        listener.listen(BACKLOG)
+        port = listener.getsockname()[1]
+        descriptor = os.dup(listener.fileno())  # the store closes it
+    everybody = size is not None
+    return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=everybody, master_listen_fd=descriptor)
+
+
+def _bound(host: str, port: int) -> socket.socket | None:
+    """A socket bound to the one address that `host` has here; None where it has several, or one that others cannot mean."""
+    try:
+        found = {
+            (family, place[0]) for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        }
+    except OSError:
+        return None
+    if host == "localhost":
+        found = {(socket.AF_INET, "127.0.0.1")}
+    if len(found) != 1:
+        return None
+    ((family, address),) = found
+    # A host name that its own /etc/hosts maps to 127.0.1.1 means another address elsewhere.
+    if ipaddress.ip_address(address).is_loopback and not _is_loopback(host):
+        return None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last attempt's connections linger
+    try:
+        listener.bind((address, port))
+    except OSError:  # not an address of this machine (a service's, a NAT's), or the port is taken: torch says which
+        listener.close()
+        return None
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def stay_on_this_machine() -> None:
+    """The ranks are all here: gloo's and NCCL's own sockets listen on the loopback interface, unless told otherwise."""
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
