@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import textwrap
@@ -109,13 +110,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return "; known: " + ", ".join(known) if len(known) <= 20 else ""
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's settings. Resolving them compiles every annotation anew, so it is done once."""
+    return typing.get_type_hints(cls)
+
+
 def build(cls: type[T], values: Mapping[str, Any], where: str, prefix: str = "") -> T:
     """An instance of the dataclass `cls` from plain values, every type checked.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, or one that `__post_init__` refuses.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(type, cls))
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         full = f"{prefix}{name}"
@@ -171,7 +178,7 @@ def _resolve(name: str, names: Mapping[str, Any]) -> str:
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting below `cls` as (dotted name, type)."""
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _hints(cls).items():
         if dataclasses.is_dataclass(hint):
             yield from leaves(typing.cast(type, hint), f"{prefix}{name}.")
         else:
@@ -201,7 +208,7 @@ def documentation(cls: type, prefix: str = "") -> Iterator[tuple[str, str, Any, 
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             texts[statement.target.id] = " ".join(str(following.value.value).split()) if is_text else ""  # type: ignore[union-attr]
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):

@@ -22,7 +22,7 @@ THREE, TWO = ("0:5", "last:6", "1:16"), ("0:8", "last:9")
 """Rank and forward pass of each kill. A resumed start begins at the newest even step below, so: mid-epoch, one step after
 an epoch's end, right before the run's end."""
 TABLE = [
-    ("ddp", 2, THREE), ("ddp", 3, THREE), ("flat", 2, THREE), ("flat", 3, THREE), ("allreduce", 2, TWO), ("hooks", 2, TWO),
+    ("ddp", 2, THREE), ("ddp", 3, TWO), ("flat", 2, TWO), ("flat", 3, THREE), ("allreduce", 2, TWO), ("hooks", 2, TWO),
     ("horovod", 2, TWO), ("bf16_compress", 2, TWO), ("zero1", 3, TWO), ("fsdp", 3, TWO), ("powersgd", 3, TWO),
 ]  # fmt: skip
 

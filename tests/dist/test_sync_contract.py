@@ -140,6 +140,11 @@ def _reference(
     return model
 
 
+@functools.cache
+def _config() -> config.Config:
+    return config.load("smoke", ["nonfinite=ignore"])
+
+
 class Run:
     """What a user's own loop over the protocol does."""
 
@@ -150,7 +155,7 @@ class Run:
         self.world, self.shape, self.mark, self.layout = world, shape, mark, layout
         model.to(memory_format=layout)
         self.sync: GradientSync = sync.build(settings)
-        self.sync.check(config.load("smoke", ["nonfinite=ignore"]), world)
+        self.sync.check(_config(), world)
         self.network = self.sync.wrap(model, world, torch.zeros(2, *shape).contiguous(memory_format=layout))
         self.optimizer = self.sync.make_optimizer(_ours)
         ema = Ema(model, 0.9, 1, self.sync.duplicate())

@@ -42,7 +42,7 @@ def _overrides(tmp_path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _training(tmp_path: Path, **more: Any) -> JobSpec:
+def _training(tmp_path: Path, ranks: int = 2) -> JobSpec:
     """It stands still at its sixth step until the file `held` goes."""
     held = tmp_path / "held"
     held.touch()
@@ -51,7 +51,7 @@ def _training(tmp_path: Path, **more: Any) -> JobSpec:
         name="held",
         recipe="smoke",
         overrides=_overrides(tmp_path),
-        ranks_per_node=2,
+        ranks_per_node=ranks,
         max_restarts=0,
         grace_seconds=30,
         env=env,
@@ -95,7 +95,7 @@ def test_cancelled_submitted_again_and_started_over(
     backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same job goes on after a cancel, from whatever folder; with another word of `fresh` it starts over, once."""
-    spec, run = _training(tmp_path), tmp_path / "runs/jobs/held"
+    spec, run = _training(tmp_path, ranks=1), tmp_path / "runs/jobs/held"
     backend.submit(spec)
     poll((run / "checkpoints/step-00000004").exists, BOUND, "a checkpoint")
     threading.Timer(1, (tmp_path / "held").unlink).start()

@@ -80,7 +80,10 @@ def test_one_rank_decides_at_once(tmp_path: Path, signals: Signals) -> None:
     assert consensus.poll().stop and consensus.reason == "STOP file"
 
 
-def test_the_run_directory_refuses_another_config_and_touches_nothing(tmp_path: Path) -> None:
+def test_the_run_directory_refuses_another_config_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "LOCK_SECONDS", 0.1)
     path = tmp_path / "run"
     first = config.load("smoke")
     run = RunDirectory.open(path, first, fresh=False)
