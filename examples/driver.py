@@ -7,7 +7,7 @@ With submitit alone, and the same payload:
 
     import submitit
     from jobs import JobSpec
-    from jobs.backends.slurm import training_task
+    from jobs.slurm.backend import training_task
 
     executor = submitit.AutoExecutor(folder="submitit", cluster="slurm")
     executor.update_parameters(nodes=2, tasks_per_node=4, gpus_per_node=4, timeout_min=120)
@@ -21,8 +21,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from jobs import Job, JobSpec, options, submit, sweep
-from jobs.backends.base import Status
+from jobs import Job, JobSpec, submit, sweep
+from jobs.backend import Status
+from jobs.cli import options
 from jobs.terminal import say, table
 from training.contract import UserError
 

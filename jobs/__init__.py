@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jobs.driver import Job, submit
-    from jobs.spec import JobSpec
+    from jobs.job import Job, submit
+    from jobs.spec.model import JobSpec
 
 __all__ = ["Job", "JobSpec", "submit"]
 
@@ -19,11 +19,11 @@ __all__ = ["Job", "JobSpec", "submit"]
 def __getattr__(name: str) -> Any:
     # The command line imports this package for every command; pydantic is for those that need it.
     if name == "JobSpec":
-        from jobs.spec import JobSpec
+        from jobs.spec.model import JobSpec
 
         return JobSpec
     if name in ("Job", "submit"):
-        from jobs import driver
+        from jobs import job as driver
 
         return getattr(driver, name)
     raise AttributeError(f"module 'jobs' has no attribute {name!r}")

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.spec import JobSpec
+from jobs.spec.model import JobSpec
 from training import settings
 from training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.driver import Job
+    from jobs.job import Job
 
 MAX_RUNS = 1000
 
@@ -57,11 +57,11 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
 
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
     """Submits the runs of `expand(spec, …)`: as one array on SLURM, one by one elsewhere. Raises `UserError`."""
-    from jobs import driver
+    from jobs import job as driver
 
     if backend != "slurm":
         return [driver.submit(one, backend) for one in specs]
-    from jobs.backends.slurm import SlurmBackend
+    from jobs.slurm.backend import SlurmBackend
 
     opened = SlurmBackend()
     return [driver.Job(done.name, opened) for done in opened.sweep(spec.name, specs)]

@@ -21,9 +21,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from jobs import compose_doctor
-from jobs.backends.compose import ComposeBackend
-from jobs.spec import JobSpec
+from jobs.compose import checks as compose_doctor
+from jobs.compose.backend import ComposeBackend
+from jobs.spec.model import JobSpec
 from tests.engine import NAME, Built, docker, inspect, remove_jobs
 from tests.processes import ROOT, poll, require
 from training.contract import UserError
@@ -163,7 +163,7 @@ def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, 
 
 def test_a_rank_that_takes_too_much_memory_is_named(jobs: Jobs) -> None:
     program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
-    spec = jobs.spec(
+    spec = jobs.spec.model(
         "starved",
         command=["python", "-c", program],
         nodes=1,

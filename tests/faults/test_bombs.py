@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs import ranks
+from jobs.cli import ranks
 from tests.faults.test_hostile_files import resealed
 from tests.ranks import training
 from tests.runs import Job

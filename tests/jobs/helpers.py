@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.backends.local import LocalBackend
-from jobs.cli import main
-from jobs.spec import JobSpec
+from jobs.cli.main import main
+from jobs.local.backend import LocalBackend
+from jobs.spec.model import JobSpec
 
 
 def lockstep(folder: Path, *words: str, encoding: str = "utf-8", **env: str) -> subprocess.CompletedProcess[str]:

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import compose_doctor
-from jobs.backends import engine as client
-from jobs.backends.compose import ComposeBackend
-from jobs.backends.compose_explain import explain
-from jobs.lint import compose_rules, errors, lint, rules
-from jobs.render import compose
-from jobs.render.manifest import to_yaml
-from jobs.spec import JobSpec
+from jobs.checks.lint import errors, lint, rules
+from jobs.compose import checks as compose_doctor
+from jobs.compose import engine as client
+from jobs.compose import render as compose
+from jobs.compose import rules as compose_rules
+from jobs.compose.backend import ComposeBackend
+from jobs.compose.observe import explain
+from jobs.manifest import to_yaml
+from jobs.spec.model import JobSpec
 from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
 from tests.processes import ROOT
 from training.contract import METRICS_PORT, UserError

@@ -18,9 +18,9 @@ from typing import Any, cast
 import pytest
 from k8s_server import ApiServer, Fault
 
-from jobs.backends.base import Status
-from jobs.cli import spread
-from jobs.job_commands import teller
+from jobs.backend import Status
+from jobs.cli.main import spread
+from jobs.cli.names import teller
 from tests.jobs import helpers
 from tests.processes import started
 
@@ -38,7 +38,7 @@ def start(tmp_path: Path, *words: str, **more: str) -> contextlib.AbstractContex
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(tmp_path / "kubeconfig"), "LOCKSTEP_HOME": str(tmp_path / "home"), **more,
     }  # fmt: skip
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
     return started([sys.executable, "-c", program, *words], env, tmp_path, stderr=subprocess.PIPE)
 
 

@@ -17,12 +17,12 @@ import pytest
 from k8s_operator import Operator, until
 from k8s_server import ApiServer
 
-from jobs.backends.base import FINAL, Backend, Listed, Status
-from jobs.backends.compose import ComposeBackend
-from jobs.backends.k8s_api import Api, load_configuration
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.backends.local import LocalBackend
-from jobs.spec import JobSpec
+from jobs.backend import FINAL, Backend, Listed, Status
+from jobs.compose.backend import ComposeBackend
+from jobs.kubernetes.api import Api, load_configuration
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.local.backend import LocalBackend
+from jobs.spec.model import JobSpec
 from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
 from tests.jobs.helpers import Bare
 from training import files

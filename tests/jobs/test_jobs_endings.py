@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from jobs.backends.local import LocalBackend
-from jobs.backends.supervise import living
-from jobs.spec import JobSpec
+from jobs.local.backend import LocalBackend
+from jobs.local.supervise import living
+from jobs.spec.model import JobSpec
 from tests.events import events
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, run

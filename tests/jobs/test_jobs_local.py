@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from jobs.backends import local, slurm_folder, supervise
-from jobs.backends.local import LocalBackend
-from jobs.backends.private import make
-from jobs.spec import JobSpec
+from jobs.local import backend as local
+from jobs.local import supervise
+from jobs.local.backend import LocalBackend
+from jobs.private import make
+from jobs.slurm import folder as slurm_folder
+from jobs.spec.model import JobSpec
 from tests.jobs.helpers import Bare, lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from training.contract import UserError
@@ -127,7 +129,7 @@ def test_a_locale_without_our_letters_ends_no_command(backend: LocalBackend, tmp
     done = lockstep(tmp_path, "logs", "local", "bad", encoding=encoding, LOCKSTEP_HOME=home)
     assert done.returncode == 0 and done.stdout.endswith("\\u2603\n"), done
     assert ("größer" if encoding == "latin-1" else "gr\\xf6\\xdfer") in done.stdout
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
     process = subprocess.run(
         [PYTHON, "-c", program, "logs", "local", "bad"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=clean_env(LOCKSTEP_HOME=home, PYTHONIOENCODING=f"{encoding}:strict"), encoding=encoding,
@@ -147,7 +149,7 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, ""), done
 
 
-@pytest.mark.parametrize("command", ["-m training settings", "-c 'from jobs.cli import main; main()' schema"])
+@pytest.mark.parametrize("command", ["-m training settings", "-c 'from jobs.cli.main import main; main()' schema"])
 def test_output_that_is_closed_is_no_traceback(command: str) -> None:
     done = subprocess.run(
         ["sh", "-c", f"{PYTHON} {command} >&-"],
@@ -275,7 +277,7 @@ def test_a_refused_submission_takes_nothing_away(backend: LocalBackend, monkeypa
 
 
 def test_a_job_that_submits_another_leaves_it_alone(backend: LocalBackend) -> None:
-    words = f"from tests.jobs.helpers import Bare; from pathlib import Path; from jobs.spec import JobSpec; " \
+    words = f"from tests.jobs.helpers import Bare; from pathlib import Path; from jobs.spec.model import JobSpec; " \
         f"Bare(Path({str(backend.folder)!r})).submit(JobSpec(name='inner', command=['python', '-c', 'import time; time.sleep(3)'], " \
         f"max_restarts=0, ranks_per_node=1))"  # fmt: skip
     backend.submit(_spec("outer", words))

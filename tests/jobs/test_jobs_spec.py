@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.quantities import seconds, size_in_bytes
-from jobs.render.command import rank
-from jobs.spec import JobSpec
+from jobs.command import rank
+from jobs.spec.model import JobSpec
+from jobs.spec.types import seconds, size_in_bytes
 from training.contract import UserError
 
 BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}

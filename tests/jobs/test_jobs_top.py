@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jobs import top
-from jobs.ranks import Reader, Snapshot, judge
+from jobs.cli import top
+from jobs.cli.ranks import Reader, Snapshot, judge
 from tests.jobs.helpers import lockstep
 from training.contract import UserError
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.backends.local import LocalBackend
-from jobs.backends.supervise import ENDED
-from jobs.spec import JobSpec
+from jobs.local.backend import LocalBackend
+from jobs.local.supervise import ENDED
+from jobs.spec.model import JobSpec
 from tests.processes import ROOT, poll
 
 

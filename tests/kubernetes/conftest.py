@@ -10,8 +10,8 @@ import kubernetes_validate.utils
 import pytest
 from k8s_server import ApiServer, Cluster
 
-from jobs.backends.k8s_api import Api, load_configuration
-from jobs.backends.kubernetes import KubernetesBackend
+from jobs.kubernetes.api import Api, load_configuration
+from jobs.kubernetes.backend import KubernetesBackend
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -273,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(201, cluster.put(plural, body, namespace))
 
     def _patch(self, match: re.Match[str], query: dict[str, str], body: Any, fault: Fault | None) -> None:
-        from jobs.render.manifest import merge
+        from jobs.manifest import merge
 
         found = self.cluster.get(match["plural"], match["name"], match["namespace"] or "")
         if found is None:

@@ -15,9 +15,9 @@ import yaml
 from k8s_operator import until
 from k8s_server import ApiServer, Cluster, Fault
 
-from jobs.backends.k8s_api import Api, ApiError, Gone, load_configuration
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.spec import JobSpec
+from jobs.kubernetes.api import Api, ApiError, Gone, load_configuration
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.spec.model import JobSpec
 from training.contract import UserError
 
 SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
@@ -183,7 +183,7 @@ def test_refusals_say_what_to_do(backend: KubernetesBackend, cluster: Cluster) -
 
 
 def test_pages_that_expire_begin_again_without_doubles(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.backends.k8s_api.PAGE", 4)
+    monkeypatch.setattr("jobs.kubernetes.api.PAGE", 4)
     for number in range(10):
         server.cluster.put("pods", {"metadata": {"name": f"p{number}"}})
     load, _ = load_configuration(None)
@@ -245,7 +245,7 @@ def test_wait_survives_a_watch_that_never_works(
     """Each broken watch is followed by a pause: it must not become a busy loop."""
     pauses: list[float] = []
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)
-    monkeypatch.setattr("jobs.backends.kubernetes.time", clock)
+    monkeypatch.setattr("jobs.kubernetes.backend.time", clock)
     backend.interval = 60
     backend.submit(SPEC)
     cluster.faults.append(Fault("GET", "watch=true", times=10**6, **fault))
@@ -309,7 +309,7 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluste
 
 
 def test_a_thousand_jobs_and_ten_thousand_pods_take_no_second(backend: KubernetesBackend, cluster: Cluster) -> None:
-    from jobs.render import kubernetes as render
+    from jobs.kubernetes.render import kubernetes as render
 
     job = render(SPEC.model_copy(update={"nodes": 10}))[1]
     status = {"conditions": [{"type": "Running", "status": "True"}]}

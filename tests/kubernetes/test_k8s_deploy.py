@@ -13,9 +13,9 @@ import pytest
 import yaml
 from k8s_server import Cluster
 
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.lint.pod_rules import MONITORED
-from jobs.spec import JobSpec
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.kubernetes.pod_rules import MONITORED
+from jobs.spec.model import JobSpec
 from tests.processes import require
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_the_examples_volumes_are_those_of_the_base() -> None:
 
 
 def test_the_role_holds_what_doctor_asks_for() -> None:
-    from jobs.doctor import RIGHTS
+    from jobs.kubernetes.checks import RIGHTS
 
     role = next(item for item in documents((DEPLOY / "base/rbac.yaml").read_text()) if item["kind"] == "Role")
     granted = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from k8s_server import Cluster
 
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.doctor import check
-from jobs.spec import JobSpec
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.kubernetes.checks import check
+from jobs.spec.model import JobSpec
 
 SPEC = JobSpec.of(
     {

@@ -13,8 +13,8 @@ from k8s_operator import Operator, until
 from k8s_server import Cluster
 from safetensors.torch import load_file
 
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.spec import JobSpec
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.spec.model import JobSpec
 from tests.events import events
 from tests.ranks import training
 from training import checkpoint

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.lint import errors, lint, rules
-from jobs.lint.rule import COMPOSE, SLURM
-from jobs.render import kubernetes as render
-from jobs.spec import JobSpec
+from jobs.checks.lint import errors, lint, rules
+from jobs.checks.rule import COMPOSE, SLURM
+from jobs.kubernetes.render import kubernetes as render
+from jobs.spec.model import JobSpec
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "image": "registry.example/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,

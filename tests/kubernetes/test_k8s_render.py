@@ -18,11 +18,11 @@ from crds import strip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.lint import errors, lint
-from jobs.render import kubernetes as render
-from jobs.render import preparejob
-from jobs.render.manifest import to_yaml
-from jobs.spec import JobSpec
+from jobs.checks.lint import errors, lint
+from jobs.kubernetes import preparejob
+from jobs.kubernetes.render import kubernetes as render
+from jobs.manifest import to_yaml
+from jobs.spec.model import JobSpec
 from training.contract import UserError
 
 ROOT = Path(__file__).parents[2]

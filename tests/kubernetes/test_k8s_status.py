@@ -9,8 +9,8 @@ import pytest
 from k8s_operator import until
 from k8s_server import Cluster, Fault
 
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.spec import JobSpec
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.spec.model import JobSpec
 from training.contract import UserError
 
 SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)

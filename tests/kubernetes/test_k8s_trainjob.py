@@ -6,8 +6,8 @@ from typing import Any
 
 from k8s_server import Cluster
 
-from jobs.backends.kubernetes import KubernetesBackend
-from jobs.spec import JobSpec
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.spec.model import JobSpec
 
 SPEC = JobSpec.of(
     {"name": "second", "recipe": "smoke", "image": "a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jobs.ranks import parse
+from jobs.cli.ranks import parse
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, poll, require, started
 from tests.prometheus.servers import Prometheus, prometheus
@@ -55,7 +55,7 @@ def _scraped(server: Prometheus, run: str) -> bool:
 
 def _top(run_dir: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [PYTHON, "-c", "from jobs.cli import main; main()", "top", str(run_dir), "--json", "--every", "3"],
+        [PYTHON, "-c", "from jobs.cli.main import main; main()", "top", str(run_dir), "--json", "--every", "3"],
         capture_output=True, text=True, timeout=60, cwd=ROOT, env=clean_env(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from jobs.backends.base import Status
-from jobs.backends.slurm import SlurmBackend
-from jobs.spec import JobSpec
+from jobs.backend import Status
+from jobs.slurm.backend import SlurmBackend
+from jobs.spec.model import JobSpec
 from tests.processes import PYTHON, ROOT, require
 
 HERE = Path(__file__).parent / "cluster"
@@ -235,7 +235,7 @@ class Bench:
 
 def lockstep(*words: str, bound: float = 120) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
     return subprocess.run([PYTHON, "-c", program, *words], capture_output=True, text=True, timeout=bound)
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jobs.render import slurm as render
-from jobs.spec import JobSpec
+from jobs.slurm import render
+from jobs.spec.model import JobSpec
 from tests.events import events
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import Bench, both, lockstep

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jobs.lint import lint, rules
-from jobs.lint.rule import SLURM
-from jobs.render import slurm as render
-from jobs.spec import JobSpec
+from jobs.checks.lint import lint, rules
+from jobs.checks.rule import SLURM
+from jobs.slurm import render
+from jobs.spec.model import JobSpec
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "nodes": 2, "gpus": 4, "cpus": 16, "memory": "64Gi", "run_dir": "/shared/runs/good",

@@ -14,9 +14,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import options, profiles, sweep
-from jobs.render import slurm as render
-from jobs.spec import JobSpec
+from jobs import sweep
+from jobs.cli import options
+from jobs.slurm import render
+from jobs.spec import profile as profiles
+from jobs.spec.model import JobSpec
 from tests.processes import PYTHON, ROOT, run
 from training.contract import UserError
 
@@ -65,7 +67,7 @@ def test_the_example_does_not_drift(tmp_path: Path) -> None:
     words = ["render", "slurm", "job.yaml", "--profile", "gpu-cluster", "--gpus", "4"]
     words += ["--set", "slurm.python=/shared/venv/bin/python", "--set", "run_dir=/shared/runs/smoke"]
     words += ["--set", "cpus=32", "--set", "memory=256Gi"]
-    program = f"import sys; sys.argv[:] = ['lockstep', *{words!r}]; from jobs.cli import main; main()"
+    program = f"import sys; sys.argv[:] = ['lockstep', *{words!r}]; from jobs.cli.main import main; main()"
     done = run([PYTHON, "-c", program], env, 60, ROOT)
     assert done.code == 0 and done.output == example, "make example-slurm"
 
@@ -169,7 +171,7 @@ def test_profiles_lie_below_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_profiles_are_sound() -> None:
-    paths = sorted((ROOT / "jobs/cluster_profiles").glob("*.yaml"))
+    paths = sorted((ROOT / "jobs/spec/cluster_profiles").glob("*.yaml"))
     assert {path.stem for path in paths} >= {"gpu-cluster", "cpu-cluster", "pyxis-cluster", "apptainer-cluster"}
     for path in paths:
         below = profiles.load(str(path))

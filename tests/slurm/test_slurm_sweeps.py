@@ -6,7 +6,7 @@ import json
 import os
 
 from jobs import sweep
-from jobs.backends.slurm import training_task
+from jobs.slurm.backend import training_task
 from tests.events import events
 from tests.processes import PYTHON, ROOT, poll, run, started
 from tests.slurm.conftest import Bench, accounted, lockstep

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from jobs import sweep
-from jobs.backends import private, slurm_folder, slurm_query, slurm_words
-from jobs.backends.slurm import SlurmBackend
-from jobs.backends.slurm_explain import SETTLE_SECONDS, explain
-from jobs.backends.slurm_query import FINAL, Found
-from jobs.backends.slurm_task import _last_error
-from jobs.render import slurm as render
-from jobs.slurm_doctor import _gpus_in, seconds
-from jobs.spec import JobSpec
+from jobs import private, sweep
+from jobs.slurm import folder as slurm_folder
+from jobs.slurm import query as slurm_query
+from jobs.slurm import reasons as slurm_words
+from jobs.slurm import render
+from jobs.slurm.backend import SlurmBackend
+from jobs.slurm.checks import _gpus_in, seconds
+from jobs.slurm.observe import SETTLE_SECONDS, explain
+from jobs.slurm.query import FINAL, Found
+from jobs.slurm.task import _last_error
+from jobs.spec.model import JobSpec
 from training.contract import UserError
 
 NOW = 1000.0

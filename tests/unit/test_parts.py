@@ -225,7 +225,7 @@ def test_who_may_import_whom() -> None:
 
 
 def test_the_dispatcher_loads_no_torch() -> None:
-    code = "import sys, jobs.cli; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
+    code = "import sys, jobs.cli.main; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

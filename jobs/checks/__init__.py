@@ -1,0 +1,1 @@
+"""What lint and doctor share."""

@@ -1,0 +1,134 @@
+"""lockstep: dispatches a job from outside. Imports no torch, so that its commands answer at once."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from jobs.cli import files as commands
+from jobs.cli import names as job_commands
+from jobs.cli import top
+from jobs.terminal import clean
+from training.contract import EXIT_USAGE, VERSION, UserError, check_words, keep_out_others
+
+app = typer.Typer(
+    name="lockstep", pretty_exceptions_enable=False, add_completion=True,
+    rich_markup_mode=None,  # rich takes longer to import than everything else together
+    help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
+    epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
+    "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
+    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 75 preempted, 124 timed out.",
+)  # fmt: skip
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if context.invoked_subcommand is None and not version:
+        print(context.get_help())
+    if version:
+        print(f"lockstep {VERSION}")
+        raise typer.Exit
+
+
+@app.command(epilog="Example: lockstep run smoke --ranks 2 --set epochs=4")
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or the path of a YAML file.")],
+    ranks: Annotated[str, typer.Option(help="Processes to start; auto: one a GPU, else 2.")] = "auto",
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; the same one resumes.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a setting.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option(help="Start over; an earlier run is moved aside.")] = False,
+    check_closeness: Annotated[
+        str | None, typer.Option(metavar="every=N", help="Compare the ranks' parameters every N steps.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
+    log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
+    prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
+) -> None:
+    """Train on this machine, in the foreground."""
+    from training import config as configuration
+
+    closeness = [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
+    configuration.load(recipe, [*(assignments or []), *closeness])  # a typing error costs no start-up
+    if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
+        raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
+    if log_format not in (None, "table", "json"):
+        raise UserError(f"--log-format must be table or json, got {log_format!r}")
+    command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
+    command += ["--prefix" if prefix else "--no-prefix", "run", recipe]
+    command += ["--log-format", log_format] if log_format else []
+    command += ["--run-dir", str(run_dir)] if run_dir else []
+    command += ["--fresh"] if fresh else []
+    command += ["--check-closeness", check_closeness] if check_closeness else []
+    command += ["--set", *assignments] if assignments else []
+    sys.stdout.flush()
+    os.execv(command[0], command)  # noqa: S606 - the launcher takes this process's place, and its signals
+
+
+app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(commands.render)
+app.command(epilog="Example: lockstep lint job.yaml")(commands.lint)
+app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(commands.submit)
+app.command(epilog="Example: lockstep diff k8s job.yaml")(commands.diff)
+app.command(epilog="Example: lockstep prepare k8s job.yaml")(commands.prepare)
+app.command(epilog="Example: lockstep schema > job.schema.json")(commands.schema)
+app.command(epilog="Example: lockstep status k8s smoke --json")(job_commands.status)
+app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --follow")(job_commands.logs)
+app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(job_commands.wait)
+app.command(epilog="Example: lockstep cancel k8s smoke")(job_commands.cancel)
+app.command("list", epilog="Example: lockstep list k8s")(job_commands.list_jobs)
+app.command(epilog="Example: lockstep doctor k8s job.yaml")(job_commands.doctor)
+app.command(epilog="Example: lockstep top runs/smoke")(top.top)
+
+
+def spread(words: list[str]) -> list[str]:
+    """`--set a=1 b=2` as `--set a=1 --set b=2`: what `python -m training` takes, this command line takes, too."""
+    found: list[str] = []
+    assigning = False
+    for number, word in enumerate(words):
+        if word == "--":
+            return found + words[number:]
+        if assigning and found[-1] != "--set" and re.match(r"[A-Za-z_][\w.-]*=", word):
+            found.append("--set")
+        elif word.startswith("-") or (assigning and found[-1] != "--set"):
+            assigning = word == "--set"
+        found.append(word)
+    return found
+
+
+def main() -> NoReturn:
+    """Runs the command line. Errors that a person can mend are one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no command
+    try:
+        check_words(sys.argv)
+        keep_out_others()
+        # Outside standalone mode typer hands the code of an Exit back instead of raising it.
+        code = app(spread(sys.argv[1:]), standalone_mode=False)
+    except UserError as error:
+        print(f"error: {clean(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    except typer.Exit as ending:
+        sys.exit(ending.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's own usage errors have one
+            raise
+        print(f"error: {clean(error.format_message())}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,136 @@
+"""The commands that take a job's name: status, logs, wait, cancel, list, doctor."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
+from jobs.registry import open_backend
+from jobs.terminal import note, say, show, table
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
+
+if TYPE_CHECKING:
+    from jobs.backend import Part, Seen, Status
+
+
+def status(
+    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+) -> None:
+    """Say where a job stands, and why."""
+    report(name, open_backend(backend, namespace, context).status(name), as_json)
+
+
+def teller(name: str) -> Seen:
+    """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
+    last: tuple[str, str] | None = None
+
+    def tell(found: Status) -> None:
+        nonlocal last
+        now = (found.state, re.sub(r"\d+", "0", found.reason))
+        if now != last and not found.final:
+            note(_line(name, found))
+        last = now
+
+    return tell
+
+
+def _line(name: str, found: Status) -> str:
+    return f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}"
+
+
+def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
+    """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
+    if as_json:
+        show({"name": name, **found.plain()})
+    else:
+        say(_line(name, found))
+        rows: list[tuple[str, ...]] = [
+            (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
+        ]
+        if len(rows) > 1 and rows:
+            table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
+    raise typer.Exit(EXIT_TIMED_OUT if waited and unfinished(found) else found.code)
+
+
+def unfinished(found: Status) -> bool:
+    """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
+    return not found.final and found.state != "unschedulable"
+
+
+def _span(part: Part) -> str:
+    if not part.ranks:
+        return "?"
+    return str(part.ranks[0]) if len(part.ranks) == 1 else f"{part.ranks[0]}–{part.ranks[-1]}"
+
+
+def logs(
+    backend: Backend,
+    name: Name,
+    rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for the job, and go on to its end.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    as_json: Json = False,
+) -> None:
+    """Print what the ranks wrote; with --json one object a line."""
+    import json
+
+    for line in open_backend(backend, namespace, context).logs(name, rank, follow):
+        if as_json:
+            print(json.dumps({"line": line}), flush=True)
+        else:
+            say(line)
+
+
+def wait(
+    backend: Backend,
+    name: Name,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0)] = 86400,
+    namespace: Namespace = None,
+    context: Context = None,
+    as_json: Json = False,
+) -> None:
+    """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
+    report(name, open_backend(backend, namespace, context).wait(name, timeout, teller(name)), as_json, waited=True)
+
+
+def cancel(
+    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+) -> None:
+    """End a job, with time to save its state."""
+    found = open_backend(backend, namespace, context).cancel(name)
+    if as_json:
+        show({"name": name, **found.plain()})
+    else:
+        say(_line(name, found))
+
+
+def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:
+    """List the jobs."""
+    rows = open_backend(backend, namespace, context).list()
+    if as_json:
+        show([row.plain() for row in rows])
+    else:
+        table(("NAME", "STATE", "NODES", "CREATED"), [(r.name, r.state, str(r.nodes), r.created) for r in rows])
+
+
+def doctor(
+    backend: Backend,
+    file: File = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    profile: Profile = None,
+    as_json: Json = False,
+) -> None:
+    """Check the cluster for a job before GPUs are spent; exit code 1 where something is missing."""
+    from jobs.kubernetes import checks
+
+    found = checks.run(backend, file, namespace, context, profile)
+    if as_json:
+        show([item.plain() for item in found])
+    else:
+        table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in found])
+    raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in found) else EXIT_DONE)

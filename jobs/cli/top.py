@@ -1,0 +1,150 @@
+"""lockstep top RUN: all ranks of a run, live. Where their steps go, and who holds the others up."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jobs.cli.options import Json
+from jobs.terminal import clean, say, show
+from jobs.terminal import table as plain_table
+from training.contract import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jobs.cli.ranks import Rank, Reader, Snapshot
+
+STUCK_SECONDS = 60
+BAR = 20
+_LETTERS = (("data_wait", "d", "yellow"), ("compute", "c", "green"), ("sync_wait", "s", "blue"), ("rest", "·", "dim"))
+LEGEND = "d waiting for data, c forward and backward, s waiting for other ranks, · the rest"
+WIDE = 110
+"""Columns of a terminal that has room for the numbers beside the bar."""
+_HEAD = (
+    "RANK",
+    "STEP",
+    "IMAGES/S",
+    "MS/STEP",
+    "WHERE A STEP GOES",
+    "DATA",
+    "COMPUTE",
+    "SYNC",
+    "LOSS",
+    "MEMORY",
+    "NOTE",
+)
+_NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
+
+
+def top(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    every: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.2)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the ranks of a run live: step, images/s, where the time goes, who holds the others up."""
+    from jobs.cli.ranks import Reader, judge
+
+    reader = Reader(run)
+    before = reader.read()
+    if not before:
+        raise UserError(f"{run} has neither endpoints nor metrics: has it begun, and are metrics.enabled?")
+    if once or as_json:
+        time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
+        ranks = judge(before, reader.read() or before)
+        if as_json:
+            show([rank.plain() for rank in ranks])
+        else:
+            plain_table(_HEAD, [row(rank) for rank in ranks])
+            say(LEGEND)
+        return
+    _live(run, reader, before, every)
+
+
+def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
+    from rich.live import Live
+
+    from jobs.cli.ranks import judge
+
+    # One more reading back, so that a slow step still falls between two of them.
+    readings = [before]
+    with Live(picture(run, judge({}, before)), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(every)
+            readings = [*readings[-2:], reader.read() or readings[-1]]
+            ranks = judge(readings[0], readings[-1])
+            live.update(picture(run, ranks), refresh=True)
+            if all(rank.exit_code is not None for rank in ranks):
+                return
+
+
+def picture(run: Path, ranks: list[Rank], width: int | None = None) -> Table:
+    """The live table; `width` of the terminal in columns, null: as it is."""
+    import shutil
+
+    from rich.table import Table
+    from rich.text import Text
+
+    images = sum(rank.images_per_second or 0 for rank in ranks)
+    first = ranks[0]
+    planned = f" of {first.steps_planned}" if first.steps_planned else ""
+    accuracy = f", accuracy {first.accuracy:.4f}" if first.accuracy is not None else ""
+    title = f"{clean(str(run))}: step {first.step}{planned}, {images:.0f} images/s{accuracy}"
+    # As text: a [/x] in a path is no markup.
+    table = Table(
+        title=Text(title), caption=LEGEND, box=None, pad_edge=False, title_justify="left", caption_justify="left"
+    )
+    wide = (width or shutil.get_terminal_size().columns) >= WIDE
+    shown = [number for number, name in enumerate(_HEAD) if wide or name not in _NUMBERS]
+    for name in (_HEAD[number] for number in shown):
+        table.add_column(name, justify="left" if name in ("WHERE A STEP GOES", "NOTE") else "right", no_wrap=True)
+    for rank in ranks:
+        cells: list[str | Text] = list(row(rank))
+        bar = Text()
+        for letter, _, colour in _runs(rank):
+            bar.append(letter, style=colour)
+        cells[4] = bar
+        style = "bold red" if rank.straggler else None
+        table.add_row(*(cells[number] for number in shown), style=style)
+    return table
+
+
+def row(rank: Rank) -> tuple[str, ...]:
+    """The cells of a rank as plain text."""
+    return (
+        str(rank.rank), str(rank.step), _number(rank.images_per_second, "{:.0f}"),
+        _number(rank.step_seconds and rank.step_seconds * 1e3, "{:.1f}"), "".join(letter for letter, _, _ in _runs(rank)),
+        _number(rank.data_wait, "{:.0%}"), _number(rank.compute, "{:.0%}"), _number(rank.sync_wait, "{:.0%}"),
+        _number(rank.loss, "{:.4f}"), _number(rank.memory_bytes and rank.memory_bytes / 2**20, "{:.0f} MiB"), note(rank),
+    )  # fmt: skip
+
+
+def note(rank: Rank) -> str:
+    if rank.straggler:
+        return f"◀ STRAGGLER ({rank.straggler})"
+    if rank.exit_code is not None:
+        return {0: "done", 2: "wrong usage", 75: "preempted"}.get(rank.exit_code, f"failed ({rank.exit_code})")
+    if rank.seconds_since_step is not None and rank.seconds_since_step > STUCK_SECONDS:
+        return f"no step for {rank.seconds_since_step:.0f} s"
+    return "from its textfile" if rank.source == "textfile" else ""
+
+
+def _runs(rank: Rank) -> list[tuple[str, int, str]]:
+    """The bar: (letters, their number, colour) of each phase, `BAR` letters in all."""
+    shares = [(getattr(rank, name) or 0.0, letter, colour) for name, letter, colour in _LETTERS]
+    found, done, at = [], 0, 0.0
+    for share, letter, colour in shares:
+        at += share
+        upto = min(BAR, round(at * BAR)) if math.isfinite(at * BAR) else done
+        found.append((letter * (upto - done), upto - done, colour))
+        done = max(done, upto)
+    return found
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None or not math.isfinite(value) else form.format(value)

@@ -1,0 +1,38 @@
+"""The command that a node runs, the same on every backend: `python -m training launch …`."""
+
+from __future__ import annotations
+
+from jobs.spec.model import JobSpec
+
+
+def launch(spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain") -> list[str]:
+    """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment."""
+    command = [python, "-m", "training", "launch", "--max-restarts", str(spec.max_restarts)]
+    command += ["--grace", str(spec.grace_seconds)]
+    if exit_codes != "plain":
+        # There the cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
+        command += ["--exit-codes", exit_codes, "--restarts-dir", f"{run_dir}/restarts"]
+    return command + rank(spec, run_dir)
+
+
+def rank(spec: JobSpec, run_dir: str) -> list[str]:
+    """The part after `launch`'s own flags."""
+    if spec.command is not None:
+        return ["--", *spec.command]
+    assert spec.recipe is not None
+    given = set(spec.overrides)
+    settings = spec.assignments()
+    if not given & {"preempt.grace_seconds", "grace_seconds"}:
+        settings.append(f"preempt.grace_seconds={spec.grace_seconds}")
+    if spec.shards is not None and not given & {"data.shards", "shards"}:
+        settings.append(f"data.shards={spec.shard_folder}")
+    fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
+    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
+
+
+def shard(spec: JobSpec, python: str = "python") -> list[str]:
+    """The command of `lockstep prepare`: writes the recipe's shards once. `spec.shards` is set."""
+    assert spec.recipe is not None and spec.shards is not None
+    command = [python, "-m", "training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
+    own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
+    return [*command, "--set", "data.root=/tmp/data", *own]

@@ -1,0 +1,1 @@
+"""Jobs as containers of this machine, through Docker Compose."""

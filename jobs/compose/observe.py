@@ -1,0 +1,118 @@
+"""What the containers of a job mean: pure functions of `docker inspect` and status.json."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+from typing import Any
+
+from jobs.backend import Part, State, Status
+from jobs.manifest import Manifest, get
+from jobs.spec.model import JobSpec
+from training import contract
+
+_RUNNING = ("running", "paused", "restarting")
+
+
+def started(node: Manifest) -> float:
+    """When the container last began, in Unix seconds; 0 where it never did."""
+    text = str(get(node, "State", "StartedAt") or "")[:19]
+    try:
+        moment = datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
+    except ValueError:
+        return 0.0
+    return max(0.0, moment.timestamp())
+
+
+def explain(nodes: list[Manifest], spec: JobSpec | None, said: dict[str, Any] | None, cancelled: bool) -> Status:
+    """The status of a job.
+
+    Args:
+        nodes: what the engine says about its containers, in the order of the nodes.
+        spec: what it was made from.
+        said: the run's own status.json, of this job.
+    """
+    parts = [_part(node, index, spec) for index, node in enumerate(nodes)]
+    states = [str(get(node, "State", "Status")) for node in nodes]
+    if any(state in _RUNNING for state in states):
+        lost = [part for part in parts if part.state == "failed"]
+        step = said.get("step") if said is not None and said.get("code") is None else None
+        if lost and not cancelled:
+            return Status(
+                "restarting", f"{lost[0].reason}; the others wait for it: submit the job again to bring it back", parts
+            )
+        paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
+        if paused:
+            return Status("running", f"{paused} is paused", parts)
+        return Status("running", f"step {step}" if step is not None else "starting", parts)
+    if any(state == "created" for state in states):
+        error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")
+        if error:
+            return Status("failed", f"a node did not start: {' '.join(error.split())[:300]}", parts, 1)
+        return Status("pending", "the containers are being started", parts)
+    return _ended(nodes, parts, said, cancelled)
+
+
+def _ended(nodes: list[Manifest], parts: list[Part], said: dict[str, Any] | None, cancelled: bool) -> Status:
+    codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
+    reason = str(said.get("reason", "")) if said else ""
+    code = _worst(codes)
+    if said is not None and isinstance(said.get("code"), int):
+        code = said["code"]
+
+    def answer(state: State, text: str) -> Status:
+        return Status(state, text, parts, code)
+
+    if code == contract.EXIT_DONE:
+        return answer("succeeded", reason or "complete")
+    if contract.EXIT_TIMED_OUT in codes:
+        return answer("timed_out", "the time limit is over")
+    if cancelled:
+        return answer("cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled")
+    if code == contract.EXIT_PREEMPTED:
+        return answer("preempted", reason or "saved; submit it again with --replace to go on")
+    starved = next((part for part, node in zip(parts, nodes) if get(node, "State", "OOMKilled")), None)
+    if starved is not None:
+        return answer("failed", starved.reason)
+    first = next((part.reason for part, own in zip(parts, codes) if own > 128), "") or next(
+        (part.reason for part in parts if part.reason), ""
+    )
+    return answer("failed", reason or first or f"exit code {code}")
+
+
+def _worst(codes: list[int]) -> int:
+    """Wrong usage beats a failure beats preempted: as the launcher ranks its own."""
+    if contract.EXIT_USAGE in codes:
+        return contract.EXIT_USAGE
+    bad = [code for code in codes if code not in (contract.EXIT_DONE, contract.EXIT_PREEMPTED)]
+    return bad[0] if bad else max(codes, default=0)
+
+
+def _part(node: Manifest, index: int, spec: JobSpec | None) -> Part:
+    name = str(get(node, "Config", "Hostname"))
+    width = spec.ranks if spec else 1
+    ranks = [] if spec is not None and spec.elastic else list(range(index * width, (index + 1) * width))
+    status, code = str(get(node, "State", "Status")), int(get(node, "State", "ExitCode") or 0)
+    if status in _RUNNING:
+        health = get(node, "State", "Health", "Status")
+        return Part(name, ranks, "running", "unhealthy: see docker inspect" if health == "unhealthy" else "")
+    if status == "created":
+        return Part(name, ranks, "pending")
+    if get(node, "State", "OOMKilled") and code != 0:
+        limit = int(get(node, "HostConfig", "Memory") or 0) >> 20
+        text = f"{name} was killed for memory (OOMKilled, limit {limit} MiB): raise memory, or lower the batch size"
+        return Part(name, ranks, "failed", text)
+    if code == contract.EXIT_DONE:
+        return Part(name, ranks, "succeeded")
+    if code == contract.EXIT_PREEMPTED:
+        return Part(name, ranks, "preempted", f"{name} has saved and left")
+    if code > 128:
+        return Part(name, ranks, "failed", f"{name} was killed by {_signal(code - 128)}")
+    return Part(name, ranks, "failed", f"{name} ended with exit code {code}: see `lockstep logs compose`")
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

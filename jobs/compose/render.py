@@ -1,0 +1,172 @@
+"""A job as a Compose file: one service a node, on a network of its own, with the doors that Kubernetes closes closed too.
+
+Nothing restarts a node by itself: Docker would also retry wrong usage. The launcher restarts its ranks, and counts.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jobs import command as commands
+from jobs.kubernetes.pod import GRACE_MARGIN, holds
+from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, merge
+from jobs.spec.model import JobSpec
+from jobs.spec.types import size_in_bytes
+from training.contract import ENV_METRICS_PORT, MASTER_PORT, METRICS_PORT, UserError
+
+NODE = "lockstep/node"
+"""Label of a node's container; its value is the node's number."""
+ALIAS = "node"
+"""Every node answers to this name on the job's network: Prometheus finds all of them by one DNS question."""
+RUN = "run_directory"
+"""Key of the volume that `run_volume` names; no claim can have it, because of the `_`."""
+IMAGE_FOLDERS = ("/runs", "/data")
+"""Folders of our image that its user may write: a new volume takes over the owner of the folder it is mounted on."""
+
+
+def project(name: str) -> str:
+    """Compose's name for the job of that name."""
+    return f"lockstep-{name}"
+
+
+def node_name(spec: JobSpec, index: int) -> str:
+    """Of one width, because the rendezvous sorts the nodes by their names as text, and so the ranks."""
+    return f"node-{index:0{len(str(spec.nodes - 1))}d}"
+
+
+def render(spec: JobSpec) -> Manifest:
+    """The Compose file, with `compose.patch` in it."""
+    volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
+    if not on_volume(spec, spec.run_directory):
+        volumes[RUN] = {"name": run_volume(spec), "external": True}
+    file = {
+        "name": project(spec.name),
+        "services": {node_name(spec, index): _node(spec, index) for index in range(spec.nodes)},
+        "networks": {"default": {"labels": {JOB: spec.name, **MANAGED}}},
+        "volumes": volumes,
+    }
+    return merge(file, spec.compose.patch)
+
+
+def render_prepare(spec: JobSpec) -> Manifest:
+    """The Compose file of one container that writes the recipe's shards. Raises `UserError`."""
+    if spec.recipe is None or spec.shards is None:
+        raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /data/shards")
+    if not on_volume(spec, spec.shards):
+        raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
+    writable = spec.model_copy(
+        update={
+            "nodes": 1, "gpus": 0, "ranks_per_node": 1, "elastic": None,
+            "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
+        }
+    )  # fmt: skip
+    words = [_literal(word) for word in commands.shard(spec)]
+    service = {**_node(writable, 0), "entrypoint": words[:4], "command": words[4:], "healthcheck": {"disable": True}}
+    service["labels"] = {"lockstep/role": "prepare", **MANAGED}  # not one of the job's nodes
+    volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
+    if not on_volume(spec, spec.run_directory):
+        service["volumes"] = [item for item in service["volumes"] if item["source"] != RUN]
+    name = f"{project(spec.name)}-prepare"
+    return {"name": name, "services": {"prepare": service}, "volumes": volumes}
+
+
+def run_volume(spec: JobSpec) -> str:
+    """The volume that keeps a run whose directory lies on no volume of the job's."""
+    return f"{project(spec.name)}-runs"
+
+
+def on_volume(spec: JobSpec, path: str) -> bool:
+    return any(holds(volume.path, path) for volume in spec.volumes)
+
+
+def _node(spec: JobSpec, index: int) -> Manifest:
+    words = [_literal(word) for word in commands.launch(spec, spec.run_directory)]
+    low, high = (spec.elastic.min_nodes, spec.elastic.max_nodes) if spec.elastic else (spec.nodes, spec.nodes)
+    own = ["--ranks", str(spec.ranks), "--nodes", str(low) if low == high else f"{low}:{high}"]
+    own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if high > 1 else []
+    own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]
+    text = json.dumps(spec.plain(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    service = {
+        "image": spec.image,
+        "hostname": node_name(spec, index),
+        "entrypoint": words[:4],
+        "command": [*own, *words[4:]],
+        "environment": environment(spec),
+        "labels": {JOB: spec.name, HASH: spec.hash(), NODE: str(index), SPEC: _literal(text), **MANAGED},
+        "networks": {"default": {"aliases": [ALIAS]}},
+        "volumes": _mounts(spec),
+        "working_dir": "/tmp",  # noqa: S108 - the container's own, and the only place that is always writable
+        "tmpfs": ["/tmp:mode=1777,exec"],  # noqa: S108 - compile=true loads what it has written there
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "restart": "no",
+        "stop_grace_period": f"{spec.grace_seconds + GRACE_MARGIN}s",
+        "cpus": spec.cpus,
+        "mem_limit": size_in_bytes(spec.memory),
+        "memswap_limit": size_in_bytes(spec.memory),  # equal: what does not fit is killed and says so
+        "shm_size": size_in_bytes(spec.shm),
+        "pids_limit": 4096,
+        "ulimits": {"memlock": -1} if spec.gpus else None,  # NCCL pins memory
+        "deploy": _devices(spec, index),
+        "logging": {"driver": "json-file", "options": {"max-size": "100m", "max-file": "3"}},
+        "healthcheck": None if _serves_health(spec) else {"disable": True},
+    }
+    return {key: value for key, value in service.items() if value is not None}
+
+
+def environment(spec: JobSpec) -> dict[str, Any]:
+    """The variables of the job. A secret's value is None: Compose takes it from its own environment."""
+    values: dict[str, str | None] = {
+        "HOME": "/tmp",  # noqa: S108 - the root is read-only
+        "PYTHONUNBUFFERED": "1",
+    }
+    config = spec.config()
+    own_port = config.metrics.port if config is not None else None
+    if spec.metrics_port != METRICS_PORT:
+        values[ENV_METRICS_PORT] = str(spec.metrics_port)
+    if spec.gpus:
+        values["NCCL_DEBUG"] = "WARN"
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    values |= spec.env
+    if own_port is not None:
+        values[ENV_METRICS_PORT] = str(
+            own_port
+        )  # the recipe's wins in the ranks: the image's health check must ask there
+    values = {name: None if value is None else _literal(value) for name, value in values.items()}
+    return dict(sorted({**values, **dict.fromkeys(spec.secrets)}.items()))
+
+
+def _serves_health(spec: JobSpec) -> bool:
+    """Whether the image's health check finds every rank's /healthz: a program of one's own may serve none."""
+    config = spec.config()
+    if config is None or not config.metrics.enabled or environment(spec).get(ENV_METRICS_PORT) == "0":
+        return False
+    return config.metrics.address in (None, "any", "0.0.0.0", "::", "127.0.0.1", "localhost")  # noqa: S104 - compared only
+
+
+def _mounts(spec: JobSpec) -> list[Manifest]:
+    mounts: list[Manifest] = []
+    if not on_volume(spec, spec.run_directory):
+        # The parent, where it is a folder of our image: its owner becomes the new volume's.
+        parent = next((path for path in IMAGE_FOLDERS if holds(path, spec.run_directory)), spec.run_directory)
+        mounts.append({"type": "volume", "source": RUN, "target": parent})
+    for volume in spec.volumes:
+        mount: Manifest = {"type": "volume", "source": volume.claim, "target": volume.path}
+        mounts.append({**mount, "read_only": True} if volume.read_only else mount)
+    return mounts
+
+
+def _devices(spec: JobSpec, index: int) -> Manifest | None:
+    """GPUs of this machine, node by node: two nodes of a job must not share one."""
+    if not spec.gpus:
+        return None
+    ids = [str(index * spec.gpus + number) for number in range(spec.gpus)]
+    devices = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]
+    return {"resources": {"reservations": {"devices": devices}}}
+
+
+def _literal(text: str) -> str:
+    """Compose expands `$NAME` and `${NAME}` everywhere; `$$` is a dollar sign."""
+    return text.replace("$", "$$")

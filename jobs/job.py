@@ -1,0 +1,64 @@
+"""A submitted job as an object: what `lockstep submit`, `status`, `logs`, `wait` and `cancel` do, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.backend import Backend, Mode, Seen, Status, Submitted, differences, unseen
+from jobs.registry import open_backend
+from jobs.spec import file as specfile
+from jobs.spec.model import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of a backend."""
+
+    name: str
+    backend: Backend
+
+    def status(self) -> Status:
+        return self.backend.status(self.name)
+
+    def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
+        return self.backend.logs(self.name, rank, follow)
+
+    def wait(self, timeout: float = 86400, seen: Seen = unseen) -> Status:
+        """The final status, or the one after `timeout` seconds. `seen` is called with every status on the way."""
+        return self.backend.wait(self.name, timeout, seen)
+
+    def cancel(self) -> Status:
+        return self.backend.cancel(self.name)
+
+    def summary(self) -> dict[str, Any]:
+        """`summary.json` of the finished run. Raises `UserError` where there is none yet."""
+        return self.backend.summary(self.name)
+
+
+def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach") -> Job:
+    """Submits, or attaches to the same job. Raises `UserError`: lint errors, a name in use, a cluster out of reach."""
+    return start(spec, backend, mode)[0]
+
+
+def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submitted]:
+    """`submit`, with what became of it."""
+    specfile.check_training(spec, spec.name)
+    opened = _open(spec, backend)
+    done = opened.submit(spec, mode)
+    return Job(done.name, opened), done
+
+
+def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
+    """`name: submitted → file` for every setting that differs; where none does, what was changed in the live object."""
+    opened = _open(spec, backend)
+    return differences(opened.live(spec.name), spec.plain()) or opened.drift(spec)
+
+
+def _open(spec: JobSpec, backend: str | Backend) -> Backend:
+    if not isinstance(backend, str):
+        return backend
+    if backend in ("k8s", "kubernetes"):
+        return open_backend(backend, spec.k8s.namespace, spec.k8s.context)
+    return open_backend(backend)

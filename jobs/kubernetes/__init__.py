@@ -1,0 +1,1 @@
+"""Jobs on Kubernetes: PyTorchJob or TrainJob."""

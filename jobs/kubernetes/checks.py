@@ -1,0 +1,270 @@
+"""Pre-flight checks: what would keep a job from running is found before it waits in a queue.
+
+Every check says ok, missing, warning, or "cannot tell" where the rights to look are not there. No Secret's content is
+ever asked for: only its metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from jobs.kubernetes.api import ApiError
+from jobs.kubernetes.backend import KINDS, KubernetesBackend
+from jobs.manifest import get, mappings
+from jobs.spec.model import JobSpec
+from training.contract import UserError
+
+Result = Literal["ok", "missing", "warning", "cannot tell"]
+RIGHTS = (
+    ("create", "kubeflow.org", "pytorchjobs", ""), ("get", "kubeflow.org", "pytorchjobs", ""),
+    ("list", "kubeflow.org", "pytorchjobs", ""), ("watch", "kubeflow.org", "pytorchjobs", ""),
+    ("delete", "kubeflow.org", "pytorchjobs", ""), ("list", "", "pods", ""), ("get", "", "pods", "log"),
+    ("list", "", "events", ""), ("create", "networking.k8s.io", "networkpolicies", ""),
+    ("patch", "networking.k8s.io", "networkpolicies", ""),
+)  # fmt: skip
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    result: Result
+    detail: str
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(
+    backend: str, file: Path | None, namespace: str | None, context: str | None, profile: str | None = None
+) -> list[Check]:
+    """All checks for a cluster, and for a job where `file` or `profile` is given. Raises `UserError`."""
+    spec = JobSpec.load(file) if file is not None else None
+    if profile is not None:
+        from jobs.cli import options
+
+        spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
+    if backend == "slurm":
+        from jobs.slurm import checks as slurm_doctor
+
+        return slurm_doctor.check(spec)
+    if backend == "compose":
+        from jobs.compose import checks as compose_doctor
+
+        return compose_doctor.check(spec)
+    if backend not in ("k8s", "kubernetes"):
+        from jobs.cli import options
+
+        raise options.no_cluster("doctor", backend)
+    wanted = namespace or (spec.k8s.namespace if spec else None)
+    rules = _rules(spec, backend)
+    try:
+        connected = KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None))
+    except UserError as error:
+        return [Check("cluster", "missing", str(error)), *rules]
+    return [*check(connected, spec), *rules]
+
+
+def _rules(spec: JobSpec | None, backend: str) -> list[Check]:
+    """What `submit` would refuse or warn of, which no cluster is needed for."""
+    if spec is None:
+        return []
+    from jobs.checks import lint
+    from jobs.cli import options
+
+    found = lint.lint(spec, options.manifests(spec, backend, "doctor"))
+    checks = [Check(item.id, "missing" if item.level == "error" else "warning", item.message) for item in found]
+    return checks or [Check("rules", "ok", "lint finds nothing in the job")]
+
+
+def check(backend: KubernetesBackend, spec: JobSpec | None) -> list[Check]:
+    """The checks in order; the first failure to reach the cluster ends them."""
+    try:
+        version = backend.api.get("/version").get("gitVersion", "?")
+    except (UserError, ApiError) as error:
+        return [Check("cluster", "missing", str(error))]
+    found = [Check("cluster", "ok", f"{backend.api.host}, Kubernetes {version}")]
+    looks: list[Callable[[], Iterator[Check]]] = [
+        partial(one, backend, spec) for one in (_who, _rights, _custom_resource, _operator, _pod_monitor)
+    ]
+    if spec is not None:
+        looks += [partial(one, backend, spec) for one in (_queue, _nodes, _volumes, _pull_secrets)]
+    for look in looks:
+        found += _guarded(look)
+    return found
+
+
+def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
+    name = look.func.__name__.strip("_").replace("_", " ") if isinstance(look, partial) else "check"
+    found: list[Check] = []
+    try:
+        found.extend(look())
+    except ApiError as error:
+        if error.status == 403:
+            found.append(Check(name, "cannot tell", " ".join(str(error).split())[:200]))
+        else:
+            found.append(Check(name, "cannot tell", f"the server answers {error.status}: {str(error)[:200]}"))
+    except UserError as error:
+        found.append(Check(name, "cannot tell", str(error)))
+    return found
+
+
+def _who(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    answer = backend.api.create("/apis/authentication.k8s.io/v1/selfsubjectreviews", body)
+    yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {backend.namespace}")
+
+
+def _rights(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+    denied = []
+    for verb, group, resource, sub in RIGHTS:
+        wanted = {
+            "namespace": backend.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": resource,
+            "subresource": sub,
+        }
+        body = {
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": wanted},
+        }  # fmt: skip
+        answer = backend.api.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+        if not get(answer, "status", "allowed"):
+            denied.append(f"{verb} {resource}{f'/{sub}' if sub else ''}")
+    if denied:
+        yield Check("rights", "missing", f"may not {', '.join(denied)}: bind the Role of deploy/k8s/base/rbac.yaml")
+    else:
+        yield Check("rights", "ok", f"all {len(RIGHTS)} that lockstep needs")
+
+
+def _custom_resource(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:
+    kind = spec.k8s.kind if spec else "PyTorchJob"
+    try:
+        backend.api.get(backend.path(kind), limit=1)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        yield Check("custom resource", "missing", f"{kind} is not installed ({KINDS[kind][0]})")
+        return
+    yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
+
+
+def _operator(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+    for item in backend.api.pages("/apis/apps/v1/deployments"):
+        for container in mappings(get(item, "spec", "template", "spec", "containers")):
+            if "training-operator" not in str(container.get("image")):
+                continue
+            words = [str(word) for key in ("command", "args") for word in container.get(key) or []]
+            gang = next((word.partition("=")[2] for word in words if word.startswith("--gang-scheduler-name")), "")
+            init = next(
+                (word.partition("=")[2] for word in words if word.startswith("--pytorch-init-container-image")), ""
+            )
+            ready = int(get(item, "status", "readyReplicas") or 0)
+            state: Result = "ok" if ready else "missing"
+            yield Check("operator", state, f"{container['image']}, {ready} ready")
+            if gang:
+                yield Check("gang scheduling", "ok", gang)
+            else:
+                yield Check(
+                    "gang scheduling",
+                    "warning",
+                    "off (no --gang-scheduler-name): set k8s.queue, or pods may start one by one",
+                )
+            public = "its default, from a public registry: air-gapped clusters need --pytorch-init-container-image, or k8s.master: false"
+            yield Check("init container", "ok" if init else "warning", init or public)
+            return
+    yield Check("operator", "cannot tell", "no deployment of an image named training-operator")
+
+
+def _pod_monitor(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+    try:
+        backend.api.get(f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors", limit=1)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        yield Check(
+            "pod monitor",
+            "warning",
+            "the Prometheus operator is not installed: metrics are served, nobody scrapes them",
+        )
+        return
+    yield Check("pod monitor", "ok", "installed")
+
+
+def _queue(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+    if spec.k8s.queue is None:
+        return
+    path = "/apis/kueue.x-k8s.io/v1beta1"
+    try:
+        local = backend.api.get(f"{path}/namespaces/{backend.namespace}/localqueues/{spec.k8s.queue}")
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        yield Check("queue", "missing", f"no LocalQueue {spec.k8s.queue} in {backend.namespace}")
+        return
+    name = get(local, "spec", "clusterQueue")
+    yield Check("queue", "ok", f"{spec.k8s.queue} → {name}")
+    cluster = backend.api.get(f"{path}/clusterqueues/{name}")
+    wanted = spec.gpus * spec.nodes
+    quotas = [
+        int(str(item.get("nominalQuota", "0")))
+        for group in mappings(get(cluster, "spec", "resourceGroups")) for flavor in mappings(group.get("flavors"))
+        for item in mappings(flavor.get("resources"))
+        if item.get("name") == spec.k8s.gpu_resource and str(item.get("nominalQuota", "")).isdigit()
+    ]  # fmt: skip
+    if wanted:
+        fits = sum(quotas) >= wanted
+        detail = f"{sum(quotas)} {spec.k8s.gpu_resource} in {name}, the job takes {wanted}"
+        yield Check("quota", "ok" if fits else "missing", detail)
+
+
+def _nodes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+    if not spec.gpus:
+        return
+    amounts = []
+    for node in backend.api.pages("/api/v1/nodes"):
+        amount = str(get(node, "status", "allocatable", spec.k8s.gpu_resource) or "0")
+        if amount.isdigit() and not get(node, "spec", "unschedulable"):
+            amounts.append(int(amount))
+    fit = sum(amount >= spec.gpus for amount in amounts)
+    needed = spec.nodes if spec.k8s.spread == "required" else 1
+    detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {spec.k8s.gpu_resource}, the job needs {needed}"
+    yield Check("nodes", "ok" if fit >= needed else "missing", detail)
+
+
+def _volumes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+    for volume in spec.volumes:
+        path = f"/api/v1/namespaces/{backend.namespace}/persistentvolumeclaims/{volume.claim}"
+        try:
+            claim = backend.api.get(path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            yield Check("volume", "missing", f"no claim {volume.claim} in {backend.namespace}")
+            continue
+        modes = get(claim, "spec", "accessModes") or []
+        shared = bool({"ReadWriteMany", "ReadOnlyMany"} & set(modes)) if volume.read_only else "ReadWriteMany" in modes
+        alone = spec.nodes == 1 and not spec.elastic
+        detail = f"{volume.claim}: {', '.join(modes)}, {get(claim, 'status', 'phase')}"
+        if shared or alone:
+            yield Check("volume", "ok", detail)
+        else:
+            yield Check("volume", "missing", f"{detail}: {spec.nodes} nodes need ReadWriteMany")
+
+
+def _pull_secrets(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+    for name in spec.k8s.image_pull_secrets:
+        try:
+            backend.api.get(f"/api/v1/namespaces/{backend.namespace}/secrets/{name}", accept=METADATA)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            yield Check("pull secret", "missing", f"no Secret {name} in {backend.namespace}")
+        else:
+            yield Check("pull secret", "ok", name)

@@ -1,0 +1,121 @@
+"""Logs of a rank, wherever its pod is: through Pending, across restarts, without a line twice."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs.kubernetes.api import Api, ApiError
+from jobs.kubernetes.observe import host
+from jobs.manifest import get
+from training.contract import UserError
+
+PREFIX = re.compile(r"\[rank (\d+)\] ")
+MOST_PODS = 100
+SILENCE = 300.0
+"""Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
+
+
+@dataclass
+class Reader:
+    """Follows the pods of one job.
+
+    Args:
+        pods: lists the job's pods.
+        over: whether the job has ended, or is lost.
+        interval: seconds between two looks at a pod that has not started.
+    """
+
+    api: Api
+    namespace: str
+    pods: Callable[[], list[dict[str, Any]]]
+    over: Callable[[], bool]
+    interval: float
+    container: str
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def lines(self, hosts: list[str], rank: int | None, follow: bool) -> Iterator[str]:
+        """The lines of `hosts`, of one rank or of all."""
+        if len(hosts) > MOST_PODS and follow:
+            raise UserError(f"the job has {len(hosts)} pods, at most {MOST_PODS} are followed at once: choose --rank")
+        if not follow:
+            for pod in sorted(self.pods(), key=host):
+                if host(pod) in hosts:
+                    yield from _pick((line for _, line in self._once(pod, False, "")), host(pod), rank)
+            return
+        yield from self._follow_all(hosts, rank)
+
+    def _follow_all(self, hosts: list[str], rank: int | None) -> Iterator[str]:
+        merged: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=10_000)
+
+        def work(name: str) -> None:
+            try:
+                for line in _pick(self._follow(name), name, rank):
+                    merged.put(("line", line))
+                merged.put(("end", None))
+            except Exception as error:  # noqa: BLE001 - carried to the thread that reads
+                merged.put(("end", error))
+
+        for name in hosts:
+            threading.Thread(target=work, args=(name,), daemon=True).start()
+        try:
+            left = len(hosts)
+            while left:
+                kind, value = merged.get()
+                if kind == "line":
+                    yield value
+                elif value is not None:
+                    raise value
+                else:
+                    left -= 1
+        finally:
+            self._stop.set()
+
+    def _follow(self, name: str) -> Iterator[str]:
+        uid, last = "", ""
+        while not self._stop.is_set():
+            over = self.over()  # asked before the pods, so that the last lines are read after the end
+            pod = next((pod for pod in self.pods() if host(pod) == name), None)
+            if pod is not None and get(pod, "status", "phase") not in ("Pending", None):
+                if get(pod, "metadata", "uid") != uid:
+                    uid, last = str(get(pod, "metadata", "uid")), ""
+                for stamp, line in self._once(pod, not over, last):
+                    last = stamp or last
+                    yield line
+            if over:
+                return
+            self._stop.wait(self.interval)
+
+    def _once(self, pod: dict[str, Any], follow: bool, after: str) -> Iterator[tuple[str, str]]:
+        """(time stamp, line) of a container, those later than `after`."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
+        query = {"container": self.container, "timestamps": "true", "follow": "true" if follow else None}
+        since = after.partition(".")[0] + "Z" if after else None
+        try:
+            for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, **query):
+                stamp, _, line = text.partition(" ")
+                stamp = _nanoseconds(stamp)
+                if not after or stamp > after:
+                    yield stamp, line
+        except ApiError as error:
+            if error.status not in (400, 404):  # not started yet, or gone already
+                raise UserError(f"cannot read the log of {get(pod, 'metadata', 'name')}: {error}") from None
+
+
+def _nanoseconds(stamp: str) -> str:
+    """RFC 3339 with nine decimals, so that texts sort as times do."""
+    seconds, _, fraction = stamp.removesuffix("Z").partition(".")
+    return f"{seconds}.{fraction:0<9}"
+
+
+def _pick(lines: Iterator[str], name: str, rank: int | None) -> Iterator[str]:
+    for line in lines:
+        match = PREFIX.match(line)
+        if rank is None:
+            yield line if match else f"[{name}] {line}"
+        elif match and int(match[1]) == rank:
+            yield line[match.end() :]

@@ -1,0 +1,175 @@
+"""The pod of a node: container, resources, volumes, security. PyTorchJob and TrainJob both put it into their frame."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jobs import command as commands
+from jobs.manifest import JOB, MANAGED, Manifest, without_none
+from jobs.spec.model import JobSpec
+from jobs.spec.types import size_in_bytes
+from training.contract import ENV_METRICS_PORT, METRICS_PORT
+
+CONTAINER = "pytorch"
+"""The operator looks for a container of this name."""
+RENDEZVOUS_PORT = 23456
+GRACE_MARGIN = 30
+"""Seconds between the end of the ranks' grace and the kubelet's SIGKILL: time to fsync and to unwind."""
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+def labels(spec: JobSpec) -> dict[str, str]:
+    return {JOB: spec.name, **MANAGED}
+
+
+def pod_annotations(spec: JobSpec) -> dict[str, str]:
+    found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
+    if spec.k8s.topology:
+        found[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
+    return found
+
+
+def pod_spec(spec: JobSpec) -> Manifest:
+    k8s = spec.k8s
+    return without_none(
+        {
+            "serviceAccountName": k8s.service_account,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
+            "priorityClassName": k8s.priority_class,
+            "nodeSelector": dict(sorted(k8s.node_selector.items())) or None,
+            "tolerations": [item.model_dump(exclude_none=True) for item in k8s.tolerations] or None,
+            "affinity": _affinity(spec),
+            "imagePullSecrets": [{"name": name} for name in k8s.image_pull_secrets] or None,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": k8s.run_as_user,
+                "runAsGroup": k8s.fs_group,
+                "fsGroup": k8s.fs_group,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container(spec)],
+            "volumes": _volumes(spec),
+        }
+    )
+
+
+def container(spec: JobSpec) -> Manifest:
+    ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
+    ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
+    capabilities: Manifest = {"drop": ["ALL"]}
+    if spec.k8s.rdma:
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins memory
+    return {
+        "name": CONTAINER,
+        "image": spec.image,
+        "imagePullPolicy": spec.k8s.image_pull_policy,
+        "command": [_literal(word) for word in commands.launch(spec, spec.run_directory, exit_codes="kubernetes")],
+        "env": environment(spec),
+        "ports": ports,
+        "resources": resources(spec),
+        "volumeMounts": _mounts(spec),
+        "workingDir": "/tmp",  # noqa: S108 - the pod's own, and the only place that is always writable
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": capabilities,
+        },
+    }
+
+
+def environment(spec: JobSpec) -> list[Manifest]:
+    """The variables of the job. The operator appends its own after them, so that its values win."""
+    values = {
+        "HOME": "/tmp",  # noqa: S108 - the root is read-only
+        "PYTHONUNBUFFERED": "1",
+        ENV_METRICS_PORT: str(spec.metrics_port) if spec.metrics_port != METRICS_PORT else None,
+        "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
+    }
+    if spec.gpus:
+        values["NCCL_DEBUG"] = spec.k8s.nccl_debug
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+        values["NCCL_SOCKET_IFNAME"] = spec.k8s.socket_interface
+        values["NCCL_IB_HCA"] = spec.k8s.ib_hca
+        if any(name.endswith("/efa") for name in spec.k8s.rdma):
+            values["FI_PROVIDER"] = "efa"
+    elif spec.k8s.socket_interface:
+        values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface
+    values |= spec.env
+    items: list[Manifest] = [
+        {"name": name, "value": _literal(value)}
+        for name, value in sorted(values.items())
+        if value is not None and name not in spec.secrets
+    ]
+    return items + [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
+        for name, source in sorted(spec.secrets.items())
+    ]
+
+
+def resources(spec: JobSpec) -> Manifest:
+    """Requests equal limits (Guaranteed): a training rank that is throttled or evicted stops all the others."""
+    amounts: dict[str, Any] = {"cpu": cpu(spec.cpus), "memory": spec.memory}
+    if spec.gpus:
+        amounts[spec.k8s.gpu_resource] = str(spec.gpus)
+    for name, count in sorted(spec.k8s.rdma.items()):
+        amounts[name] = str(count)
+    if spec.k8s.hugepages:
+        amounts["hugepages-2Mi"] = spec.k8s.hugepages
+    return {"requests": amounts, "limits": amounts}
+
+
+def cpu(cores: float) -> str:
+    return str(int(cores)) if cores == int(cores) else f"{max(1, round(cores * 1000))}m"
+
+
+def _affinity(spec: JobSpec) -> Manifest | None:
+    if spec.k8s.spread == "none" or (spec.nodes == 1 and not spec.elastic):
+        return None
+    term = {"labelSelector": {"matchLabels": {JOB: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
+    if spec.k8s.spread == "required":
+        return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    soft = {"weight": 100, "podAffinityTerm": term}
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
+
+
+def holds(mount: str, path: str) -> bool:
+    """Whether `path` lies on what is mounted at `mount`."""
+    return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+def _volumes(spec: JobSpec) -> list[Manifest]:
+    volumes: list[Manifest] = [
+        {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
+        volumes.append({"name": "run", "emptyDir": {}})
+    claims = dict.fromkeys(volume.claim for volume in spec.volumes)
+    volumes += [
+        {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)
+    ]
+    return volumes
+
+
+def _mounts(spec: JobSpec) -> list[Manifest]:
+    mounts: list[Manifest] = [{"name": "dshm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108
+    if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
+        mounts.append({"name": "run", "mountPath": spec.run_directory})
+    claims = list(dict.fromkeys(volume.claim for volume in spec.volumes))
+    for volume in spec.volumes:
+        mount: Manifest = {"name": f"claim-{claims.index(volume.claim)}", "mountPath": volume.path}
+        mounts.append({**mount, "readOnly": True} if volume.read_only else mount)
+    return mounts
+
+
+def _literal(text: str) -> str:
+    """The kubelet expands `$(NAME)` in commands and values; `$$` is a dollar sign."""
+    return text.replace("$", "$$")
+
+
+def shared_memory(spec: JobSpec) -> tuple[int, int]:
+    """(bytes of shm, bytes of memory): the first counts against the second."""
+    return size_in_bytes(spec.shm), size_in_bytes(spec.memory)

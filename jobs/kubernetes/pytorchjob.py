@@ -1,0 +1,120 @@
+"""PyTorchJob (Kubeflow training-operator v1) and the NetworkPolicy that every job gets."""
+
+from __future__ import annotations
+
+import json
+
+from jobs.kubernetes import pod
+from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, merge, without_none
+from jobs.spec.model import JobSpec
+
+API_VERSION = "kubeflow.org/v1"
+
+
+def render(spec: JobSpec) -> list[Manifest]:
+    """[NetworkPolicy, PyTorchJob]: the policy first, so that no pod ever runs without it."""
+    return [network_policy(spec), merge(job(spec), spec.k8s.patch)]
+
+
+def metadata(spec: JobSpec) -> Manifest:
+    labels = {**pod.labels(spec), HASH: spec.hash()}
+    if spec.k8s.queue:
+        labels[pod.KUEUE_QUEUE] = spec.k8s.queue
+    text = json.dumps(spec.plain(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return without_none(
+        {"name": spec.name, "namespace": spec.k8s.namespace, "labels": labels, "annotations": {SPEC: text}}
+    )
+
+
+def job(spec: JobSpec) -> Manifest:
+    """The PyTorchJob without `patch`."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PyTorchJob",
+        "metadata": metadata(spec),
+        "spec": without_none(
+            {
+                "nprocPerNode": str(spec.ranks),  # the CRD wants a text
+                "runPolicy": {
+                    "cleanPodPolicy": "Running",
+                    "ttlSecondsAfterFinished": _ttl(spec),
+                    "activeDeadlineSeconds": spec.deadline_seconds,
+                    # A gang restart costs one of these a pod. With ExitCode the launcher counts, this is the backstop.
+                    "backoffLimit": _pods(spec) * spec.max_restarts + 1,
+                },
+                "elasticPolicy": _elastic(spec),
+                "pytorchReplicaSpecs": _replicas(spec),
+            }
+        ),
+    }
+
+
+def _ttl(spec: JobSpec) -> int:
+    from jobs.spec.types import seconds
+
+    return seconds(spec.k8s.ttl)
+
+
+def has_master(spec: JobSpec) -> bool:
+    """An elastic job has none: PET_NNODES counts the workers only, and any of them may leave."""
+    return spec.elastic is None and spec.k8s.master
+
+
+def _pods(spec: JobSpec) -> int:
+    return spec.elastic.max_nodes if spec.elastic else spec.nodes
+
+
+def _elastic(spec: JobSpec) -> Manifest | None:
+    if has_master(spec):
+        return None
+    low, high = (spec.elastic.min_nodes, spec.elastic.max_nodes) if spec.elastic else (spec.nodes, spec.nodes)
+    return {
+        "rdzvBackend": "c10d", "rdzvId": f"{spec.name}-{spec.hash()}", "rdzvPort": pod.RENDEZVOUS_PORT,
+        "minReplicas": low, "maxReplicas": high,
+    }  # fmt: skip
+
+
+def _replicas(spec: JobSpec) -> Manifest:
+    def replica(count: int) -> Manifest:
+        return {
+            "replicas": count,
+            # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
+            "restartPolicy": "ExitCode",
+            "template": {
+                "metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)},
+                "spec": pod.pod_spec(spec),
+            },
+        }
+
+    if not has_master(spec):
+        return {"Worker": replica(spec.nodes)}
+    replicas = {"Master": replica(1)}
+    if spec.nodes > 1:
+        replicas["Worker"] = replica(spec.nodes - 1)
+    return replicas
+
+
+def network_policy(spec: JobSpec) -> Manifest:
+    """Only the job's own pods reach its ports (c10d unpickles what arrives), and Prometheus the metrics ports."""
+    own = {"matchLabels": {JOB: spec.name}}
+    ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
+    prometheus = {"matchLabels": {"kubernetes.io/metadata.name": spec.k8s.prometheus_namespace}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": without_none(
+            {
+                "name": spec.name,
+                "namespace": spec.k8s.namespace,
+                "labels": {JOB: spec.name, HASH: spec.hash(), **MANAGED},
+            }
+        ),
+        "spec": {
+            "podSelector": own,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": own}]},
+                {"from": [{"namespaceSelector": prometheus}], "ports": ports},
+            ],
+        },
+    }

@@ -1,0 +1,72 @@
+"""Rules about what a pod may do, and where secrets and code come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from jobs.checks.rule import Subject, rule
+from jobs.manifest import get, mappings
+
+SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
+
+
+@rule("LS014")
+def literal_secret(subject: Subject) -> Iterator[str]:
+    """A secret in `env` can be read by everyone who may read the job."""
+    for pod in subject.pods[:1]:
+        for item in mappings(pod.container.get("env")):
+            name = str(item.get("name"))
+            if SECRET.search(name.upper()) and item.get("value") is not None:
+                yield f"env {name} looks like a secret: keep it in a Secret and refer to it in secrets"
+
+
+@rule("LS015")
+def privileges(subject: Subject) -> Iterator[str]:
+    """Pods run as an ordinary user, without escalation, capabilities or a writable root."""
+    for pod in subject.pods:
+        wanted = {
+            "runAsNonRoot: true": get(pod.spec, "securityContext", "runAsNonRoot") is True,
+            "a runAsUser above 0": get(pod.spec, "securityContext", "runAsUser") not in (0, None),
+            "seccompProfile RuntimeDefault": get(pod.spec, "securityContext", "seccompProfile", "type")
+            in ("RuntimeDefault", "Localhost"),
+        }
+        for item in [*mappings(get(pod.spec, "containers")), *mappings(get(pod.spec, "initContainers"))]:
+            context = item.get("securityContext")
+            dropped = get(context, "capabilities", "drop")
+            wanted["allowPrivilegeEscalation: false"] = get(context, "allowPrivilegeEscalation") is False
+            wanted["readOnlyRootFilesystem: true"] = get(context, "readOnlyRootFilesystem") is True
+            wanted["all capabilities dropped"] = isinstance(dropped, list) and "ALL" in dropped
+            wanted["no privileged container"] = not get(context, "privileged")
+            missing = [name for name, present in wanted.items() if not present]
+            if missing:
+                yield f"{pod.replica}: the security context needs {', '.join(missing)}: undo the patch"
+
+
+@rule("LS016", "warning")
+def image_tag(subject: Subject) -> Iterator[str]:
+    """A tag can move while the job restarts; a digest cannot."""
+    image = subject.spec.image or ""
+    if image and "@sha256:" not in image:
+        loose = ":" not in image.rsplit("/", 1)[-1] or image.endswith(":latest")
+        yield f"image {image} {'has no fixed tag' if loose else 'is a tag, which can move'}: best give a digest (name@sha256:…)"
+
+
+@rule("LS031")
+def host_access(subject: Subject) -> Iterator[str]:
+    """A training pod needs nothing of its host."""
+    for pod in subject.pods:
+        for name in ("hostNetwork", "hostPID", "hostIPC"):
+            if get(pod.spec, name):
+                yield f"{pod.replica}: {name} opens the host to the job: remove it"
+        for volume in mappings(get(pod.spec, "volumes")):
+            if "hostPath" in volume:
+                yield f"{pod.replica}: volume {volume.get('name')!r} is a hostPath: use a claim"
+
+
+@rule("LS032", "warning")
+def sidecars(subject: Subject) -> Iterator[str]:
+    """A service mesh's proxy never ends, and so would the pod."""
+    for pod in subject.pods:
+        if get(pod.metadata, "annotations", "sidecar.istio.io/inject") != "false":
+            yield f'{pod.replica}: the annotation sidecar.istio.io/inject: "false" is gone: put it back'

@@ -1,0 +1,64 @@
+"""TrainJob (Kubeflow Trainer v2, v1alpha1) and the NetworkPolicy: the same pod in another frame.
+
+The runtime injects PET_*; the pod's own parts (volumes, security, affinity) travel in a `runtimePatch`.
+"""
+
+from __future__ import annotations
+
+from jobs.kubernetes import pod
+from jobs.kubernetes.pytorchjob import metadata, network_policy
+from jobs.manifest import Manifest, merge, without_none
+from jobs.spec.model import JobSpec
+
+API_VERSION = "trainer.kubeflow.org/v1alpha1"
+CONTAINER = "node"
+"""The runtime's name for the trainer's container."""
+
+
+def render(spec: JobSpec) -> list[Manifest]:
+    """[NetworkPolicy, TrainJob]."""
+    return [network_policy(spec), merge(job(spec), spec.k8s.patch)]
+
+
+def job(spec: JobSpec) -> Manifest:
+    """The TrainJob without `patch`."""
+    container = pod.container(spec)
+    template = pod.pod_spec(spec)
+    own = {
+        "name": CONTAINER,
+        "volumeMounts": container["volumeMounts"],
+        "securityContext": container["securityContext"],
+    }
+    allowed = (
+        "serviceAccountName", "nodeSelector", "affinity", "tolerations", "volumes", "imagePullSecrets",
+        "securityContext", "terminationGracePeriodSeconds",
+    )  # fmt: skip
+    pod_patch = {key: template[key] for key in allowed if key in template} | {"containers": [own]}
+    patch = {"metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)}, "spec": pod_patch}
+    node = {"name": CONTAINER, "template": {"spec": {"template": patch}}}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "TrainJob",
+        "metadata": metadata(spec),
+        "spec": without_none(
+            {
+                "runtimeRef": {
+                    "name": spec.k8s.runtime,
+                    "kind": "ClusterTrainingRuntime",
+                    "apiGroup": "trainer.kubeflow.org",
+                },
+                "activeDeadlineSeconds": spec.deadline_seconds,
+                "trainer": {
+                    "image": spec.image,
+                    "command": container["command"],
+                    "numNodes": spec.nodes,
+                    "numProcPerNode": spec.ranks,
+                    "resourcesPerNode": container["resources"],
+                    "env": container["env"],
+                },
+                "runtimePatches": [
+                    {"manager": "lockstep", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
+                ],
+            }
+        ),
+    }

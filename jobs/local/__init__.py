@@ -1,0 +1,1 @@
+"""Jobs as detached processes of this machine."""

@@ -1,0 +1,203 @@
+"""Pre-flight checks on a SLURM cluster: what would keep a job from running, from being started again, or from being seen."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jobs.kubernetes.checks import Check
+from jobs.private import make
+from jobs.slurm.folder import home
+from jobs.slurm.query import Unreachable, ask, one_line
+from jobs.spec.model import JobSpec
+from training.contract import UserError
+
+NODE_SECONDS = 60
+
+
+def check(spec: JobSpec | None) -> list[Check]:
+    """The checks in order; a controller that does not answer ends them."""
+    try:
+        version = ask("sinfo", "--version").stdout.strip()
+        ask("sbatch", "--version")
+        ping = ask("scontrol", "ping")
+    except UserError as error:
+        return [Check("cluster", "missing", str(error))]
+    if ping.returncode != 0 or " UP" not in ping.stdout:
+        return [Check("cluster", "missing", f"the controller does not answer: {one_line(ping.stdout + ping.stderr)}")]
+    found = [Check("cluster", "ok", f"{version}, {one_line(ping.stdout)}")]
+    looks: list[Callable[[JobSpec | None], Iterator[Check]]] = [
+        _partition,
+        _gpus,
+        _account,
+        _accounting,
+        _preemption,
+        _folder,
+    ]
+    for look in looks:
+        name = look.__name__.strip("_")
+        try:
+            found.extend(look(spec))
+        except (UserError, OSError) as error:
+            found.append(Check(name, "cannot tell", one_line(str(error))))
+    return found
+
+
+def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
+    """sinfo's rows for the job's partition, or for the default one."""
+    wanted = ["-p", spec.slurm.partition] if spec is not None and spec.slurm.partition else []
+    told = ask("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
+    rows = [line.split("|") for line in told.stdout.splitlines()]
+    return rows if wanted else [row for row in rows if row[0].endswith("*")]
+
+
+def _partition(spec: JobSpec | None) -> Iterator[Check]:
+    rows = _rows(spec, "%a|%l|%T|%N")
+    name = spec.slurm.partition if spec is not None else None
+    if not rows:
+        known = sorted({line.strip(" *") for line in ask("sinfo", "-h", "-o", "%P").stdout.splitlines()})
+        wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
+        yield Check("partition", "missing", f"{wanted}; there are {', '.join(known) or 'none'}")
+        return
+    name = rows[0][0].rstrip("*")
+    usable = [
+        row for row in rows if not re.match(r"(down|drain|fail|maint|unknown|future)", row[3]) and "*" not in row[3]
+    ]
+    detail = f"{name}: {len(usable)} of {len(rows)} nodes usable, time limit {rows[0][2]}"
+    if rows[0][1] != "up":
+        yield Check("partition", "missing", f"{name} is {rows[0][1]}")
+    elif spec is not None and len(usable) < spec.nodes:
+        yield Check("partition", "missing", f"{detail}, the job takes {spec.nodes}")
+    elif spec is not None and 0 < (limit := seconds(rows[0][2])) < spec.deadline_seconds:
+        yield Check("partition", "missing", f"{detail}, the job asks for {spec.time_limit} ({limit} s are allowed)")
+    else:
+        yield Check("partition", "ok", detail)
+
+
+def seconds(text: str) -> int:
+    """SLURM's `1-12:30:00`, `12:30:00`, `30:00`; 0 for `infinite`."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
+        return 0
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _gpus(spec: JobSpec | None) -> Iterator[Check]:
+    rows = _rows(spec, "%G|%N")
+    wanted = spec.gpus if spec is not None else 0
+    kind = spec.slurm.gpu_type if spec is not None else None
+    counts = [_gpus_in(row[1], kind) for row in rows]
+    named = f"{kind} GPUs" if kind else "GPUs"
+    if not wanted:
+        yield Check("gpus", "ok", f"{sum(count > 0 for count in counts)} nodes have {named}, the job asks for none")
+        return
+    assert spec is not None
+    fit = sum(count >= wanted for count in counts)
+    kinds = sorted({one for row in rows for one in re.findall(r"gpu:([A-Za-z]\w*):\d", row[1])})
+    listed = f" (there are {', '.join(kinds)})" if kinds else ""
+    detail = f"{fit} of {len(rows)} nodes have {wanted} {named}, the job needs {spec.nodes}{listed}"
+    yield Check("gpus", "ok" if fit >= spec.nodes else "missing", detail)
+
+
+def _gpus_in(gres: str, kind: str | None) -> int:
+    """`gpu:a100:4(S:0-1),shm:1` → 4."""
+    found = re.findall(r"gpu(?::([A-Za-z]\w*))?:(\d+)", gres)
+    return sum(int(count) for name, count in found if kind is None or name == kind)
+
+
+def _account(spec: JobSpec | None) -> Iterator[Check]:
+    told = ask("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
+    if told.returncode != 0:
+        yield Check("account", "cannot tell", "the cluster keeps no accounts (no slurmdbd)")
+        return
+    rows = [line.split("|") for line in told.stdout.splitlines() if "|" in line]
+    accounts, qos = {row[0] for row in rows}, {name for row in rows for name in row[1].split(",") if name}
+    for what, wanted, known in (
+        ("account", spec.slurm.account if spec else None, accounts), ("qos", spec.slurm.qos if spec else None, qos),
+    ):  # fmt: skip
+        listed = ", ".join(sorted(known)) or "none"
+        if wanted is None:
+            yield Check(what, "ok", f"the default; yours: {listed}")
+        else:
+            yield Check(what, "ok" if wanted in known else "missing", f"{wanted}; yours: {listed}")
+
+
+def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+    told = ask("sacct", "-X", "-n", "-S", "now")
+    if told.returncode == 0:
+        yield Check("accounting", "ok", "sacct answers")
+    else:
+        age = _setting("MinJobAge") or "?"
+        detail = f"sacct does not answer: jobs that ended are known for {age}, then from their own files only"
+        yield Check("accounting", "warning", detail)
+
+
+def _preemption(spec: JobSpec | None) -> Iterator[Check]:
+    mode = _setting("PreemptMode")
+    if mode == "OFF" or _setting("PreemptType") in ("preempt/none", "(null)"):
+        yield Check("preemption", "ok", "off: no job is preempted")
+    elif "preempt_send_user_signal" in _setting("SlurmctldParameters"):
+        yield Check("preemption", "ok", f"{mode}, the job is told first (preempt_send_user_signal)")
+    else:
+        detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job hears TERM only"
+        yield Check("preemption", "warning", f"{detail}, and GraceTime must be long enough to save")
+    allowed = re.match(r"\d+", _setting("KillWait"))
+    if allowed and int(allowed[0]) < 10:
+        yield Check("kill wait", "warning", f"KillWait {allowed[0]} s is short: what is not saved by then is killed")
+    if "CANCEL" in mode and (spec is None or spec.max_restarts):
+        yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to go on")
+
+
+def _setting(name: str) -> str:
+    match = re.search(rf"^{name}\s*=\s*(.*)$", ask("scontrol", "show", "config").stdout, re.M)
+    return match[1].strip() if match else ""
+
+
+def _folder(spec: JobSpec | None) -> Iterator[Check]:
+    """Writes a file here and has a node read it, with the interpreter that the job will use."""
+    places = [make(home())]
+    if spec is not None:
+        run = Path(spec.run_directory_here).parent
+        run.mkdir(parents=True, exist_ok=True)
+        places.append(run)
+    word = secrets.token_hex(8)
+    files = [place / f".doctor-{word}" for place in places]
+    for file in files:
+        file.write_text(word, encoding="utf-8")
+    inside = spec is None or spec.slurm.container is None
+    python = (spec.slurm.python if spec is not None else None) or sys.executable
+    program = "import sys, submitit, jobs.slurm.task; print(*(open(name).read() for name in sys.argv[1:]))"
+    wanted = ["-p", spec.slurm.partition] if spec is not None and spec.slurm.partition else []
+    wanted += ["-A", spec.slurm.account] if spec is not None and spec.slurm.account else []
+    wanted += ["--qos", spec.slurm.qos] if spec is not None and spec.slurm.qos else []
+    command = [python, "-c", program] if inside else ["cat"]
+    if spec is not None and inside and (spec.slurm.modules or spec.slurm.setup):
+        before = [f"module load {shlex.quote(name)}" for name in spec.slurm.modules] + list(spec.slurm.setup)
+        command = ["bash", "-lc", "\n".join([*before, f'exec {shlex.join(command)} "$@"']), "doctor"]
+    try:
+        told = ask(
+            "srun", "-N1", "-n1", "-t", "1", f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor", *wanted,
+            *command, *map(str, files), seconds=NODE_SECONDS,
+        )  # fmt: skip
+    except Unreachable:
+        yield Check("node", "cannot tell", f"no node was free within {NODE_SECONDS} s")
+        return
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+    if told.returncode == 0 and told.stdout.split() == [word] * len(files):
+        yield Check("node", "ok", f"sees {', '.join(map(str, places))}{f' and runs {python}' if inside else ''}")
+    elif "Unable to allocate" in told.stderr or "immediate" in told.stderr.lower():
+        yield Check("node", "cannot tell", f"no node was free: {one_line(told.stderr)}")
+    else:
+        last = told.stderr.strip().splitlines() or ["it read something else"]
+        errors = [line for line in last if "Error" in line] or last
+        yield Check(
+            "node", "missing", f"a node cannot use {', '.join(map(str, places))} with {python}: {errors[0][:200]}"
+        )

@@ -1,0 +1,233 @@
+"""The sbatch script of a SLURM job, written by submitit: what `render slurm` prints is what `submit slurm` sends.
+
+script(spec, Path("/shared/lockstep/slurm/smoke/submitit"))
+
+A task is a rank. srun starts `python -m submitit.core._submit FOLDER` for each, which loads a `TrainingTask`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from jobs import command as commands
+from jobs.spec.model import JobSpec
+from jobs.spec.types import size_in_bytes
+from training import settings
+from training.contract import UserError
+
+MARGIN_SECONDS = 30
+"""The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""
+PATH = re.compile(r"/[A-Za-z0-9._/+=@-]*")
+VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
+"""What a value of an #SBATCH line may hold: no quotes, no control characters, nothing a shell or sbatch expands."""
+
+# A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
+# exec and fork inherit) until somebody handles it; with an env that cannot do that, USR2 is ignored so long.
+HOLD = (
+    'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
+)
+OWN = {
+    "signal": "grace_seconds", "requeue": "max_restarts", "open-mode": "(it stays append)", "array": "--sweep",
+    "output": "(lockstep reads the logs)", "error": "(lockstep reads the logs)", "comment": "(it identifies the job)",
+    "job-name": "name", "nodes": "nodes", "ntasks": "ranks_per_node", "ntasks-per-node": "ranks_per_node",
+    "time": "time_limit", "signal-delay-s": "grace_seconds", "use-srun": "(every rank is a task)",
+    "stderr-to-stdout": "(lockstep reads the logs)", "export": "env", "kill-on-invalid-dep": "(it stays yes)",
+    "setup": "slurm.setup", "teardown": "(lockstep needs the exit code)", "srun-args": "(lockstep needs its own)",
+    "additional-parameters": "slurm.patch itself", "cpus-per-task": "cpus", "gpus-per-node": "gpus",
+    "tasks-per-node": "ranks_per_node", "mem": "memory", "timeout-min": "time_limit",
+}  # fmt: skip
+"""What `slurm.patch` may not touch, and what to use instead."""
+
+
+def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[str, Any]:
+    """Arguments of submitit's `AutoExecutor.update_parameters`.
+
+    Args:
+        folder: where submitit keeps this job's script, payload and logs; the nodes must see it.
+        after: id of a job that must have succeeded first.
+
+    Raises:
+        UserError: a path or a value of `slurm.patch` that must not stand in a script.
+    """
+    slurm = spec.slurm
+    cpus = max(1, int(spec.cpus // spec.ranks))
+    more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
+    for name, value in (("reservation", slurm.reservation), ("licenses", slurm.licenses)):
+        if value is not None:
+            more[name] = value
+    if after is not None:
+        more["kill-on-invalid-dep"] = "yes"
+    values: dict[str, Any] = {
+        "name": spec.name,
+        "timeout_min": math.ceil(spec.deadline_seconds / 60),
+        "nodes": spec.nodes,
+        "tasks_per_node": spec.ranks,
+        "cpus_per_task": cpus,
+        "stderr_to_stdout": True,
+        "slurm_mem": f"{max(1, size_in_bytes(spec.memory) >> 20)}M",
+        "slurm_comment": f"lockstep:{spec.hash()}",
+        "slurm_signal_delay_s": spec.grace_seconds + MARGIN_SECONDS,
+        "slurm_wckey": slurm.wckey,
+        "slurm_partition": slurm.partition,
+        "slurm_account": slurm.account,
+        "slurm_qos": slurm.qos,
+        "slurm_constraint": slurm.constraint,
+        "slurm_exclude": slurm.exclude,
+        "slurm_exclusive": True if slurm.exclusive else None,
+        "slurm_dependency": f"afterok:{after}" if after is not None else None,
+        "slurm_array_parallelism": slurm.array_parallelism,
+        "slurm_setup": _setup(spec, folder),
+        "slurm_teardown": _teardown(spec, folder),
+        # Since 22.05 srun does not take it over from sbatch; without it all of a node's ranks share one core.
+        "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *_container_flags(spec, folder)],
+    }
+    if spec.gpus and slurm.gpu_type:
+        values["slurm_gres"] = f"gpu:{slurm.gpu_type}:{spec.gpus}"
+    elif spec.gpus:
+        values["gpus_per_node"] = spec.gpus
+    values |= _patch(slurm.patch, more)
+    values["slurm_additional_parameters"] = more
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def python(spec: JobSpec, folder: Path) -> str:
+    """The shell words before `-u -m submitit.core._submit` on a node."""
+    slurm = spec.slurm
+    interpreter = slurm.python or (sys.executable if slurm.container is None else "python")
+    held = shlex.join(["sh", "-c", HOLD, "held", interpreter])
+    if slurm.container != "apptainer":
+        return held
+    binds = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
+    gpus = ["--nv"] if spec.gpus else []
+    return f"{shlex.join(['apptainer', 'exec', *gpus, '--bind', binds, str(slurm.image or spec.image)])} {held}"
+
+
+def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:
+    """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class Writer(SlurmExecutor):
+        @classmethod
+        def affinity(cls) -> int:
+            return 2  # to write a script no srun is needed
+
+    writer = Writer(folder, python=python(spec, folder))
+    values = parameters(spec, folder, after)
+    generic = {name: value for name, value in values.items() if not name.startswith("slurm_")}
+    own = {name.removeprefix("slurm_"): value for name, value in values.items() if name.startswith("slurm_")}
+    stderr = {"stderr_to_stdout": generic.pop("stderr_to_stdout")}
+    try:
+        writer.update_parameters(**writer._convert_parameters(generic), **stderr, **own)
+    except (TypeError, ValueError, NameError) as error:
+        raise UserError(f"slurm.patch: {str(error).splitlines()[0]}") from None
+    if elements > 1:
+        writer.parameters["map_count"] = elements
+    return writer._make_submission_file_text(writer._submitit_command_str, "")
+
+
+def manifests(spec: JobSpec, folder: Path) -> list[dict[str, Any]]:
+    """The script and its parameters as an object, which lint reads."""
+    return [{"kind": "Slurm", "parameters": parameters(spec, folder), "script": script(spec, folder)}]
+
+
+def checked_path(path: Path) -> str:
+    """A path that may stand in an #SBATCH line. Raises `UserError`."""
+    if not PATH.fullmatch(str(path)):
+        raise UserError(
+            f"{str(path)!r} may not stand in a batch script: only letters, digits and . _ / + = @ - "
+            "(set LOCKSTEP_HOME to another folder)"
+        )
+    return str(path)
+
+
+def preparation(spec: JobSpec) -> JobSpec:
+    """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec that names no shards."""
+    if spec.recipe is None or spec.shards is None:
+        raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /shared/shards")
+    interpreter = spec.slurm.python or (sys.executable if spec.slurm.container is None else "python")
+    limit = min(spec.deadline_seconds, 6 * 3600)
+    return JobSpec.of(
+        {
+            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter),
+            "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
+            "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
+            "run_dir": spec.shards, "slurm": spec.slurm.model_dump(mode="json", exclude_defaults=True),
+        }
+    )  # fmt: skip
+
+
+def _setup(spec: JobSpec, folder: Path) -> list[str]:
+    lines = [
+        f"# each task: {json.dumps(commands.rank(spec, spec.run_directory_here))[:2000]}",
+        # The tasks unpickle what lies there: nobody else may have put it there.
+        f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
+        "restarts=${SLURM_RESTART_COUNT:-0}",
+        "job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
+        f"output={folder}/${{SLURM_JOB_ID}}_batch.out",
+        'begun=$(stat -c %s "$output" || echo 0)',
+        # What an outer launcher may have set is not this job's.
+        "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
+    ]
+    for name, value in (
+        ("NCCL_SOCKET_IFNAME", spec.slurm.socket_interface), ("GLOO_SOCKET_IFNAME", spec.slurm.socket_interface),
+        ("NCCL_IB_HCA", spec.slurm.ib_hca), ("NCCL_DEBUG", spec.slurm.nccl_debug),
+    ):  # fmt: skip
+        if value is not None and name not in spec.env:
+            lines.append(f"export {name}={shlex.quote(value)}")
+    lines += [f"module load {shlex.quote(name)}" for name in spec.slurm.modules]
+    return lines + list(spec.slurm.setup)
+
+
+def _teardown(spec: JobSpec, folder: Path) -> list[str]:
+    note = f"{folder}/${{job}}"
+    return [
+        "code=$?",
+        "again=no",
+        "# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.",
+        f'[ -e "{note}_requeue_$restarts" ] && again=yes',
+        "# The signal came while a task was being started, before anything could hold it back. Nothing is lost.",
+        f'tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && '
+        f'[ "$restarts" -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && again=yes',
+        'if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi',
+        "exit $code",
+    ]
+
+
+def _mounts(spec: JobSpec, folder: Path) -> list[str]:
+    run = Path(spec.run_directory_here).parent
+    own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
+    return list(dict.fromkeys([*own, *spec.slurm.mounts]))
+
+
+def _container_flags(spec: JobSpec, folder: Path) -> list[str]:
+    if spec.slurm.container != "pyxis":
+        return []
+    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
+    return [f"--container-image={spec.slurm.image or spec.image}", f"--container-mounts={mounts}"]
+
+
+def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of submitit as they are named there; what it does not name becomes an option of sbatch."""
+    from submitit.slurm.slurm import SlurmExecutor
+
+    known = SlurmExecutor._valid_parameters()
+    found: dict[str, Any] = {}
+    for name, value in patch.items():
+        option = name.replace("_", "-")
+        if option in OWN:
+            raise UserError(f"slurm.patch may not set {name}: use {OWN[option]}")
+        if not re.fullmatch(r"[a-z][a-z-]{1,40}", option):
+            raise UserError(f"slurm.patch: {name!r} is no option of sbatch{settings.nearest(name, known)}")
+        if not isinstance(value, (str, int)) or not VALUE.fullmatch(str(value)):
+            raise UserError(f"slurm.patch: {name} must be plain text, a whole number or true, got {value!r}")
+        if name in known:
+            found[f"slurm_{name}"] = value
+        else:
+            more[option] = value
+    return found

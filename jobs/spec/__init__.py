@@ -1,0 +1,1 @@
+"""The JobSpec: its settings, their types, the file they come from, cluster profiles."""

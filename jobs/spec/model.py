@@ -1,0 +1,358 @@
+"""The whole job, checked once, before anything is submitted.
+
+    spec = JobSpec.load("job.yaml")                              # every mistake: UserError with the line
+    spec = JobSpec(name="smoke", recipe="smoke", nodes=2)        # the same object from Python
+
+YAML, command-line flags and Python make the same object, and the same object has the same `hash()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from jobs.spec.types import (
+    AbsolutePath,
+    AnyPath,
+    Constraint,
+    ContainerImage,
+    Device,
+    Duration,
+    HostList,
+    Image,
+    Label,
+    LabelKey,
+    LabelValue,
+    Module,
+    Mount,
+    Resource,
+    ShellLine,
+    Size,
+    Subdomain,
+    Text,
+    Values,
+    Variable,
+    Word,
+    seconds,
+)  # fmt: skip
+from training import config as configuration
+from training.contract import METRICS_PORT
+
+MAX_CHARACTERS = 100_000
+RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp")  # noqa: S108 - paths of the container
+"""Where a container has something of its own."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Elastic(_Section):
+    min_nodes: int = Field(ge=1, le=10000)
+    """Fewest nodes to train with."""
+    max_nodes: int = Field(ge=1, le=10000)
+    """Most nodes that may join."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Elastic:
+        if self.max_nodes < self.min_nodes:
+            raise ValueError(f"min_nodes {self.min_nodes} is above max_nodes {self.max_nodes}")
+        return self
+
+
+class Volume(_Section):
+    claim: Subdomain
+    """The PersistentVolumeClaim (Kubernetes) or named volume (Compose)."""
+    path: AbsolutePath
+    """Where it is mounted."""
+    read_only: bool = False
+    """Mounted read-only in the training job; `lockstep prepare` mounts it writable."""
+
+
+class SecretKey(_Section):
+    secret: Subdomain
+    """Name of the Secret."""
+    key: LabelKey
+    """Key within it."""
+
+
+class Toleration(_Section):
+    key: LabelKey | None = None
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Toleration:
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError("operator Exists takes no value: leave it out, or use Equal")
+        if self.operator == "Equal" and self.key is None:
+            raise ValueError("operator Equal needs a key")
+        return self
+
+
+class Kubernetes(_Section):
+    kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
+    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
+    namespace: Label | None = None
+    """Null: the kubeconfig's namespace."""
+    context: Text | None = Field(default=None, min_length=1, max_length=253)
+    """Context of the kubeconfig; null: the current one."""
+    runtime: Subdomain = "torch-distributed"
+    """ClusterTrainingRuntime that a TrainJob refers to."""
+    queue: Label | None = None
+    """Kueue LocalQueue."""
+    topology: Literal["required", "preferred"] | None = None
+    """Kueue topology-aware scheduling: the whole job within one `topology_level`, or as near as possible."""
+    topology_level: LabelKey = "cloud.provider.com/topology-rack"
+    """Node label of the level that `topology` speaks of."""
+    priority_class: Subdomain | None = None
+    service_account: Subdomain | None = None
+    image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
+    spread: Literal["required", "preferred", "none"] = "required"
+    """One pod a host: always, where possible, or not at all. Without it two nodes of a job may share a machine."""
+    master: bool = True
+    """Render a Master replica. False: workers only, which needs no init container (it pulls a public image)."""
+    gpu_resource: Resource = "nvidia.com/gpu"
+    rdma: dict[Resource, int] = Field(default_factory=dict)
+    """RDMA devices a node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
+    hugepages: Size | None = None
+    """hugepages-2Mi a node; EFA needs 5120Mi."""
+    socket_interface: Device | None = None
+    """NCCL_SOCKET_IFNAME."""
+    ib_hca: Device | None = None
+    """NCCL_IB_HCA."""
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
+    run_as_user: int = Field(default=1000, ge=1, le=2**31 - 1)
+    """User id of the container; root is not offered."""
+    fs_group: int = Field(default=1000, ge=1, le=2**31 - 1)
+    """Group that owns the volumes' files."""
+    prometheus_namespace: Label = "monitoring"
+    """Namespace whose pods may scrape the metrics ports."""
+    ttl: Duration = "7d"
+    """How long a finished job stays before the cluster deletes it."""
+    patch: Values = Field(default_factory=dict)
+    """JSON merge patch on the rendered job: the way to every field that has no setting here. Lint reads the result."""
+
+    @field_validator("rdma")
+    @classmethod
+    def _counts(cls, rdma: dict[str, int]) -> dict[str, int]:
+        if any(not 1 <= count <= 64 for count in rdma.values()):
+            raise ValueError(f"counts of devices a node must be 1 … 64, got {rdma}")
+        return rdma
+
+
+class Slurm(_Section):
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Constraint | None = None
+    reservation: Word | None = None
+    licenses: Word | None = None
+    exclude: HostList | None = None
+    """Nodes to stay off, e.g. `gpu[03-05],gpu9`."""
+    exclusive: bool = False
+    """Whole nodes: no other job beside this one."""
+    gpu_type: Word | None = None
+    """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
+    array_parallelism: int = Field(default=256, ge=1, le=100000)
+    """Runs of a sweep that may run at the same time."""
+    wckey: Word = "lockstep"
+    """Workload characterisation key, for clusters that ask for one."""
+    socket_interface: Device | None = None
+    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    ib_hca: Device | None = None
+    """NCCL_IB_HCA."""
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    python: AbsolutePath | None = None
+    """Interpreter on the nodes; null: the one that submits, in a container `python`."""
+    modules: list[Module] = Field(default_factory=list, max_length=50)
+    """Environment modules to load first."""
+    setup: list[ShellLine] = Field(default_factory=list, max_length=100)
+    """Shell lines that the batch script runs before the ranks start."""
+    container: Literal["pyxis", "apptainer"] | None = None
+    """Run the ranks in a container: pyxis/enroot or Apptainer. Null: on the node as it is."""
+    image: ContainerImage | None = None
+    """What the container is made from (a registry's name, or a .sqsh or .sif file); null: `image` of the job."""
+    mounts: list[Mount] = Field(default_factory=list, max_length=50)
+    """Further folders in the container: `/path` or `/path:/inside`. The run's own folders are there already."""
+    patch: Values = Field(default_factory=dict)
+    """Further submitit parameters, or options of sbatch."""
+
+
+class Compose(_Section):
+    patch: Values = Field(default_factory=dict)
+    """JSON merge patch on the rendered file."""
+
+
+class JobSpec(_Section):
+    """One job, for every backend."""
+
+    name: Label
+    """Name of the job: the identity under which it is submitted, found, and cancelled."""
+    recipe: str | None = Field(default=None, max_length=1024)
+    """A recipe of `training`. Give this or `command`."""
+    overrides: Values = Field(default_factory=dict)
+    """Settings of the recipe to change, e.g. `{epochs: 4, optim.lr: 0.1}`."""
+    command: list[Text] | None = Field(default=None, min_length=1, max_length=1000)
+    """A program of your own and its arguments, started once a rank with torchrun's variables."""
+    image: Image | None = None
+    """Container image, best by digest (Kubernetes, Compose)."""
+    nodes: int = Field(default=1, ge=1, le=10000)
+    """Machines (pods)."""
+    gpus: int = Field(default=0, ge=0, le=64)
+    """GPUs a node; 0: train on the CPU."""
+    ranks_per_node: int | None = Field(default=None, ge=1, le=256)
+    """Processes a node; null: one a GPU, or one where there is none."""
+    cpus: float = Field(default=2, gt=0, le=1024)
+    """CPU cores a node."""
+    memory: Size = "4Gi"
+    """Memory a node, shared memory included."""
+    shm: Size = "1Gi"
+    """Shared memory (/dev/shm) a node: NCCL and data loaders need it."""
+    time_limit: Duration = "24h"
+    """Longest time the job may take, all restarts together. SLURM: of one start; who reaches it saves and is requeued."""
+    max_restarts: int = Field(default=3, ge=0, le=1000)
+    """Restarts after failures, a node. Preemptions do not count; with SLURM every restart does (SLURM_RESTART_COUNT)."""
+    grace_seconds: int = Field(default=60, ge=5, le=3600)
+    """Seconds that a signalled rank has to save; the cluster waits 30 s longer before it kills."""
+    elastic: Elastic | None = None
+    """Let the number of nodes change while the job runs."""
+    run_dir: AnyPath | None = None
+    """Where the run is kept; null: /runs/NAME in a container, runs/jobs/NAME on this machine."""
+    fresh: Word | None = None
+    """Start over: the first start with this word moves an earlier run in run_dir aside, later ones go on. `submit --fresh`
+    sets a new one."""
+    shards: AbsolutePath | None = None
+    """Folder of prepared shards; each data source has a folder of its own in it (`lockstep prepare` writes it)."""
+    volumes: list[Volume] = Field(default_factory=list, max_length=50)
+    env: dict[Variable, Text] = Field(default_factory=dict)
+    """Environment variables. Secrets go into `secrets`."""
+    secrets: dict[Variable, SecretKey] = Field(default_factory=dict)
+    """Environment variables whose values stay in the cluster's Secrets: references only."""
+    metrics_port: int = Field(default=METRICS_PORT, ge=1024, le=65000)
+    """Local rank i serves /metrics on this port + i."""
+    k8s: Kubernetes = Field(default_factory=Kubernetes)
+    slurm: Slurm = Field(default_factory=Slurm)
+    compose: Compose = Field(default_factory=Compose)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobSpec:
+        if (self.recipe is None) == (self.command is None):
+            raise ValueError("give exactly one of recipe and command")
+        if self.overrides and self.recipe is None:
+            raise ValueError("overrides change a recipe's settings: a command takes them as arguments of its own")
+        if self.fresh is not None and self.recipe is None:
+            raise ValueError("fresh starts a recipe over: a command takes it as an argument of its own")
+        if self.shards is not None and self.recipe is None:
+            raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
+        if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
+            raise ValueError(f"ranks_per_node {self.ranks_per_node} is above gpus {self.gpus}: one rank a GPU at most")
+        if self.elastic and not self.elastic.min_nodes <= self.nodes <= self.elastic.max_nodes:
+            raise ValueError(
+                f"nodes {self.nodes} must lie within elastic {self.elastic.min_nodes} … {self.elastic.max_nodes}"
+            )
+        both = sorted(set(self.env) & set(self.secrets))
+        if both:
+            raise ValueError(f"{both[0]} stands in env and in secrets: keep one")
+        paths = [volume.path.rstrip("/") or "/" for volume in self.volumes]
+        taken = [path for path in [*paths, (self.run_dir or "").rstrip("/")] if path in RESERVED]
+        if taken:
+            raise ValueError(f"{taken[0]} is mounted already: choose another path for volumes and run_dir")
+        if len(set(paths)) < len(paths):
+            raise ValueError(f"two volumes are mounted at {next(p for p in paths if paths.count(p) > 1)}")
+        if len(json.dumps(self.plain())) > MAX_CHARACTERS:
+            raise ValueError(f"is above {MAX_CHARACTERS} characters: it travels in an annotation of the job")
+        if self.metrics_port + self.ranks > 65536:
+            raise ValueError(f"metrics_port {self.metrics_port} + {self.ranks} ranks leaves the range of ports")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Ranks a node."""
+        return self.ranks_per_node or self.gpus or 1
+
+    @property
+    def run_directory(self) -> str:
+        """The run directory in a container."""
+        return self.run_dir or f"/runs/{self.name}"
+
+    @property
+    def run_directory_here(self) -> str:
+        """The run directory where the job sees this machine's files: one of its own, which no other run uses."""
+        return str(Path(self.run_dir or f"runs/jobs/{self.name}").absolute())
+
+    @property
+    def shard_folder(self) -> str | None:
+        """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
+        config = self.config()
+        return f"{self.shards}/{config.data.source}" if self.shards is not None and config is not None else None
+
+    @property
+    def deadline_seconds(self) -> int:
+        return seconds(self.time_limit)
+
+    def assignments(self) -> list[str]:
+        """`overrides` as the `name=value` texts that `training run --set` takes."""
+        return [
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.overrides.items()
+        ]
+
+    def config(self) -> configuration.Config | None:
+        """The training config that the job will run; None for a command, or a recipe that is in the image alone.
+
+        Raises:
+            UserError: there is no such recipe, or it does not take the overrides.
+        """
+        if self.recipe is None or (self.image and self.recipe.startswith("/") and not Path(self.recipe).exists()):
+            return None
+        return configuration.load(self.recipe, self.assignments())
+
+    def plain(self) -> dict[str, Any]:
+        """What was set, as plain values for YAML and JSON; defaults are left out."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def hash(self) -> str:
+        """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
+
+        `fresh` is not part of it: a job that was started over goes on when it is submitted again without.
+        """
+        plain = {name: value for name, value in self.plain().items() if name != "fresh"}
+        text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @classmethod
+    def load(cls, path: str | Path, assignments: dict[str, Any] | None = None) -> JobSpec:
+        """The spec in a YAML file, with top-level or dotted settings replaced by `assignments`.
+
+        Raises:
+            UserError: with the line of the mistake and the nearest name that exists.
+        """
+        from jobs.spec import file as specfile
+
+        return specfile.load(Path(path), assignments or {})
+
+    @classmethod
+    def of(cls, values: dict[str, Any], where: str = "job") -> JobSpec:
+        """The spec of plain values. Raises `UserError` naming `where`."""
+        from jobs.spec import file as specfile
+
+        try:
+            spec = cls.model_validate(values)
+        except ValidationError as error:
+            raise specfile.explain(error, cls, where) from None
+        specfile.check_training(spec, where)
+        return spec
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of job.yaml, for editors."""
+    schema = JobSpec.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
