@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 
 from jobs import Job, JobSpec, submit, sweep
-from jobs.backend import Status
 from jobs.cli import options
+from jobs.status import Status
 from jobs.terminal import say, table
 from training.contract import UserError
 

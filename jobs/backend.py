@@ -1,179 +1,291 @@
-"""The protocol that every backend answers, and what its answers mean. One contract test holds all of them to it.
+"""What happens to a job from `submit` to its end, the same on every backend, and what a backend supplies for it.
 
-backend.submit(spec)                 # idempotent by name and hash of the spec
-backend.status("smoke")              # Status(state, reason, ranks, exit_code)
-backend.wait("smoke", timeout=60)    # bounded, always
+The flow owns: secrets, the state machine of a name (attach, replace, new), waiting with a bound, the filter of ranks. A
+backend supplies find, create, observe, stream, stop and list; one that hands a manifest to a cluster is a
+`jobs.cluster.Cluster`. One contract test holds all of them to it.
+
+    backend.submit(spec)                 # idempotent by name and hash of the spec
+    backend.status("smoke")              # Status(state, reason, ranks, exit_code)
+    backend.wait("smoke", timeout=60)    # bounded, always
 """
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import os
+import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
+from typing_extensions import Self
+
+from jobs.compare import differences
+from jobs.spec.model import JobSpec
+from jobs.status import GOES_ON, Listed, Observer, Status, Submitted, Unreachable
 from training import contract, files
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
-
-if TYPE_CHECKING:
-    from jobs.spec.model import JobSpec
-
-EXIT_UNSCHEDULABLE = 3
-EXIT_LOST = 4
-
-State = Literal[
-    "pending", "queued", "unschedulable", "running", "restarting",
-    "succeeded", "failed", "preempted", "cancelled", "timed_out", "lost",
-]  # fmt: skip
-FINAL = ("succeeded", "failed", "preempted", "cancelled", "timed_out", "lost")
-_CODES = {
-    "succeeded": EXIT_DONE, "failed": EXIT_FAILED, "unschedulable": EXIT_UNSCHEDULABLE, "lost": EXIT_LOST,
-    "preempted": EXIT_PREEMPTED, "cancelled": EXIT_PREEMPTED, "timed_out": EXIT_TIMED_OUT,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One node of the job."""
-
-    name: str
-    ranks: list[int]
-    state: str
-    reason: str = ""
-    restarts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Where a job stands. `reason` says why in one sentence; `exit_code` is the job's own, None while it runs."""
-
-    state: State
-    reason: str
-    ranks: list[Part] = field(default_factory=list)
-    exit_code: int | None = None
-
-    @property
-    def final(self) -> bool:
-        return self.state in FINAL
-
-    @property
-    def code(self) -> int:
-        """The exit code of `lockstep status` and `lockstep wait`; 0 while the job is under way."""
-        if self.state == "failed" and self.exit_code == EXIT_USAGE:
-            return EXIT_USAGE
-        return _CODES.get(self.state, EXIT_DONE)
-
-    def plain(self) -> dict[str, Any]:
-        return {**asdict(self), "final": self.final}
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A row of `lockstep list`."""
-
-    name: str
-    state: State
-    nodes: int
-    created: str
-    """ISO 8601, UTC."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """`created` is False where the same job was there already."""
-
-    name: str
-    created: bool
-    where: str
-
+from training.contract import UserError
 
 Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
+Lines = list[str]  # these are named here, because `list` is a method of every backend
+Specs = list[JobSpec]
+Sent = list[Submitted]
+_PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
-Seen = Callable[[Status], None]
-"""Is given each status that a wait comes by."""
-
-
-def unseen(status: Status) -> None:
-    """Nobody looks on."""
-
-
-Lines = list[str]  # named here, because `list` is a method of every backend
-
-
-class Backend(Protocol):
-    """One place where jobs run. All methods raise `UserError` for a job that does not exist."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A job that a backend knows."""
 
     name: str
+    hash: str | None
+    """Of the spec that it was submitted with; None where lockstep has not made it."""
+    plain: dict[str, Any]
+    """That spec, as plain values."""
+    record: Any
+    """What the backend itself knows it by."""
+
+    @property
+    def spec(self) -> JobSpec | None:
+        """None where the record is damaged, or of another version."""
+        try:
+            return JobSpec.recorded(self.name, self.plain)
+        except UserError:
+            return None
+
+
+class Backend(abc.ABC):
+    """One place where jobs run. All methods that take a name raise `UserError` for a job that does not exist."""
+
+    name: ClassVar[str]
+    places: ClassVar[Mapping[str, str]] = {}
+    """Flags that say where the cluster is → the settings of job.yaml that say it, too."""
+    arrays: ClassVar[bool] = False
+    """Whether many runs can be submitted as one."""
+    secrets_from: ClassVar[str | None] = "set it in the environment"
+    """Where the values of `secrets` come from, as advice; None where the cluster keeps them."""
+    interval: float = 1.0
+    """Seconds between two looks."""
+    lost_after: float = 0.0
+    """Seconds without an answer after which a job that is waited for counts as lost; 0: the first one is an error."""
+    survived: ClassVar[tuple[type[UserError], ...]] = (Unreachable,)
+    """Errors that a wait goes on from until then."""
+
+    # What a backend supplies.
+
+    @classmethod
+    def connect(cls, **place: str | None) -> Self:  # noqa: ARG003 - most need no such flags
+        """The backend, ready for questions. Raises `UserError` where there are no credentials."""
+        return cls()
+
+    @abc.abstractmethod
+    def find(self, name: str) -> Found | None:
+        """The job of that name; None where there is none. Raises `UserError` where its record is damaged."""
+
+    @abc.abstractmethod
+    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
+        """Starts the job. `old`: the finished one of this name whose place it takes."""
+
+    @abc.abstractmethod
+    def observe(self, found: Found) -> Status:
+        """Where it stands now. Raises `Unreachable`, `UserError`."""
+
+    @abc.abstractmethod
+    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        """Its lines: of one rank, or of all with `[rank 5] ` before each."""
+
+    @abc.abstractmethod
+    def stop(self, found: Found) -> Status:
+        """Ends it with its grace, so that it can save."""
+
+    @abc.abstractmethod
+    def list(self) -> list[Listed]: ...
+
+    @abc.abstractmethod
+    def where(self, found: Found) -> str:
+        """Where it is to be found, for people."""
+
+    # What a backend may do otherwise.
+
+    def refuse(self, spec: JobSpec) -> None:  # noqa: B027 - where any job can run there is nothing to refuse
+        """Raises `UserError` for a job that could not run there."""
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Held while a job is submitted."""
+        return contextlib.nullcontext()
+
+    def no_such(self, name: str) -> UserError:
+        return UserError(f"there is no {self.name} job {name}: see `lockstep list {self.name}`")
+
+    def taken(self) -> set[str]:
+        """Names that a new job cannot have."""
+        return {row.name for row in self.list()}
+
+    def standing(self, found: Found) -> Status:
+        """`observe` for who holds `exclusive`: nobody else is submitting."""
+        return self.observe(found)
+
+    def attach(self, found: Found, spec: JobSpec) -> Submitted:
+        """The same job is there already. Raises `UserError` where it cannot be gone on with."""
+        return Submitted(spec.name, False, self.where(found))
+
+    def gone_on(self, found: Found, spec: JobSpec) -> Found:  # noqa: ARG002 - most can go on from anywhere
+        """The job that ended with its state saved, and is submitted again. Raises `UserError` where it cannot go on."""
+        return found
+
+    def world(self, found: Found, spec: JobSpec | None) -> int:
+        """Number of ranks."""
+        spec = spec or JobSpec.recorded(found.name, found.plain)
+        return spec.nodes * spec.ranks
+
+    def pause(self, found: Found, seconds: float) -> None:  # noqa: ARG002 - for a backend that can watch it
+        """Until the job may have changed, at most `seconds`."""
+        time.sleep(min(self.interval, seconds))
+
+    def trouble(self, status: Status) -> str:  # noqa: ARG002 - most believe what they are told
+        """What keeps the status from being believed."""
+        return ""
+
+    def changes(self, found: Found, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
+        """What somebody has changed in the submitted job since: `place: submitted → live`."""
+        return []
+
+    # The flow.
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
+        self.refuse(spec)
+        with self.exclusive():
+            placed = self.place(spec, mode)
+            if isinstance(placed, Submitted):
+                return placed
+            self.check_secrets(spec)
+            return self.create(*placed)
 
-    def status(self, name: str) -> Status: ...
+    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
+        """Submits the runs of a sweep."""
+        del name
+        return [self.submit(spec, mode) for spec in specs]
+
+    def check_secrets(self, spec: JobSpec) -> None:
+        """Raises `UserError` where the value of a secret cannot be had."""
+        missing = [name for name in spec.secrets if name not in os.environ]
+        if missing and self.secrets_from is not None:
+            raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
+
+    def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
+        """What is to be created, and in whose place; or the same job, where it is there already."""
+        found = self.find(spec.name)
+        if found is None:
+            return spec, None
+        if mode == "new":
+            return spec.model_copy(update={"name": next_name(spec.name, self.taken()), "run_dir": None}), None
+        if found.hash is None:
+            raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
+        status = self.standing(found)
+        if mode == "replace" and status.final:
+            return spec, found
+        started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
+        if found.hash != spec.hash() or started_over:
+            changed = "; ".join(differences(found.plain, spec.plain())[:8]) or "an earlier version of the same settings"
+            raise UserError(
+                f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
+                "or cancel it and submit with --replace"
+            )
+        if not status.final:
+            return self.attach(found, spec)
+        if status.state not in GOES_ON:
+            why = f" ({status.reason})" if status.reason else ""
+            raise UserError(
+                f"{spec.name} has already finished: {status.state}{why}: "
+                "--replace deletes it and submits again, --new takes a numbered name"
+            )
+        return spec, self.gone_on(found, spec)
+
+    def require(self, name: str) -> Found:
+        """The job of that name. Raises `UserError` where there is none."""
+        found = self.find(name)
+        if found is None:
+            raise self.no_such(name)
+        return found
+
+    def status(self, name: str) -> Status:
+        return self.observe(self.require(name))
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Lines of one rank, or of all with `[rank 5] ` before each. Following ends with the job."""
+        found = self.require(name)
+        spec = found.spec
+        total = self.world(found, spec)
+        if rank is not None and not 0 <= rank < total:
+            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
+        return self.stream(found, spec, rank, follow)
 
-    def wait(self, name: str, timeout: float, seen: Seen = unseen) -> Status:
-        """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last."""
+    def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
+        """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
+
+        What does not answer, is gone or is not to be believed for `lost_after` seconds is lost.
+        """
+        deadline = time.monotonic() + timeout
+        known = self.require(name)  # a name that never was is the caller's mistake, not a lost job
+        job: Found | None = known
+        status, bad_since = Status("running", ""), None
+        while True:
+            try:
+                if job is None:
+                    problem = "it is gone from the cluster"
+                else:
+                    known, status = job, self.observe(job)
+                    problem = self.trouble(status)
+            except self.survived as error:
+                if not self.lost_after:
+                    raise
+                problem = str(error)
+            now = time.monotonic()
+            bad_since = (bad_since or now) if problem else None
+            if bad_since is not None and now - bad_since >= self.lost_after:
+                status = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
+            if seen is not None:
+                seen(replace(status, reason=problem) if problem and not status.final else status)
+            left = deadline - time.monotonic()
+            if status.final or left <= 0:
+                return status
+            self.pause(known, left)
+            with contextlib.suppress(*(self.survived if self.lost_after else ())):
+                job = self.find(name) if self.lost_after else self.require(name)
 
     def cancel(self, name: str) -> Status:
-        """Ends the job with its grace, so that it can save. A finished one is left as it is."""
-
-    def list(self) -> list[Listed]: ...
+        """Ends a job with its grace, so that it can save. A finished one is left as it is."""
+        found = self.require(name)
+        status = self.observe(found)
+        return status if status.final else self.stop(found)
 
     def live(self, name: str) -> dict[str, Any]:
         """The spec that the job was submitted with, as plain values."""
+        return self.require(name).plain
 
     def drift(self, spec: JobSpec) -> Lines:
-        """What somebody has changed in the submitted job since: `place: submitted → live`."""
+        """`changes` of the job of that name."""
+        return self.changes(self.require(spec.name), spec)
 
     def summary(self, name: str) -> dict[str, Any]:
-        """`summary.json` of the finished run."""
+        """`summary.json` of the finished run. Raises `UserError` where there is none yet."""
+        found = self.require(name)
+        path = Path(found.record["run_dir"]) / contract.SUMMARY_FILE
+        value = files.read_json(path)
+        if not isinstance(value, dict):
+            raise UserError(f"{path} is not there yet: {name} is {self.observe(found).state}")
+        return value
 
 
-def poll(status: Callable[[], Status], timeout: float, interval: float, seen: Seen = unseen) -> Status:
-    """Asks until the status is final or `timeout` seconds are over."""
-    deadline = time.monotonic() + timeout
-    while True:
-        found = status()
-        seen(found)
-        left = deadline - time.monotonic()
-        if found.final or left <= 0:
-            return found
-        time.sleep(min(interval, left))
-
-
-def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """`name: old → new` for each place where two plain values differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = []
-        for key in sorted({*old, *new}, key=str):
-            found += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return found
-    return [] if old == new else [f"{prefix}: {_short(old)} → {_short(new)}"]
-
-
-def missing_from(wanted: Any, live: Any, prefix: str = "") -> list[str]:
-    """`place: wanted → live` for what was asked for and is otherwise; what the server added does not count."""
-    if isinstance(wanted, dict) and isinstance(live, dict):
-        return [
-            line for key in wanted for line in missing_from(wanted[key], live.get(key), f"{prefix}.{key}".lstrip("."))
-        ]
-    if isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
-        pairs = enumerate(zip(wanted, live))
-        return [line for index, (old, new) in pairs for line in missing_from(old, new, f"{prefix}[{index}]")]
-    return differences(wanted, live, prefix)
-
-
-def _short(value: Any) -> str:
-    text = "(default)" if value is None else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def check_name(name: str) -> None:
+    """Raises `UserError` for what cannot be a job's name."""
+    if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
+        raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
 
 
 def next_name(name: str, taken: set[str]) -> str:
@@ -184,53 +296,9 @@ def next_name(name: str, taken: set[str]) -> str:
     return f"{name}-{number}"
 
 
-def summary_of(backend: Backend, name: str, run_dir: str) -> dict[str, Any]:
-    """`summary.json` of a run whose directory is in reach. Raises `UserError` where there is none yet."""
-    path = Path(run_dir) / contract.SUMMARY_FILE
-    value = files.read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not there yet: {name} is {backend.status(name).state}")
-    return value
-
-
-GOES_ON = ("preempted", "cancelled", "timed_out")
-"""Endings after which the state is saved, so that the same job submitted again goes on."""
-
-
-def decide(
-    name: str,
-    mode: Mode,
-    status: Status,
-    recorded_hash: str | None,
-    recorded: Callable[[], dict[str, Any]],
-    spec: JobSpec,
-) -> Mode:
-    """What becomes of the job `name` that is there already: `replace` it, take a `new` name, or `attach` to it.
-
-    Raises:
-        UserError: it has another spec, or has finished, and no mode says what to do.
-    """
-    if mode == "new" or (mode == "replace" and status.final):
-        return mode
-    started_over = spec.fresh is not None and not status.final and recorded().get("fresh") != spec.fresh
-    if recorded_hash != spec.hash() or started_over:
-        raise refuse_other(name, recorded(), spec.plain())
-    if status.final and status.state not in GOES_ON:
-        raise refuse_finished(name, status)
-    return "replace" if status.final else "attach"
-
-
-def refuse_other(name: str, old: dict[str, Any], new: dict[str, Any]) -> UserError:
-    changed = "; ".join(differences(old, new)[:8]) or "an earlier version of the same settings"
-    return UserError(
-        f"{name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
-        "or cancel it and submit with --replace"
-    )
-
-
-def refuse_finished(name: str, status: Status) -> UserError:
-    why = f" ({status.reason})" if status.reason else ""
-    return UserError(
-        f"{name} has already finished: {status.state}{why}: "
-        "--replace deletes it and submits again, --new takes a numbered name"
-    )
+def of_rank(line: str, rank: int | None) -> str | None:
+    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
+    if rank is None:
+        return line
+    match = _PREFIX.match(line)
+    return line[match.end() :] if match and int(match[1]) == rank else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from jobs.spec.model import JobSpec
 
+GRACE_MARGIN = 30
+"""Seconds between the end of the ranks' grace and the cluster's SIGKILL: time to fsync and to unwind."""
+
 
 def launch(spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain") -> list[str]:
     """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment."""

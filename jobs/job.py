@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.backend import Backend, Mode, Seen, Status, Submitted, differences, unseen
-from jobs.registry import open_backend
-from jobs.spec import file as specfile
+from jobs import registry
+from jobs.backend import Backend, Mode
+from jobs.compare import differences
 from jobs.spec.model import JobSpec
+from jobs.status import Observer, Status, Submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Job:
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         return self.backend.logs(self.name, rank, follow)
 
-    def wait(self, timeout: float = 86400, seen: Seen = unseen) -> Status:
+    def wait(self, timeout: float = 86400, seen: Observer | None = None) -> Status:
         """The final status, or the one after `timeout` seconds. `seen` is called with every status on the way."""
         return self.backend.wait(self.name, timeout, seen)
 
@@ -44,7 +45,7 @@ def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach
 
 def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submitted]:
     """`submit`, with what became of it."""
-    specfile.check_training(spec, spec.name)
+    spec.check_training(spec.name)
     opened = _open(spec, backend)
     done = opened.submit(spec, mode)
     return Job(done.name, opened), done
@@ -57,8 +58,4 @@ def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
 
 
 def _open(spec: JobSpec, backend: str | Backend) -> Backend:
-    if not isinstance(backend, str):
-        return backend
-    if backend in ("k8s", "kubernetes"):
-        return open_backend(backend, spec.k8s.namespace, spec.k8s.context)
-    return open_backend(backend)
+    return registry.connect(backend, spec) if isinstance(backend, str) else backend

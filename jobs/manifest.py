@@ -76,3 +76,8 @@ def get(value: Any, *path: str | int) -> Any:
 def mappings(value: Any) -> list[Manifest]:
     """The mappings in a list; nothing where it is none."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def holds(mount: str, path: str) -> bool:
+    """Whether `path` lies on what is mounted at `mount`."""
+    return path == mount or path.startswith(mount.rstrip("/") + "/")

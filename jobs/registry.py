@@ -1,37 +1,100 @@
-"""Where a job can run. `open_backend` imports only the one that is asked for."""
+"""The backends: those of this package in a table, those of other packages by their entry points.
+
+A backend is a package with a module `backend`, whose `BACKEND` is a `jobs.backend.Backend`. Where it has settings of its
+own in job.yaml it has a module `section`, whose `SECTION` is a `jobs.spec.section.Section`. Another distribution names
+its package under the entry point group `lockstep.backends`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
+from training import settings
 from training.contract import UserError
 
 if TYPE_CHECKING:
     from jobs.backend import Backend
+    from jobs.cluster import Cluster
+    from jobs.spec.model import JobSpec
+    from jobs.spec.section import Section
 
-NAMES = ("local", "k8s", "slurm", "compose")
+BUILT_IN = {"local": "jobs.local", "k8s": "jobs.kubernetes", "slurm": "jobs.slurm", "compose": "jobs.compose"}
+"""Name → package."""
+ALIASES = {"kubernetes": "k8s"}
+GROUP = "lockstep.backends"
 
 
-def open_backend(name: str, namespace: str | None = None, context: str | None = None) -> Backend:
-    """The backend of that name. Raises `UserError` for an unknown name, or a cluster without credentials."""
-    if name in ("k8s", "kubernetes"):
-        from jobs.kubernetes.backend import KubernetesBackend
+@functools.cache
+def packages() -> dict[str, str]:
+    """Name → package of all backends, the built-in ones first: another package cannot take their names."""
+    found = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
+    return {**BUILT_IN, **{name: package for name, package in sorted(found.items()) if name not in BUILT_IN}}
 
-        return KubernetesBackend.connect(namespace, context)
-    if namespace or context:
-        raise UserError(f"--namespace and --context belong to k8s, not to {name}")
-    if name == "local":
-        from jobs.local.backend import LocalBackend
 
-        return LocalBackend()
-    if name == "slurm":
-        from jobs.slurm.backend import SlurmBackend
+@functools.cache
+def sections() -> dict[str, type[Section]]:
+    """Name → settings in job.yaml, of the backends that have some. Raises `UserError`."""
+    found = {}
+    for name, package in packages().items():
+        if importlib.util.find_spec(package) is not None and importlib.util.find_spec(f"{package}.section") is not None:
+            found[name] = _import(name, f"{package}.section").SECTION
+    return found
 
-        return SlurmBackend()
-    if name == "compose":
-        from jobs.compose.backend import ComposeBackend
 
-        return ComposeBackend()
-    from training import settings
+def backend(name: str) -> type[Backend]:
+    """The backend of that name; imports only this one. Raises `UserError` for an unknown name."""
+    name = ALIASES.get(name, name)
+    if name not in packages():
+        raise UserError(f"unknown backend {name!r}{settings.nearest(name, packages())}")
+    found: type[Backend] = _import(name, f"{packages()[name]}.backend").BACKEND
+    return found
 
-    raise UserError(f"unknown backend {name!r}{settings.nearest(name, NAMES)}")
+
+def cluster(name: str, command: str) -> type[Cluster]:
+    """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
+    from jobs.cluster import Cluster
+
+    found = backend(name)
+    if not issubclass(found, Cluster):
+        others = [other for other in packages() if issubclass(backend(other), Cluster)]
+        raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
+    return found
+
+
+def connect(name: str, spec: JobSpec | None = None, **place: str | None) -> Backend:
+    """The backend, ready for questions: where `place` (the flags) says, or else the spec.
+
+    Raises:
+        UserError: an unknown name, a flag that belongs to another backend, or no credentials.
+    """
+    found = backend(name)
+    return found.connect(**where(found, spec, **place))
+
+
+def where(found: type[Backend], spec: JobSpec | None, **place: str | None) -> dict[str, str | None]:
+    """What `found.connect` takes. Raises `UserError` for a flag that belongs to another backend."""
+    for flag, value in place.items():
+        if value is not None and flag not in found.places:
+            owner = next(other for name in packages() if flag in (other := backend(name)).places)
+            flags = " and ".join(f"--{name}" for name in owner.places)
+            raise UserError(f"{flags} belong to {owner.name}, not to {found.name}")
+    said = {flag: setting(spec, name) for flag, name in found.places.items()} if spec is not None else {}
+    return {flag: place.get(flag) or said.get(flag) for flag in found.places}
+
+
+def setting(spec: JobSpec, name: str) -> Any:
+    """A setting by its dotted name."""
+    return functools.reduce(getattr, name.split("."), spec)
+
+
+def _import(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if name in BUILT_IN:
+            raise
+        raise UserError(f"the backend {name} ({module}) cannot be imported: {error}") from None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jobs import registry
+from jobs.job import Job
 from jobs.spec.model import JobSpec
 from training import settings
 from training.contract import UserError
-
-if TYPE_CHECKING:
-    from jobs.job import Job
 
 MAX_RUNS = 1000
 
@@ -56,12 +55,6 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
 
 
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
-    """Submits the runs of `expand(spec, …)`: as one array on SLURM, one by one elsewhere. Raises `UserError`."""
-    from jobs import job as driver
-
-    if backend != "slurm":
-        return [driver.submit(one, backend) for one in specs]
-    from jobs.slurm.backend import SlurmBackend
-
-    opened = SlurmBackend()
-    return [driver.Job(done.name, opened) for done in opened.sweep(spec.name, specs)]
+    """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
+    opened = registry.connect(backend, spec)
+    return [Job(done.name, opened) for done in opened.sweep(spec.name, specs)]

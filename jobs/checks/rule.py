@@ -1,22 +1,26 @@
-"""What a lint rule is, and what it looks at."""
+"""What a lint rule is. Every footgun is a rule with an id, a message that says what to do, and a test.
+
+Rules read the *final* manifest: `patch` can replace any part of it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Generic, Literal, TypeVar
 
-from jobs.manifest import Manifest, get, mappings
+from jobs.manifest import Manifest
 from jobs.spec.model import JobSpec
 
 Level = Literal["error", "warning"]
-COMPOSE = "Compose"
+SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
+"""Names of variables that look like a secret's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One complaint: `message` says what was found and what to do."""
+    """One complaint: `message` says what was found and what to do. `submit` refuses errors, and prints warnings."""
 
     id: str
     level: Level
@@ -26,129 +30,67 @@ class Finding:
         return f"{self.id} {self.level}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pod:
-    """A pod template of the job."""
-
-    replica: str
-    count: Any
-    restart_policy: Any
-    metadata: Any
-    spec: Any
-
-    @property
-    def container(self) -> Manifest:
-        """The container `pytorch` (PyTorchJob) or `node` (TrainJob); empty where there is none."""
-        named = [item for item in mappings(get(self.spec, "containers")) if item.get("name") in ("pytorch", "node")]
-        return named[0] if named else {}
-
-    def resource(self, name: str) -> Any:
-        return get(self.container, "resources", "limits", name)
+def errors(findings: list[Finding]) -> list[Finding]:
+    """Those for which `submit` refuses the job."""
+    return [finding for finding in findings if finding.level == "error"]
 
 
 class Subject:
-    """What the rules look at: the spec and the final manifests."""
+    """What the rules look at: the spec and the final manifests. A backend adds how its manifests are read."""
+
+    kind: str = ""
+    """Which of several kinds of manifest this is; empty where there is only one, or a patch has taken it away."""
 
     def __init__(self, spec: JobSpec, objects: list[Manifest]) -> None:
         self.spec, self.objects = spec, objects
 
-    @cached_property
-    def job(self) -> Manifest:
-        kinds = ("PyTorchJob", "TrainJob", "Slurm")
-        return next((item for item in self.objects if item.get("kind") in kinds), {})
 
-    @cached_property
-    def kind(self) -> str:
-        """PyTorchJob, TrainJob or Compose; empty where a patch has taken it away."""
-        if any("services" in item for item in self.objects):
-            return COMPOSE
-        return str(self.job.get("kind") or "")
-
-    @cached_property
-    def services(self) -> dict[str, Manifest]:
-        """The services of a Compose file by name."""
-        found: Any = next((item["services"] for item in self.objects if "services" in item), {})
-        return (
-            {str(key): value for key, value in found.items() if isinstance(value, dict)}
-            if isinstance(found, dict)
-            else {}
-        )
-
-    @property
-    def is_pytorchjob(self) -> bool:
-        return self.job.get("kind") == "PyTorchJob"
-
-    @cached_property
-    def replicas(self) -> dict[str, Any]:
-        found = get(self.job, "spec", "pytorchReplicaSpecs")
-        return found if isinstance(found, dict) else {}
-
-    @cached_property
-    def pods(self) -> list[Pod]:
-        if self.is_pytorchjob:
-            return [
-                Pod(
-                    str(key), get(replica, "replicas"), get(replica, "restartPolicy"),
-                    get(replica, "template", "metadata"), get(replica, "template", "spec"),
-                )
-                for key, replica in self.replicas.items()
-            ]  # fmt: skip
-        found = []
-        for patch in mappings(get(self.job, "spec", "runtimePatches")):
-            jobs = get(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
-            for item in mappings(jobs):
-                template = get(item, "template", "spec", "template")
-                spec = self._with_trainer(get(template, "spec"))
-                found.append(Pod("Node", self.spec.nodes, None, get(template, "metadata"), spec))
-        return found
-
-    def _with_trainer(self, spec: Any) -> Any:
-        """The pod as the runtime will put it together: image, command, env and resources stand in `trainer`."""
-        trainer = get(self.job, "spec", "trainer")
-        if not isinstance(spec, dict) or not isinstance(trainer, dict):
-            return spec
-        own = {key: trainer[key] for key in ("image", "command", "env") if key in trainer}
-        own |= {"resources": trainer["resourcesPerNode"]} if "resourcesPerNode" in trainer else {}
-        return {**spec, "containers": [{**item, **own} for item in mappings(spec.get("containers"))]}
+S = TypeVar("S", bound=Subject)
+Look = Callable[[S], Iterator[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """`check` yields messages; its docstring is the rule's title."""
+class Rule(Generic[S]):
+    """`look` yields messages; its docstring is the rule's title. No `kinds`: for all."""
 
     id: str
     level: Level
-    check: Callable[[Subject], Iterator[str]]
+    look: Look[S]
     kinds: tuple[str, ...]
 
     @property
     def title(self) -> str:
-        return (self.check.__doc__ or "").strip()
-
-    def apply(self, subject: Subject) -> Iterator[Finding]:
-        if subject.kind in self.kinds or (not subject.kind and self.kinds != (COMPOSE,)):
-            for message in self.check(subject):
-                yield Finding(self.id, self.level, message)
+        return (self.look.__doc__ or "").strip()
 
 
-_RULES: dict[str, Rule] = {}
-BOTH = ("PyTorchJob", "TrainJob")
-SLURM = ("Slurm",)
+class Rules(Generic[S]):
+    """The rules of a backend; `subject` is how they see a job."""
 
+    def __init__(self, subject: type[S]) -> None:
+        self.subject = subject
+        self._rules: dict[str, Rule[S]] = {}
 
-def rule(
-    id: str, level: Level = "error", kinds: tuple[str, ...] = BOTH
-) -> Callable[[Callable[[Subject], Iterator[str]]], Callable[[Subject], Iterator[str]]]:
-    """Registers a check under an id that never changes its meaning."""
+    def rule(self, id: str, level: Level = "error", kinds: tuple[str, ...] = ()) -> Callable[[Look[S]], Look[S]]:
+        """Registers a check under an id that never changes its meaning."""
 
-    def register(check: Callable[[Subject], Iterator[str]]) -> Callable[[Subject], Iterator[str]]:
-        assert id not in _RULES, id
-        _RULES[id] = Rule(id, level, check, kinds)
-        return check
+        def register(look: Look[S]) -> Look[S]:
+            assert id not in self._rules, id
+            self._rules[id] = Rule(id, level, look, kinds)
+            return look
 
-    return register
+        return register
 
+    def all(self) -> list[Rule[S]]:
+        """By id."""
+        return [self._rules[id] for id in sorted(self._rules)]
 
-def rules() -> list[Rule]:
-    """All rules by id."""
-    return [_RULES[id] for id in sorted(_RULES)]
+    def apply(self, spec: JobSpec, objects: list[Manifest]) -> list[Finding]:
+        """All findings, in the order of their ids. Manifests may be anything: `patch` can replace any part."""
+        subject = self.subject(spec, objects)
+        found = [
+            Finding(rule.id, rule.level, message)
+            for rule in self.all()
+            if not rule.kinds or not subject.kind or subject.kind in rule.kinds
+            for message in rule.look(subject)
+        ]
+        return list(dict.fromkeys(found))

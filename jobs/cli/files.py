@@ -28,12 +28,16 @@ from jobs.terminal import say, show, warn
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
+    from jobs.backend import Backend as JobBackend
     from jobs.backend import Mode
 
 
-def _no_sweep(backend: str, sweep: list[str] | None) -> None:
-    if sweep and backend != "slurm":
-        raise UserError(f"--sweep belongs to slurm, not to {backend}")
+def _check_sweep(found: type[JobBackend], sweep: list[str] | None) -> None:
+    from jobs import registry
+
+    if sweep and not found.arrays:
+        others = [name for name in registry.packages() if registry.backend(name).arrays]
+        raise UserError(f"--sweep belongs to {', '.join(others)}, not to {found.name}")
 
 
 def render(
@@ -52,21 +56,23 @@ def render(
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    _no_sweep(backend, sweep)
+    from jobs import registry
+    from jobs import sweep as sweeps
+
+    found = registry.cluster(backend, "render")
+    _check_sweep(found, sweep)
     values = options.parse(
-        sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **{"k8s.namespace": namespace}
+        sets,
+        name=name,
+        recipe=recipe,
+        image=image,
+        nodes=nodes,
+        gpus=gpus,
+        **options.flags(backend, namespace=namespace),
     )
     spec = options.build(file, values, profile)
-    objects: object
-    if backend == "slurm":
-        from jobs.cli import arrays as slurm_commands
-
-        text, objects = slurm_commands.script(spec, sweep or [])
-    else:
-        from jobs.manifest import to_yaml
-
-        objects = options.manifests(spec, backend, "render")
-        text = to_yaml(objects)
+    runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
+    text, objects = found.render(spec, runs)
     if as_json:
         show(objects)
         return
@@ -93,23 +99,29 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a job for known mistakes; exit code 1 where submit would refuse it."""
-    from jobs.checks import lint as linter
+    from jobs import registry
+    from jobs.checks.rule import errors
+    from jobs.cluster import Cluster
 
     if rules:
-        rows = [{"id": rule.id, "level": rule.level, "title": rule.title} for rule in linter.rules()]
+        backends = [registry.backend(name) for name in registry.packages()]
+        known = [rule for found in backends if issubclass(found, Cluster) for rule in found.rules().all()]
+        rows = [
+            {"id": rule.id, "level": rule.level, "title": rule.title}
+            for rule in sorted(known, key=lambda rule: rule.id)
+        ]
         if as_json:
             show(rows)
         for row in [] if as_json else rows:
             say(f"{row['id']}  {row['level']:7}  {row['title']}")
         return
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus)
-    spec = options.build(file, values, profile)
-    found = linter.lint(spec, options.manifests(spec, backend, "lint"))
+    found = registry.cluster(backend, "lint").lint(options.build(file, values, profile))
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
         say(str(item))
-    raise typer.Exit(EXIT_FAILED if linter.errors(found) else EXIT_DONE)
+    raise typer.Exit(EXIT_FAILED if errors(found) else EXIT_DONE)
 
 
 def submit(
@@ -138,29 +150,28 @@ def submit(
     if replace and new:
         raise UserError("--replace and --new exclude each other")
     replace = replace or (fresh and not new)
-    _no_sweep(backend, sweep)
-    # A word that no run was begun with.
-    flags = {
-        "k8s.namespace": namespace,
-        "k8s.context": context,
+    from jobs import job as driver
+    from jobs import registry
+    from jobs.cluster import Cluster
+
+    found = registry.backend(backend)
+    _check_sweep(found, sweep)
+    flags: dict[str, str | None] = {
+        **options.flags(backend, namespace=namespace, context=context),
         "run_dir": run_dir,
+        # A word that no run was begun with.
         "fresh": uuid.uuid4().hex[:12] if fresh else None,
     }
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
-    if backend != "local":
-        from jobs.checks import lint as linter
-
-        for item in linter.lint(spec, options.manifests(spec, backend, "submit")):
-            if item.level == "warning":
-                warn(f"{item.id}: {item.message}")
+    for item in found.lint(spec) if issubclass(found, Cluster) else []:
+        if item.level == "warning":
+            warn(f"{item.id}: {item.message}")
     mode: Mode = "replace" if replace else "new" if new else "attach"
     if sweep:
-        from jobs.cli import arrays as slurm_commands
+        from jobs.cli import sweeps
 
-        raise typer.Exit(slurm_commands.submit_sweep(spec, sweep, mode, wait, as_json))
-    from jobs import job as driver
-
+        raise typer.Exit(sweeps.submit(spec, backend, sweep, mode, wait, as_json))
     job, done = driver.start(spec, backend, mode)
     if wait is None:
         if as_json:
@@ -190,7 +201,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare a job file with the job that was submitted; exit code 1 where they differ."""
-    flags = {"k8s.namespace": namespace, "k8s.context": context}
+    flags = options.flags(backend, namespace=namespace, context=context)
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
     from jobs import job as driver
@@ -218,16 +229,19 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the recipe's shards once onto the data volume, before the job runs."""
-    flags = {"k8s.namespace": namespace, "k8s.context": context}
+    from jobs import registry
+
+    found = registry.cluster(backend, "prepare")
+    flags = options.flags(backend, namespace=namespace, context=context)
     spec = options.build(file, options.parse(sets, image=image, recipe=recipe, name=name, **flags), profile)
-    text, objects, start = options.preparation(spec, backend)
+    text, objects = found.preparation(spec)
     if dry_run:
         if as_json:
             show(objects)
         else:
             print(text, end="")
         return
-    done = start()
+    done = found.connect(**registry.where(found, spec)).prepare(spec)
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:

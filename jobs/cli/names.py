@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jobs import registry
+from jobs.cli import options
 from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
-from jobs.registry import open_backend
 from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
 
 if TYPE_CHECKING:
-    from jobs.backend import Part, Seen, Status
+    from jobs.status import Observer, Part, Status
 
 
 def status(
     backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
 ) -> None:
     """Say where a job stands, and why."""
-    report(name, open_backend(backend, namespace, context).status(name), as_json)
+    report(name, registry.connect(backend, namespace=namespace, context=context).status(name), as_json)
 
 
-def teller(name: str) -> Seen:
+def teller(name: str) -> Observer:
     """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
     last: tuple[str, str] | None = None
 
@@ -78,7 +79,7 @@ def logs(
     """Print what the ranks wrote; with --json one object a line."""
     import json
 
-    for line in open_backend(backend, namespace, context).logs(name, rank, follow):
+    for line in registry.connect(backend, namespace=namespace, context=context).logs(name, rank, follow):
         if as_json:
             print(json.dumps({"line": line}), flush=True)
         else:
@@ -94,14 +95,19 @@ def wait(
     as_json: Json = False,
 ) -> None:
     """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
-    report(name, open_backend(backend, namespace, context).wait(name, timeout, teller(name)), as_json, waited=True)
+    report(
+        name,
+        registry.connect(backend, namespace=namespace, context=context).wait(name, timeout, teller(name)),
+        as_json,
+        waited=True,
+    )
 
 
 def cancel(
     backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
 ) -> None:
     """End a job, with time to save its state."""
-    found = open_backend(backend, namespace, context).cancel(name)
+    found = registry.connect(backend, namespace=namespace, context=context).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
     else:
@@ -110,7 +116,7 @@ def cancel(
 
 def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:
     """List the jobs."""
-    rows = open_backend(backend, namespace, context).list()
+    rows = registry.connect(backend, namespace=namespace, context=context).list()
     if as_json:
         show([row.plain() for row in rows])
     else:
@@ -126,9 +132,11 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check the cluster for a job before GPUs are spent; exit code 1 where something is missing."""
-    from jobs.kubernetes import checks
-
-    found = checks.run(backend, file, namespace, context, profile)
+    found_in = registry.cluster(backend, "doctor")
+    spec = None
+    if file is not None or profile is not None:
+        spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
+    found = found_in.doctor(spec, **registry.where(found_in, spec, namespace=namespace, context=context))
     if as_json:
         show([item.plain() for item in found])
     else:

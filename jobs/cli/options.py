@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +10,6 @@ import typer
 from training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Submitted
-    from jobs.manifest import Manifest
     from jobs.spec.model import JobSpec
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
@@ -56,74 +53,25 @@ def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
 
 def build(file: Path | None, values: dict[str, Any], profile: str | None = None) -> JobSpec:
     """The spec of a file with `values` in it, or of `values` alone; a profile lies below both. Raises `UserError`."""
-    from jobs.spec import file as specfile
+    from jobs.spec import profile as profiles
+    from jobs.spec.file import place
     from jobs.spec.model import JobSpec
 
-    below: dict[str, Any] = {}
-    if profile is not None:
-        from jobs.spec import profile as profiles
-
-        below = profiles.load(profile)
+    below = profiles.load(profile) if profile is not None else {}
     if file is not None:
-        return specfile.load(file, values, below)
+        return JobSpec.load(file, values, below)
     plain: dict[str, Any] = below
     for name, value in values.items():
-        specfile.place(plain, name, value)
+        place(plain, name, value)
     if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
         plain["name"] = Path(plain["recipe"]).stem.replace("_", "-").lower()
     return JobSpec.of(plain, "the flags")
 
 
-def manifests(spec: JobSpec, backend: str, command: str) -> list[Manifest]:
-    """What `submit` would hand to the backend. Raises `UserError` where that is no manifest."""
-    if backend in ("k8s", "kubernetes"):
-        from jobs.kubernetes.render import kubernetes
+def flags(backend: str, **given: str | None) -> dict[str, str | None]:
+    """What `--namespace` and `--context` set in the job. Raises `UserError` where they belong to another backend."""
+    from jobs import registry
 
-        return kubernetes(spec)
-    if backend == "slurm":
-        from jobs.cli import arrays as slurm_commands
-
-        return slurm_commands.manifests(spec)
-    if backend == "compose":
-        from jobs.compose import render as compose
-
-        return [compose.render(spec)]
-    raise no_cluster(command, backend)
-
-
-def preparation(spec: JobSpec, backend: str) -> tuple[str, object, Callable[[], Submitted]]:
-    """What writes the shards before the job: its manifest as text and as plain values, and what submits it."""
-    from jobs.manifest import to_yaml
-
-    if backend in ("k8s", "kubernetes"):
-        from jobs.kubernetes import preparejob
-        from jobs.kubernetes.backend import KubernetesBackend
-
-        def submit() -> Submitted:
-            return KubernetesBackend.connect(spec.k8s.namespace, spec.k8s.context).prepare(spec)
-
-        objects = preparejob.render(spec)
-        return to_yaml(objects), objects, submit
-    if backend == "slurm":
-        from jobs.cli.arrays import prepare_script
-        from jobs.slurm.backend import SlurmBackend
-
-        script = prepare_script(spec)
-        return script, {"script": script}, lambda: SlurmBackend().prepare(spec)
-    if backend == "compose":
-        from jobs.compose import render as compose
-        from jobs.compose.backend import ComposeBackend
-
-        project = [compose.render_prepare(spec)]
-        return to_yaml(project), project, lambda: ComposeBackend().prepare(spec)
-    raise no_cluster("prepare", backend)
-
-
-def no_cluster(command: str, backend: str) -> UserError:
-    """The error of a command that renders or checks, for a backend that has nothing of the kind."""
-    from jobs.registry import NAMES
-    from training import settings
-
-    if backend not in NAMES:
-        return UserError(f"unknown backend {backend!r}{settings.nearest(backend, NAMES)}")
-    return UserError(f"{command} knows k8s, slurm and compose, got {backend!r}")
+    found = registry.backend(backend)
+    registry.where(found, None, **given)
+    return {found.places[flag]: value for flag, value in given.items() if flag in found.places}

@@ -7,62 +7,80 @@ the engine. A job that was cancelled has a labelled, empty volume beside it, bec
 from __future__ import annotations
 
 import json
-import os
-import re
 import threading
 from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
-from jobs import backend as base
 from jobs import records
-from jobs.backend import Listed, Mode, Status, Submitted
-from jobs.checks import lint
-from jobs.compose import engine
+from jobs.backend import Found, Lines, check_name, of_rank
+from jobs.checks.rule import Rules
+from jobs.cluster import Checks, Cluster, Manifests
+from jobs.command import GRACE_MARGIN
+from jobs.compare import missing_from
+from jobs.compose import checks, engine, rules
 from jobs.compose import render as rendering
 from jobs.compose.observe import explain, started
-from jobs.kubernetes.pod import GRACE_MARGIN
 from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, to_yaml
 from jobs.spec.model import JobSpec
+from jobs.status import Listed, Status, Submitted
 from training import contract
 from training.contract import UserError
 
 CANCELLED = "lockstep/cancelled"
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
-_PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 Nodes = list[Manifest]  # named here, because `list` is a method below
 
 
-class ComposeBackend:
-    """See `base.Backend`.
+class ComposeBackend(Cluster):
+    """See `Backend`.
 
     Args:
         interval: seconds between two looks.
     """
 
     name = "compose"
+    secrets_from = "set it in the environment, Compose takes it from there"
 
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
 
-    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        found = lint.errors(lint.lint(spec, [rendering.render(spec)]))
-        if found:
-            more = f" (and {len(found) - 1} more: see `lockstep lint --backend compose`)" if len(found) > 1 else ""
-            raise UserError(f"{spec.name}: {found[0]}{more}")
-        _check_secrets(spec)
+    @classmethod
+    def manifests(cls, spec: JobSpec) -> Manifests:
+        return [rendering.render(spec)]
+
+    @classmethod
+    def rules(cls) -> Rules[rules.Subject]:
+        return rules.RULES
+
+    @classmethod
+    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
+        project = [rendering.render_prepare(spec)]
+        return to_yaml(project), project
+
+    @classmethod
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
+        return checks.check(spec)
+
+    def find(self, name: str) -> Found | None:
+        check_name(name)
+        nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
+        if not nodes:
+            return None
+        return Found(name, get(nodes[0], "Config", "Labels", HASH), self._spec_of(nodes[0]), nodes)
+
+    def where(self, found: Found) -> str:
+        return self._where(found.name)
+
+    def attach(self, found: Found, spec: JobSpec) -> Submitted:  # noqa: ARG002 - Compose finds the containers itself
+        self.check_secrets(spec)
+        self._up(spec)  # brings a node back that was lost
+        return Submitted(spec.name, False, self._where(spec.name))
+
+    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         engine.check_built(spec.image)
-        nodes = self._nodes(spec.name)
-        if nodes:
-            was, status = get(nodes[0], "Config", "Labels", HASH), self._status(spec.name, nodes)
-            decided = base.decide(spec.name, mode, status, was, lambda: self._spec_of(nodes[0]), spec)
-            if decided == "attach":
-                self._up(spec)  # brings a node back that was lost
-                return Submitted(spec.name, False, self._where(spec.name))
-            if decided == "new":
-                name = base.next_name(spec.name, {row.name for row in self.list()})
-                return self._up(spec.model_copy(update={"name": name, "run_dir": None}))
+        if old is not None:
             self._remove(spec.name)
         return self._up(spec)
 
@@ -82,7 +100,7 @@ class ComposeBackend:
     def prepare(self, spec: JobSpec) -> Submitted:
         """Writes the shards, and returns when they are there. Raises `UserError`."""
         file = rendering.render_prepare(spec)
-        _check_secrets(spec)
+        self.check_secrets(spec)
         engine.check_built(spec.image)
         self._make_volumes(file)
         where = f"{spec.shard_folder} on {file['name']}"
@@ -96,16 +114,15 @@ class ComposeBackend:
             engine.docker("compose", "-p", str(file["name"]), "down", "--timeout", "5")
         return Submitted(str(file["name"]), True, where)
 
-    def status(self, name: str) -> Status:
-        return self._status(name, self._require(name))
+    def observe(self, found: Found) -> Status:
+        return self._status(found.name, found.record, found.spec)
 
-    def _status(self, name: str, nodes: Nodes) -> Status:
+    def _status(self, name: str, nodes: Nodes, spec: JobSpec | None) -> Status:
         cancelled = bool(engine.volumes(f"{CANCELLED}={name}"))
-        return explain(nodes, self._parsed(nodes[0]), self._said(nodes), cancelled)
+        return explain(nodes, spec, self._said(nodes, spec), cancelled)
 
-    def _said(self, nodes: Nodes) -> dict[str, Any] | None:
+    def _said(self, nodes: Nodes, spec: JobSpec | None) -> dict[str, Any] | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
-        spec = self._parsed(nodes[0])
         if spec is None:
             return None
         found = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
@@ -117,20 +134,19 @@ class ComposeBackend:
             return None
         return value if records.fits(value, records.STATUS) else None
 
-    def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        nodes = self._require(name)
-        spec = self._parsed(nodes[0])
-        total = len(nodes) * (spec.ranks if spec else 1)
-        if rank is not None and not 0 <= rank < total:
-            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
+    def world(self, found: Found, spec: JobSpec | None) -> int:
+        return len(found.record) * (spec.ranks if spec else 1)
+
+    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        nodes = found.record
         if rank is not None and spec is not None and spec.elastic is None:
             nodes = [nodes[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
-        return self._lines(name, [str(node["Id"]) for node in nodes], rank, follow)
+        return self._lines(found.name, [str(node["Id"]) for node in nodes], rank, follow)
 
-    def _lines(self, name: str, ids: base.Lines, rank: int | None, follow: bool) -> Iterator[str]:
+    def _lines(self, name: str, ids: Lines, rank: int | None, follow: bool) -> Iterator[str]:
         if not follow:
             for line in (line for id in ids for _, line in engine.log_lines(id, follow=False)):
-                if (found := _of_rank(line, rank)) is not None:
+                if (found := of_rank(line, rank)) is not None:
                     yield found
             return
         lines: Queue[str | Exception | None] = Queue()
@@ -143,7 +159,7 @@ class ComposeBackend:
                 raise item
             if item is None:
                 left -= 1
-            elif (found := _of_rank(item, rank)) is not None:
+            elif (found := of_rank(item, rank)) is not None:
                 yield found
 
     def _follow(self, name: str, id: str, lines: Queue[str | Exception | None]) -> None:
@@ -164,15 +180,8 @@ class ComposeBackend:
         except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
             lines.put(error)
 
-    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
-        return base.poll(lambda: self.status(name), timeout, self.interval, seen)
-
-    def cancel(self, name: str) -> Status:
-        nodes = self._require(name)
-        found = self._status(name, nodes)
-        if found.final:
-            return found
-        spec = self._parsed(nodes[0])
+    def stop(self, found: Found) -> Status:
+        name, nodes, spec = found.name, found.record, found.spec
         grace = (spec.grace_seconds if spec else 60) + GRACE_MARGIN
         marker = f"{rendering.project(name)}-cancelled"
         engine.docker("volume", "create", "--label", f"{CANCELLED}={name}", "--label", OURS[0], marker)
@@ -193,42 +202,29 @@ class ComposeBackend:
         rows = []
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
-            rows.append(Listed(name, self._status(name, _sorted(nodes)).state, len(nodes), created))
+            found = Found(name, None, self._spec_of(nodes[0]), _sorted(nodes))
+            rows.append(Listed(name, self.observe(found).state, len(nodes), created))
         return rows
 
-    def live(self, name: str) -> dict[str, Any]:
-        return self._spec_of(self._require(name)[0])
-
-    def drift(self, spec: JobSpec) -> base.Lines:
+    def changes(self, found: Found, spec: JobSpec) -> Lines:
         """Limits changed by `docker update`, and images whose name now means other bytes."""
         wanted = rendering.render(spec)["services"]
-        found = []
-        for node, service in zip(self._require(spec.name), wanted.values()):
+        lines: Lines = []
+        for node, service in zip(found.record, wanted.values()):
             limits = {"Memory": service.get("mem_limit"), "NanoCpus": round(float(service.get("cpus", 0)) * 1e9)}
             live = {key: get(node, "HostConfig", key) for key in limits}
-            found += base.missing_from(limits, live, str(get(node, "Config", "Hostname")))
-        return found
+            lines += missing_from(limits, live, str(get(node, "Config", "Hostname")))
+        return lines
 
     def summary(self, name: str) -> dict[str, Any]:
-        nodes = self._require(name)
-        spec = self._parsed(nodes[0])
+        job = self.require(name)
+        nodes, spec = job.record, job.spec
         path = f"{spec.run_directory}/{contract.SUMMARY_FILE}" if spec else contract.SUMMARY_FILE
         found = engine.read_file(str(nodes[0]["Id"]), path)
         if found is None:
-            raise UserError(f"{path} is not there yet: {name} is {self._status(name, nodes).state}")
+            raise UserError(f"{path} is not there yet: {name} is {self.observe(job).state}")
         value = json.loads(found[0])
         return value if isinstance(value, dict) else {}
-
-    def _nodes(self, name: str) -> Nodes:
-        if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
-            raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
-        return _sorted(engine.containers(*OURS, f"{JOB}={name}"))
-
-    def _require(self, name: str) -> Nodes:
-        found = self._nodes(name)
-        if not found:
-            raise UserError(f"there is no compose job {name}: see `lockstep list compose`")
-        return found
 
     @staticmethod
     def _spec_of(node: Manifest) -> dict[str, Any]:
@@ -237,13 +233,6 @@ class ComposeBackend:
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
-
-    def _parsed(self, node: Manifest) -> JobSpec | None:
-        """The spec the job was made from; None where it is from another version."""
-        try:
-            return JobSpec.model_validate(self._spec_of(node))
-        except ValueError:
-            return None
 
     @staticmethod
     def _where(name: str) -> str:
@@ -254,17 +243,4 @@ def _sorted(nodes: Nodes) -> Nodes:
     return sorted(nodes, key=lambda node: int(get(node, "Config", "Labels", rendering.NODE) or 0))
 
 
-def _check_secrets(spec: JobSpec) -> None:
-    missing = [name for name in spec.secrets if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"the job needs the secret {missing[0]}: set it in the environment, Compose takes it from there"
-        )
-
-
-def _of_rank(line: str, rank: int | None) -> str | None:
-    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
-    if rank is None:
-        return line
-    match = _PREFIX.match(line)
-    return line[match.end() :] if match and int(match[1]) == rank else None
+BACKEND = ComposeBackend

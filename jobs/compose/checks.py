@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from jobs.checks.check import Check
 from jobs.compose import engine
-from jobs.kubernetes.checks import Check
-from jobs.kubernetes.pod import holds
-from jobs.manifest import get
+from jobs.manifest import get, holds
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.contract import UserError
@@ -87,9 +86,7 @@ def _shards(spec: JobSpec) -> Iterator[Check]:
         yield Check("shards", "missing", missing)
         return
     mount = f"{volume.claim}:{volume.path}:ro"
-    try:
-        engine.docker("image", "inspect", spec.image)
-    except UserError:
+    if engine.image(spec.image) is None:
         yield Check("shards", "cannot tell", "without the image")
         return
     try:
@@ -106,9 +103,8 @@ def _shards(spec: JobSpec) -> Iterator[Check]:
 def _image(spec: JobSpec) -> Check:
     if spec.image is None:
         return Check("image", "missing", "image is not set: add it to the job")
-    try:
-        (found,) = json.loads(engine.docker("image", "inspect", spec.image))
-    except UserError:
+    found = engine.image(spec.image)
+    if found is None:
         if engine.is_ours(spec.image):
             return Check("image", "missing", engine.not_built(spec.image))
         return Check("image", "warning", f"{spec.image} is not on this machine: submit will pull it")

@@ -66,15 +66,21 @@ def not_built(image: str) -> str:
     return f"{image} is not on this machine: make image-cpu builds lockstep:cpu, make image lockstep:latest (CUDA)"
 
 
-def check_built(image: str | None) -> None:
+def image(name: str) -> dict[str, Any] | None:
+    """`docker image inspect`; None where this machine does not have it. Raises `EngineError`."""
+    try:
+        (found,) = json.loads(docker("image", "inspect", name))
+    except EngineError as error:
+        if "No such image" not in str(error) and "not found" not in str(error).lower():
+            raise
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def check_built(name: str | None) -> None:
     """Raises `UserError` for an image of ours that has not been built here: it is pulled from nowhere."""
-    if image is not None and is_ours(image):
-        try:
-            docker("image", "inspect", image)
-        except EngineError as error:
-            if "No such image" not in str(error) and "not found" not in str(error).lower():
-                raise
-            raise UserError(not_built(image)) from None
+    if name is not None and is_ours(name) and image(name) is None:
+        raise UserError(not_built(name))
 
 
 def compose(name: str, file: str, *words: str, timeout: float = 600.0) -> str:

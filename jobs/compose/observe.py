@@ -6,9 +6,9 @@ import datetime
 import signal
 from typing import Any
 
-from jobs.backend import Part, State, Status
 from jobs.manifest import Manifest, get
 from jobs.spec.model import JobSpec
+from jobs.status import Part, State, Status
 from training import contract
 
 _RUNNING = ("running", "paused", "restarting")

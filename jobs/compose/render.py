@@ -9,8 +9,9 @@ import json
 from typing import Any
 
 from jobs import command as commands
-from jobs.kubernetes.pod import GRACE_MARGIN, holds
-from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, merge
+from jobs.command import GRACE_MARGIN
+from jobs.compose.section import compose
+from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.contract import ENV_METRICS_PORT, MASTER_PORT, METRICS_PORT, UserError
@@ -46,7 +47,7 @@ def render(spec: JobSpec) -> Manifest:
         "networks": {"default": {"labels": {JOB: spec.name, **MANAGED}}},
         "volumes": volumes,
     }
-    return merge(file, spec.compose.patch)
+    return merge(file, compose(spec).patch)
 
 
 def render_prepare(spec: JobSpec) -> Manifest:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
-from jobs.checks.rule import COMPOSE, Subject, rule
+from jobs.checks import rule as checks
+from jobs.checks.rule import SECRET
 from jobs.compose.render import IMAGE_FOLDERS
-from jobs.kubernetes.pod import holds
-from jobs.kubernetes.security_rules import SECRET
-from jobs.manifest import HASH, JOB, get, mappings
+from jobs.compose.section import Compose
+from jobs.manifest import HASH, JOB, Manifest, get, holds, mappings
 
-KIND = (COMPOSE,)
 OPENING = ("cap_add", "devices", "device_cgroup_rules", "extends", "provider", "post_start", "pre_stop")
 """Keys of a service that give it rights, or that bring in what no rule has read."""
 NAMESPACES = {
@@ -24,6 +24,24 @@ HOST_PATHS = ("/", ".", "~", "$")
 """How a path of the host begins; Compose expands `~` and `$NAME`."""
 LISTED = 2
 """Ports that deploy/observability/prometheus/compose.yaml lists."""
+
+
+class Subject(checks.Subject):
+    """A Compose file."""
+
+    @cached_property
+    def services(self) -> dict[str, Manifest]:
+        """The services by name."""
+        found: Any = next((item["services"] for item in self.objects if "services" in item), {})
+        return (
+            {str(key): value for key, value in found.items() if isinstance(value, dict)}
+            if isinstance(found, dict)
+            else {}
+        )
+
+
+RULES = checks.Rules(Subject)
+rule = RULES.rule
 
 
 def _words(value: Any) -> list[str]:
@@ -45,14 +63,14 @@ def _environment(service: Any) -> dict[str, Any]:
     return {name: value if equals else None for name, equals, value in pairs}
 
 
-@rule("LC001", kinds=KIND)
+@rule("LC001")
 def image(subject: Subject) -> Iterator[str]:
     """A node needs an image."""
     if any(not isinstance(service.get("image"), str) for service in subject.services.values()):
         yield "image is not set: add `image: lockstep:cpu` to the job, or pass --image (make image-cpu builds it)"
 
 
-@rule("LC002", kinds=KIND)
+@rule("LC002")
 def one_service_a_node(subject: Subject) -> Iterator[str]:
     """One labelled service a node, each once: ranks are counted over them."""
     found = [service for service in subject.services.values() if get(service, "labels", JOB) == subject.spec.name]
@@ -63,7 +81,7 @@ def one_service_a_node(subject: Subject) -> Iterator[str]:
             yield f"{name} is started more than once: change nodes instead"
 
 
-@rule("LC003", kinds=KIND)
+@rule("LC003")
 def launcher(subject: Subject) -> Iterator[str]:
     """PID 1 is the launcher: it gets TERM, and starts the ranks."""
     for name, service in _nodes(subject).items():
@@ -71,7 +89,7 @@ def launcher(subject: Subject) -> Iterator[str]:
             yield f"{name}: the entrypoint is not `python -m training launch`: undo the patch"
 
 
-@rule("LC004", kinds=KIND)
+@rule("LC004")
 def closed_doors(subject: Subject) -> Iterator[str]:
     """A node runs without root, capabilities, new privileges, devices or a writable root."""
     for name, service in _nodes(subject).items():
@@ -97,7 +115,7 @@ def closed_doors(subject: Subject) -> Iterator[str]:
             yield f"{name} needs {', '.join(missing)}: undo the patch"
 
 
-@rule("LC005", kinds=KIND)
+@rule("LC005")
 def host_access(subject: Subject) -> Iterator[str]:
     """A node needs nothing of its host or of other containers, least of all the engine's socket."""
     for name, service in _nodes(subject).items():
@@ -142,7 +160,7 @@ def _host_path(mount: Any) -> str | None:
     return None if known and not source.startswith(HOST_PATHS) else source or f"type {kind}"
 
 
-@rule("LC006", kinds=KIND)
+@rule("LC006")
 def literal_secret(subject: Subject) -> Iterator[str]:
     """A secret in `env` stands in the file, and in the labels of the containers."""
     for service in list(_nodes(subject).values())[:1]:
@@ -151,7 +169,7 @@ def literal_secret(subject: Subject) -> Iterator[str]:
                 yield f"env {name} looks like a secret: name it in secrets, its value is taken from your environment"
 
 
-@rule("LC007", kinds=KIND)
+@rule("LC007")
 def restarts(subject: Subject) -> Iterator[str]:
     """Docker's restart policies also retry wrong usage, and count on top of the launcher."""
     for name, service in _nodes(subject).items():
@@ -159,7 +177,7 @@ def restarts(subject: Subject) -> Iterator[str]:
             yield f"{name}: restart: {service['restart']} retries what can never work: use max_restarts"
 
 
-@rule("LC008", kinds=KIND)
+@rule("LC008")
 def limits(subject: Subject) -> Iterator[str]:
     """Without a limit of memory one job takes the whole machine down."""
     for name, service in _nodes(subject).items():
@@ -167,7 +185,7 @@ def limits(subject: Subject) -> Iterator[str]:
             yield f"{name}: no limit of memory: set memory"
 
 
-@rule("LC009", kinds=KIND)
+@rule("LC009")
 def run_directory(subject: Subject) -> Iterator[str]:
     """The run directory must be an absolute path that the nodes may write."""
     path = subject.spec.run_directory
@@ -178,7 +196,7 @@ def run_directory(subject: Subject) -> Iterator[str]:
             yield f"run_dir {path} lies on a read-only volume: drop read_only, or choose another run_dir"
 
 
-@rule("LC010", kinds=KIND)
+@rule("LC010")
 def shards_mounted(subject: Subject) -> Iterator[str]:
     """Prepared shards must lie on a volume."""
     shards = subject.spec.shards
@@ -186,7 +204,7 @@ def shards_mounted(subject: Subject) -> Iterator[str]:
         yield f"shards {shards} lies on no volume: add one to volumes"
 
 
-@rule("LC011", "warning", kinds=KIND)
+@rule("LC011", "warning")
 def owner(subject: Subject) -> Iterator[str]:
     """A new volume belongs to root, unless the image has a folder at that path."""
     for volume in subject.spec.volumes:
@@ -197,7 +215,7 @@ def owner(subject: Subject) -> Iterator[str]:
             )
 
 
-@rule("LC012", "warning", kinds=KIND)
+@rule("LC012", "warning")
 def image_tag(subject: Subject) -> Iterator[str]:
     """A name without a tag means another image tomorrow."""
     name = subject.spec.image or ""
@@ -205,15 +223,15 @@ def image_tag(subject: Subject) -> Iterator[str]:
         yield f"image {name} has no fixed tag: give one, or best a digest (name@sha256:…)"
 
 
-@rule("LC013", "warning", kinds=KIND)
+@rule("LC013", "warning")
 def ignored_settings(subject: Subject) -> Iterator[str]:
     """A setting that has no meaning here is better not there."""
-    given = sorted(subject.spec.k8s.model_dump(exclude_defaults=True))
+    given = subject.spec.given_elsewhere(Compose)
     if given:
-        yield f"k8s.{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"
+        yield f"{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"
 
 
-@rule("LC015", "warning", kinds=KIND)
+@rule("LC015", "warning")
 def scraped(subject: Subject) -> Iterator[str]:
     """DNS tells Prometheus the nodes, not how many ranks they have."""
     if subject.spec.ranks > LISTED:
@@ -223,7 +241,7 @@ def scraped(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LC014", kinds=KIND)
+@rule("LC014")
 def dangling_mounts(subject: Subject) -> Iterator[str]:
     """A mount must name a volume of the file."""
     known = next((item.get("volumes") for item in subject.objects if "services" in item), None)

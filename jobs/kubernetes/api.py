@@ -20,6 +20,7 @@ import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
+from jobs.kubernetes.errors import ApiError, Gone
 from training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
@@ -27,18 +28,6 @@ PAGE = 500
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError)
 """What reading a kubeconfig may raise."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-
-
-class ApiError(Exception):
-    """The server's refusal: HTTP status, its reason word, its message."""
-
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.reason = status, reason
-
-
-class Gone(Exception):
-    """410: the resource version of a watch or of a page is too old. List again."""
 
 
 class Api:

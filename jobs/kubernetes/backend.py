@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jobs import backend as base
-from jobs.backend import Listed, Mode, Status, Submitted
-from jobs.checks import lint
-from jobs.kubernetes import render
-from jobs.kubernetes.api import Api, ApiError, Gone, load_configuration
-from jobs.kubernetes.logs import Reader
+from typing_extensions import Self
+
+from jobs.backend import Found, Lines, check_name
+from jobs.checks.rule import Rules
+from jobs.cluster import Checks, Cluster, Manifests
+from jobs.compare import missing_from
+from jobs.kubernetes import preparejob, render, rules
+from jobs.kubernetes.errors import ApiError, Gone, explained
+from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.observe import brief, explain
 from jobs.kubernetes.pod import CONTAINER, KUEUE_QUEUE
 from jobs.kubernetes.pytorchjob import has_master
-from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get
+from jobs.kubernetes.section import k8s
+from jobs.kubernetes.subject import Subject
+from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, to_yaml
 from jobs.spec.model import JobSpec
+from jobs.status import FINAL, Listed, Status, Submitted
 from training.contract import UserError
 
-KINDS = {
-    "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
-    "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
-}
-INSTALL = {"PyTorchJob": "the Kubeflow training-operator", "TrainJob": "Kubeflow Trainer"}
+if TYPE_CHECKING:
+    from jobs.kubernetes.api import Api
+
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
-Manifests = list[Manifest]  # named here, because `list` is a method below
-Names = list[str]
-
-
-class KubernetesBackend:
-    """See `base.Backend`.
+class KubernetesBackend(Cluster):
+    """See `Backend`.
 
     Args:
         interval: seconds between two looks where nothing has been announced.
@@ -43,44 +41,68 @@ class KubernetesBackend:
     """
 
     name = "k8s"
+    places: ClassVar = {"namespace": "k8s.namespace", "context": "k8s.context"}
+    secrets_from = None
+    survived = (UserError,)  # rights may come back, too
 
     def __init__(self, api: Api, namespace: str, interval: float = 5.0, lost_after: float = 300.0) -> None:
         self.api, self.namespace, self.interval, self.lost_after = api, namespace, interval, lost_after
 
     @classmethod
-    def connect(cls, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
+    def connect(cls, **place: str | None) -> Self:
         """Reads the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
-        load, default = load_configuration(context)
-        return cls(Api(load), namespace or default)
+        from jobs.kubernetes.api import Api, load_configuration  # the client takes longer to import than to render
+
+        load, default = load_configuration(place.get("context"))
+        return cls(Api(load), place.get("namespace") or default)
+
+    @classmethod
+    def manifests(cls, spec: JobSpec) -> Manifests:
+        return render.kubernetes(spec)
+
+    @classmethod
+    def rules(cls) -> Rules[Subject]:
+        return rules.RULES
+
+    @classmethod
+    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
+        objects = preparejob.render(spec)
+        return to_yaml(objects), objects
+
+    @classmethod
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+        from jobs.kubernetes import checks
+
+        try:
+            connected = cls.connect(**place)
+        except UserError as error:
+            return checks.without_cluster(str(error), cls.lint(spec) if spec is not None else None)
+        return checks.check(connected, spec, cls.lint(spec) if spec is not None else None)
 
     def path(self, kind: str, name: str = "") -> str:
         version, plural = KINDS[kind]
         return f"/apis/{version}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
 
-    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        found = lint.errors(lint.lint(spec, render.kubernetes(spec)))
-        if found:
-            more = f" (and {len(found) - 1} more: see `lockstep lint`)" if len(found) > 1 else ""
-            raise UserError(f"{spec.name}: {found[0]}{more}")
-        with self._explained(spec.k8s.kind):
-            live = self._find(spec.name)
-            if live is not None:
-                was = get(live, "metadata", "labels", HASH)
-                if was is None and mode != "new":
-                    raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
-                decided = base.decide(spec.name, mode, self._status(live), was, lambda: self._spec_of(live), spec)
-                if decided == "attach":
-                    return Submitted(spec.name, False, self._where(live))
-                if decided == "new":
-                    taken = {item.name for item in self.list()}
-                    name = base.next_name(spec.name, taken)
-                    return self._create(spec.model_copy(update={"name": name, "run_dir": None}))
-                self._delete(live, 120)
+    def find(self, name: str) -> Found | None:
+        check_name(name)
+        with explained(self.api.host):
+            job = self._find(name)
+        if job is None:
+            return None
+        return Found(name, get(job, "metadata", "labels", HASH), self._spec_of(job), job)
+
+    def no_such(self, name: str) -> UserError:
+        return UserError(f"there is no job {name} in namespace {self.namespace}: see `lockstep list k8s`")
+
+    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
+        with explained(self.api.host, k8s(spec).kind):
+            if old is not None:
+                self._delete(old.record, 120)
             return self._create(spec)
 
     def _create(self, spec: JobSpec) -> Submitted:
         policy, job = render.kubernetes(spec)
-        path = self.path(spec.k8s.kind)
+        path = self.path(k8s(spec).kind)
         policies = f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
         self.api.create(path, job, dryRun="All")  # what the server refuses leaves nothing behind
         try:
@@ -97,11 +119,12 @@ class KubernetesBackend:
         except ApiError as error:
             if error.status != 409:
                 raise
-            live = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
-            if live is None or get(live, "metadata", "labels", HASH) != spec.hash():
+            found = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
+            if found is None or get(found, "metadata", "labels", HASH) != spec.hash():
                 raise UserError(f"{spec.name} was submitted by somebody else just now, with another spec") from None
+            live = found
         owner = {
-            "apiVersion": KINDS[spec.k8s.kind][0], "kind": spec.k8s.kind, "name": spec.name,
+            "apiVersion": KINDS[k8s(spec).kind][0], "kind": k8s(spec).kind, "name": spec.name,
             "uid": get(live, "metadata", "uid"),
         }  # fmt: skip
         # The cluster then removes the policy together with the job.
@@ -110,11 +133,9 @@ class KubernetesBackend:
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Creates the one-pod Job that writes the shards. Raises `UserError`."""
-        from jobs.kubernetes import preparejob
-
         (job,) = preparejob.render(spec)
         name = job["metadata"]["name"]
-        with self._explained("Job"):
+        with explained(self.api.host, "Job"):
             try:
                 self.api.create(f"/apis/batch/v1/namespaces/{self.namespace}/jobs", job)
             except ApiError as error:
@@ -123,12 +144,12 @@ class KubernetesBackend:
                 return Submitted(name, False, f"{self.namespace}/{name}")
         return Submitted(name, True, f"{self.namespace}/{name}")
 
-    def status(self, name: str) -> Status:
-        with self._explained():
-            return self._status(self._require(name))
+    def observe(self, found: Found) -> Status:
+        with explained(self.api.host):
+            return self._observe(found.record, found.spec)
 
-    def _status(self, job: Manifest) -> Status:
-        spec, name = self._parsed(job), str(get(job, "metadata", "name"))
+    def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
+        name = str(get(job, "metadata", "name"))
         pods = self._pods(name)
         hosts = self._hosts(spec, job)
         elastic = spec is not None and spec.elastic is not None
@@ -141,61 +162,36 @@ class KubernetesBackend:
         events = [event for about in [name, *pending[:3]] for event in self._events(str(about))]
         return explain(job, pods, events, workload, hosts, ranks, elastic)
 
-    def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        with self._explained():
-            job = self._require(name)
-        spec = self._parsed(job)
-        hosts = self._hosts(spec, job)
-        total = len(hosts) * (spec.ranks if spec else 1)
-        if rank is not None and rank >= total:
-            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
+    def trouble(self, status: Status) -> str:
+        unknown = [part.name for part in status.ranks if part.state == "unknown"]
+        return f"the node of {unknown[0]} does not answer" if unknown else ""
+
+    def world(self, found: Found, spec: JobSpec | None) -> int:
+        return len(self._hosts(spec, found.record)) * (spec.ranks if spec else 1)
+
+    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        from jobs.kubernetes.logs import Reader
+
+        name, hosts = found.name, self._hosts(spec, found.record)
         if rank is not None and spec is not None and not spec.elastic:
             hosts = [hosts[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
         gone_since: list[float] = []
 
         def over() -> bool:
-            found = self._find(name)
-            if found is not None:
+            job = self._find(name)
+            if job is not None:
                 gone_since.clear()
-                return brief(found) in base.FINAL
+                return brief(job) in FINAL
             gone_since.append(time.monotonic())
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
-        container = CONTAINER if job.get("kind") == "PyTorchJob" else "node"
+        container = CONTAINER if found.record.get("kind") == "PyTorchJob" else "node"
         reader = Reader(self.api, self.namespace, lambda: self._pods(name), over, min(self.interval, 2.0), container)
-        return self._guarded(reader.lines(hosts, rank, follow))
+        with explained(self.api.host):
+            yield from reader.lines(hosts, rank, follow)
 
-    def _guarded(self, lines: Iterator[str]) -> Iterator[str]:
-        with self._explained():
-            yield from lines
-
-    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
-        deadline = time.monotonic() + timeout
-        with self._explained():
-            known = self._require(name)  # a name that never was is the caller's mistake, not a lost job
-            found = self._status(known)
-        seen(found)
-        bad_since: float | None = None
-        while not found.final and (left := deadline - time.monotonic()) > 0:
-            self._await_change(name, known, min(left, self.interval))
-            problem = ""
-            try:
-                job = self._find(name)
-                if job is None:
-                    problem = "it is gone from the cluster"
-                else:
-                    known, found = job, self._status(job)
-                    unknown = [part.name for part in found.ranks if part.state == "unknown"]
-                    problem = f"the node of {unknown[0]} does not answer" if unknown else ""
-            except (UserError, ApiError) as error:
-                problem = str(error)
-            bad_since = None if not problem else (bad_since or time.monotonic())
-            if bad_since is not None and time.monotonic() - bad_since >= self.lost_after:
-                found = Status("lost", f"{problem} (for {self.lost_after:g} s)", found.ranks)
-                seen(found)
-                return found
-            seen(replace(found, reason=problem) if problem else found)
-        return found
+    def pause(self, found: Found, seconds: float) -> None:
+        self._await_change(found.name, found.record, min(seconds, self.interval))
 
     def _await_change(self, name: str, known: Manifest, seconds: float) -> None:
         """Returns when the job is no longer as `known`, at the latest after `seconds`; a broken watch costs a short pause."""
@@ -217,14 +213,10 @@ class KubernetesBackend:
             pass
         time.sleep(max(0.0, min(seconds - (time.monotonic() - began), self.interval / 5)))
 
-    def cancel(self, name: str) -> Status:
-        with self._explained():
-            job = self._require(name)
-            status = self._status(job)
-            if status.final:
-                return status
-            spec = self._parsed(job)
-            self._delete(job, (spec.grace_seconds if spec else 60) + 90)
+    def stop(self, found: Found) -> Status:
+        spec = found.spec
+        with explained(self.api.host):
+            self._delete(found.record, (spec.grace_seconds if spec else 60) + 90)
         return Status("cancelled", "cancelled; its pods had their grace to save")
 
     def _delete(self, job: Manifest, timeout: float) -> None:
@@ -249,7 +241,7 @@ class KubernetesBackend:
 
     def list(self) -> list[Listed]:
         rows = []
-        with self._explained():
+        with explained(self.api.host):
             for kind in KINDS:
                 try:
                     found = _all(self.api.pages(self.path(kind), labelSelector=MANAGED_SELECTOR))
@@ -263,16 +255,13 @@ class KubernetesBackend:
                     rows.append(Listed(get(job, "metadata", "name"), brief(job), spec.get("nodes", 1), created))
         return sorted(rows, key=lambda row: row.name)
 
-    def live(self, name: str) -> dict[str, Any]:
-        with self._explained():
-            return self._spec_of(self._require(name))
-
-    def drift(self, spec: JobSpec) -> base.Lines:
-        with self._explained():
-            live = self._require(spec.name)
+    def changes(self, found: Found, spec: JobSpec) -> Lines:
         *_, wanted = render.kubernetes(spec)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
-        return base.missing_from(wanted, live)
+        return missing_from(wanted, found.record)
+
+    def where(self, found: Found) -> str:
+        return self._where(found.record)
 
     def summary(self, name: str) -> dict[str, Any]:
         for line in reversed([*self.logs(name, 0)]):
@@ -285,8 +274,6 @@ class KubernetesBackend:
         raise UserError(f"{name} has not written a summary: it is {self.status(name).state}, or its pods are gone")
 
     def _find(self, name: str) -> Manifest | None:
-        if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
-            raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
         for kind in KINDS:
             try:
                 found = self.api.get(self.path(kind, name))
@@ -296,12 +283,6 @@ class KubernetesBackend:
                 continue
             return {"kind": kind, **found}
         return None
-
-    def _require(self, name: str) -> Manifest:
-        found = self._find(name)
-        if found is None:
-            raise UserError(f"there is no job {name} in namespace {self.namespace}: see `lockstep list k8s`")
-        return found
 
     def _pods(self, name: str) -> Manifests:
         return _all(self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB}={name}"))
@@ -330,15 +311,8 @@ class KubernetesBackend:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def _parsed(self, job: Manifest) -> JobSpec | None:
-        """The spec the job was made from; None where the annotation is gone, or from another version."""
-        try:
-            return JobSpec.model_validate(self._spec_of(job))
-        except ValueError:
-            return None
-
     @staticmethod
-    def _hosts(spec: JobSpec | None, job: Manifest) -> Names:
+    def _hosts(spec: JobSpec | None, job: Manifest) -> Lines:
         """Host names in the order of ranks: the rendezvous sorts its nodes by their names, as text."""
         name = get(job, "metadata", "name")
         if job.get("kind") == "TrainJob":
@@ -353,33 +327,9 @@ class KubernetesBackend:
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"
 
-    def _explained(self, kind: str = "") -> _Explained:
-        return _Explained(self, kind)
-
 
 def _all(pages: Iterator[Manifest]) -> Manifests:
     return list(pages)
 
 
-class _Explained:
-    """Turns the server's refusals into one line that says what to do."""
-
-    def __init__(self, backend: KubernetesBackend, kind: str) -> None:
-        self.backend, self.kind = backend, kind
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Gone):
-            raise UserError(f"{self.backend.api.host} dropped the version it was asked for: try again") from None
-        if not isinstance(error, ApiError):
-            return
-        message = " ".join(str(error).split())
-        if error.status == 403:
-            raise UserError(f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml") from None
-        if error.status == 404 and self.kind in INSTALL and "namespace" not in message:
-            raise UserError(
-                f"the cluster knows no {self.kind}: install {INSTALL[self.kind]}, see `lockstep doctor k8s`"
-            ) from None
-        raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}") from None
+BACKEND = KubernetesBackend

@@ -7,18 +7,21 @@ ever asked for: only its metadata.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
-from jobs.kubernetes.api import ApiError
-from jobs.kubernetes.backend import KINDS, KubernetesBackend
+from jobs.checks.check import Check, Result
+from jobs.checks.rule import Finding
+from jobs.kubernetes.errors import ApiError
+from jobs.kubernetes.kinds import KINDS
+from jobs.kubernetes.section import k8s
 from jobs.manifest import get, mappings
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
-Result = Literal["ok", "missing", "warning", "cannot tell"]
+if TYPE_CHECKING:
+    from jobs.kubernetes.backend import KubernetesBackend
+
 RIGHTS = (
     ("create", "kubeflow.org", "pytorchjobs", ""), ("get", "kubeflow.org", "pytorchjobs", ""),
     ("list", "kubeflow.org", "pytorchjobs", ""), ("watch", "kubeflow.org", "pytorchjobs", ""),
@@ -29,66 +32,25 @@ RIGHTS = (
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    result: Result
-    detail: str
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+def without_cluster(reason: str, findings: list[Finding] | None) -> list[Check]:
+    """What can be checked where no cluster answers."""
+    return [Check("cluster", "missing", reason), *_rules(findings)]
 
 
-def run(
-    backend: str, file: Path | None, namespace: str | None, context: str | None, profile: str | None = None
-) -> list[Check]:
-    """All checks for a cluster, and for a job where `file` or `profile` is given. Raises `UserError`."""
-    spec = JobSpec.load(file) if file is not None else None
-    if profile is not None:
-        from jobs.cli import options
-
-        spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
-    if backend == "slurm":
-        from jobs.slurm import checks as slurm_doctor
-
-        return slurm_doctor.check(spec)
-    if backend == "compose":
-        from jobs.compose import checks as compose_doctor
-
-        return compose_doctor.check(spec)
-    if backend not in ("k8s", "kubernetes"):
-        from jobs.cli import options
-
-        raise options.no_cluster("doctor", backend)
-    wanted = namespace or (spec.k8s.namespace if spec else None)
-    rules = _rules(spec, backend)
-    try:
-        connected = KubernetesBackend.connect(wanted, context or (spec.k8s.context if spec else None))
-    except UserError as error:
-        return [Check("cluster", "missing", str(error)), *rules]
-    return [*check(connected, spec), *rules]
-
-
-def _rules(spec: JobSpec | None, backend: str) -> list[Check]:
-    """What `submit` would refuse or warn of, which no cluster is needed for."""
-    if spec is None:
+def _rules(findings: list[Finding] | None) -> list[Check]:
+    """What `submit` would refuse or warn of, which no cluster is needed for; nothing without a job."""
+    if findings is None:
         return []
-    from jobs.checks import lint
-    from jobs.cli import options
-
-    found = lint.lint(spec, options.manifests(spec, backend, "doctor"))
-    checks = [Check(item.id, "missing" if item.level == "error" else "warning", item.message) for item in found]
+    checks = [Check(item.id, "missing" if item.level == "error" else "warning", item.message) for item in findings]
     return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 
-def check(backend: KubernetesBackend, spec: JobSpec | None) -> list[Check]:
+def check(backend: KubernetesBackend, spec: JobSpec | None, findings: list[Finding] | None) -> list[Check]:
     """The checks in order; the first failure to reach the cluster ends them."""
     try:
         version = backend.api.get("/version").get("gitVersion", "?")
     except (UserError, ApiError) as error:
-        return [Check("cluster", "missing", str(error))]
+        return without_cluster(str(error), findings)
     found = [Check("cluster", "ok", f"{backend.api.host}, Kubernetes {version}")]
     looks: list[Callable[[], Iterator[Check]]] = [
         partial(one, backend, spec) for one in (_who, _rights, _custom_resource, _operator, _pod_monitor)
@@ -97,7 +59,7 @@ def check(backend: KubernetesBackend, spec: JobSpec | None) -> list[Check]:
         looks += [partial(one, backend, spec) for one in (_queue, _nodes, _volumes, _pull_secrets)]
     for look in looks:
         found += _guarded(look)
-    return found
+    return [*found, *_rules(findings)]
 
 
 def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
@@ -144,7 +106,7 @@ def _rights(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]
 
 
 def _custom_resource(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:
-    kind = spec.k8s.kind if spec else "PyTorchJob"
+    kind = k8s(spec).kind if spec else "PyTorchJob"
     try:
         backend.api.get(backend.path(kind), limit=1)
     except ApiError as error:
@@ -198,29 +160,29 @@ def _pod_monitor(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[C
 
 
 def _queue(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
-    if spec.k8s.queue is None:
+    if k8s(spec).queue is None:
         return
     path = "/apis/kueue.x-k8s.io/v1beta1"
     try:
-        local = backend.api.get(f"{path}/namespaces/{backend.namespace}/localqueues/{spec.k8s.queue}")
+        local = backend.api.get(f"{path}/namespaces/{backend.namespace}/localqueues/{k8s(spec).queue}")
     except ApiError as error:
         if error.status != 404:
             raise
-        yield Check("queue", "missing", f"no LocalQueue {spec.k8s.queue} in {backend.namespace}")
+        yield Check("queue", "missing", f"no LocalQueue {k8s(spec).queue} in {backend.namespace}")
         return
     name = get(local, "spec", "clusterQueue")
-    yield Check("queue", "ok", f"{spec.k8s.queue} → {name}")
+    yield Check("queue", "ok", f"{k8s(spec).queue} → {name}")
     cluster = backend.api.get(f"{path}/clusterqueues/{name}")
     wanted = spec.gpus * spec.nodes
     quotas = [
         int(str(item.get("nominalQuota", "0")))
         for group in mappings(get(cluster, "spec", "resourceGroups")) for flavor in mappings(group.get("flavors"))
         for item in mappings(flavor.get("resources"))
-        if item.get("name") == spec.k8s.gpu_resource and str(item.get("nominalQuota", "")).isdigit()
+        if item.get("name") == k8s(spec).gpu_resource and str(item.get("nominalQuota", "")).isdigit()
     ]  # fmt: skip
     if wanted:
         fits = sum(quotas) >= wanted
-        detail = f"{sum(quotas)} {spec.k8s.gpu_resource} in {name}, the job takes {wanted}"
+        detail = f"{sum(quotas)} {k8s(spec).gpu_resource} in {name}, the job takes {wanted}"
         yield Check("quota", "ok" if fits else "missing", detail)
 
 
@@ -229,12 +191,12 @@ def _nodes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
         return
     amounts = []
     for node in backend.api.pages("/api/v1/nodes"):
-        amount = str(get(node, "status", "allocatable", spec.k8s.gpu_resource) or "0")
+        amount = str(get(node, "status", "allocatable", k8s(spec).gpu_resource) or "0")
         if amount.isdigit() and not get(node, "spec", "unschedulable"):
             amounts.append(int(amount))
     fit = sum(amount >= spec.gpus for amount in amounts)
-    needed = spec.nodes if spec.k8s.spread == "required" else 1
-    detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {spec.k8s.gpu_resource}, the job needs {needed}"
+    needed = spec.nodes if k8s(spec).spread == "required" else 1
+    detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {k8s(spec).gpu_resource}, the job needs {needed}"
     yield Check("nodes", "ok" if fit >= needed else "missing", detail)
 
 
@@ -259,7 +221,7 @@ def _volumes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
 
 
 def _pull_secrets(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
-    for name in spec.k8s.image_pull_secrets:
+    for name in k8s(spec).image_pull_secrets:
         try:
             backend.api.get(f"/api/v1/namespaces/{backend.namespace}/secrets/{name}", accept=METADATA)
         except ApiError as error:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jobs.checks.rule import Subject, rule
-from jobs.kubernetes.pod import GRACE_MARGIN, KUEUE_QUEUE
+from jobs.command import GRACE_MARGIN
+from jobs.kubernetes.pod import KUEUE_QUEUE
+from jobs.kubernetes.section import k8s
+from jobs.kubernetes.subject import PYTORCHJOB, TRAINJOB, Subject, rule
 from jobs.manifest import HASH, JOB, get, mappings
-
-PYTORCHJOB = ("PyTorchJob",)
-TRAINJOB = ("TrainJob",)
 
 
 def _number(value: object) -> int | None:
@@ -176,7 +175,7 @@ def identity(subject: Subject) -> Iterator[str]:
         yield f"apiVersion is {subject.job.get('apiVersion')!r}, expected {versions[subject.job['kind']]}"
     if get(subject.job, "metadata", "name") != subject.spec.name:
         yield "the patch changed metadata.name: change name in the job instead"
-    if get(subject.job, "metadata", "namespace") != subject.spec.k8s.namespace:
+    if get(subject.job, "metadata", "namespace") != k8s(subject.spec).namespace:
         yield "the patch changed metadata.namespace: set k8s.namespace instead"
     if (
         get(subject.job, "metadata", "labels", JOB) != subject.spec.name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jobs.backend import Part, State, Status
 from jobs.manifest import get, mappings
+from jobs.status import Part, State, Status
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 
 Object = dict[str, Any]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jobs import command as commands
-from jobs.manifest import JOB, MANAGED, Manifest, without_none
+from jobs.command import GRACE_MARGIN
+from jobs.kubernetes.section import k8s
+from jobs.manifest import JOB, MANAGED, Manifest, holds, without_none
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.contract import ENV_METRICS_PORT, METRICS_PORT
@@ -13,8 +15,6 @@ from training.contract import ENV_METRICS_PORT, METRICS_PORT
 CONTAINER = "pytorch"
 """The operator looks for a container of this name."""
 RENDEZVOUS_PORT = 23456
-GRACE_MARGIN = 30
-"""Seconds between the end of the ranks' grace and the kubelet's SIGKILL: time to fsync and to unwind."""
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 
 
@@ -24,29 +24,29 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 def pod_annotations(spec: JobSpec) -> dict[str, str]:
     found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
-    if spec.k8s.topology:
-        found[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
+    if k8s(spec).topology:
+        found[f"kueue.x-k8s.io/podset-{k8s(spec).topology}-topology"] = k8s(spec).topology_level
     return found
 
 
 def pod_spec(spec: JobSpec) -> Manifest:
-    k8s = spec.k8s
+    settings = k8s(spec)
     return without_none(
         {
-            "serviceAccountName": k8s.service_account,
+            "serviceAccountName": settings.service_account,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
-            "priorityClassName": k8s.priority_class,
-            "nodeSelector": dict(sorted(k8s.node_selector.items())) or None,
-            "tolerations": [item.model_dump(exclude_none=True) for item in k8s.tolerations] or None,
+            "priorityClassName": settings.priority_class,
+            "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
+            "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
             "affinity": _affinity(spec),
-            "imagePullSecrets": [{"name": name} for name in k8s.image_pull_secrets] or None,
+            "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
             "securityContext": {
                 "runAsNonRoot": True,
-                "runAsUser": k8s.run_as_user,
-                "runAsGroup": k8s.fs_group,
-                "fsGroup": k8s.fs_group,
+                "runAsUser": settings.run_as_user,
+                "runAsGroup": settings.fs_group,
+                "fsGroup": settings.fs_group,
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
@@ -60,12 +60,12 @@ def container(spec: JobSpec) -> Manifest:
     ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
     capabilities: Manifest = {"drop": ["ALL"]}
-    if spec.k8s.rdma:
+    if k8s(spec).rdma:
         capabilities["add"] = ["IPC_LOCK"]  # RDMA pins memory
     return {
         "name": CONTAINER,
         "image": spec.image,
-        "imagePullPolicy": spec.k8s.image_pull_policy,
+        "imagePullPolicy": k8s(spec).image_pull_policy,
         "command": [_literal(word) for word in commands.launch(spec, spec.run_directory, exit_codes="kubernetes")],
         "env": environment(spec),
         "ports": ports,
@@ -89,14 +89,14 @@ def environment(spec: JobSpec) -> list[Manifest]:
         "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
     }
     if spec.gpus:
-        values["NCCL_DEBUG"] = spec.k8s.nccl_debug
+        values["NCCL_DEBUG"] = k8s(spec).nccl_debug
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-        values["NCCL_SOCKET_IFNAME"] = spec.k8s.socket_interface
-        values["NCCL_IB_HCA"] = spec.k8s.ib_hca
-        if any(name.endswith("/efa") for name in spec.k8s.rdma):
+        values["NCCL_SOCKET_IFNAME"] = k8s(spec).socket_interface
+        values["NCCL_IB_HCA"] = k8s(spec).ib_hca
+        if any(name.endswith("/efa") for name in k8s(spec).rdma):
             values["FI_PROVIDER"] = "efa"
-    elif spec.k8s.socket_interface:
-        values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface
+    elif k8s(spec).socket_interface:
+        values["GLOO_SOCKET_IFNAME"] = k8s(spec).socket_interface
     values |= spec.env
     items: list[Manifest] = [
         {"name": name, "value": _literal(value)}
@@ -113,11 +113,11 @@ def resources(spec: JobSpec) -> Manifest:
     """Requests equal limits (Guaranteed): a training rank that is throttled or evicted stops all the others."""
     amounts: dict[str, Any] = {"cpu": cpu(spec.cpus), "memory": spec.memory}
     if spec.gpus:
-        amounts[spec.k8s.gpu_resource] = str(spec.gpus)
-    for name, count in sorted(spec.k8s.rdma.items()):
+        amounts[k8s(spec).gpu_resource] = str(spec.gpus)
+    for name, count in sorted(k8s(spec).rdma.items()):
         amounts[name] = str(count)
-    if spec.k8s.hugepages:
-        amounts["hugepages-2Mi"] = spec.k8s.hugepages
+    if k8s(spec).hugepages:
+        amounts["hugepages-2Mi"] = k8s(spec).hugepages
     return {"requests": amounts, "limits": amounts}
 
 
@@ -126,18 +126,13 @@ def cpu(cores: float) -> str:
 
 
 def _affinity(spec: JobSpec) -> Manifest | None:
-    if spec.k8s.spread == "none" or (spec.nodes == 1 and not spec.elastic):
+    if k8s(spec).spread == "none" or (spec.nodes == 1 and not spec.elastic):
         return None
     term = {"labelSelector": {"matchLabels": {JOB: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
-    if spec.k8s.spread == "required":
+    if k8s(spec).spread == "required":
         return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     soft = {"weight": 100, "podAffinityTerm": term}
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
-
-
-def holds(mount: str, path: str) -> bool:
-    """Whether `path` lies on what is mounted at `mount`."""
-    return path == mount or path.startswith(mount.rstrip("/") + "/")
 
 
 def _volumes(spec: JobSpec) -> list[Manifest]:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.checks.rule import Pod, Subject, rule
-from jobs.kubernetes.pod import holds
-from jobs.manifest import get, mappings
+from jobs.kubernetes.section import k8s
+from jobs.kubernetes.subject import PYTORCHJOB, Pod, Subject, rule
+from jobs.manifest import get, holds, mappings
 from jobs.spec.types import size_in_bytes
 
 MONITORED = 8
@@ -76,7 +76,7 @@ def duplicate_variables(subject: Subject) -> Iterator[str]:
             yield f"{pod.replica}: env has {name} twice: keep one"
 
 
-@rule("LS017", kinds=("PyTorchJob",))
+@rule("LS017", kinds=PYTORCHJOB)
 def readiness(subject: Subject) -> Iterator[str]:
     """Headless Services publish no unready address: a readinessProbe on Master delays DNS until workers give up."""
     for pod in subject.pods:
@@ -117,7 +117,7 @@ def scraped_twice(subject: Subject) -> Iterator[str]:
             yield f"{pod.replica}: prometheus.io annotations carry one port only: use the PodMonitor of deploy/k8s"
 
 
-@rule("LS024", kinds=("PyTorchJob",))
+@rule("LS024", kinds=PYTORCHJOB)
 def ports(subject: Subject) -> Iterator[str]:
     """Port names have at most 15 characters and are unique; one metrics port a rank, beside the operator's."""
     for pod in subject.pods:
@@ -152,9 +152,9 @@ def devices(subject: Subject) -> Iterator[str]:
     for pod in subject.pods:
         limits = get(pod.container, "resources", "limits")
         limits = limits if isinstance(limits, dict) else {}
-        gpus = limits.get(subject.spec.k8s.gpu_resource)
+        gpus = limits.get(k8s(subject.spec).gpu_resource)
         if subject.spec.gpus and str(gpus) != str(subject.spec.gpus):
-            yield f"{pod.replica}: limit of {subject.spec.k8s.gpu_resource} is {gpus!r}, gpus says {subject.spec.gpus}"
+            yield f"{pod.replica}: limit of {k8s(subject.spec).gpu_resource} is {gpus!r}, gpus says {subject.spec.gpus}"
         fast = [str(name) for name in limits if str(name).startswith("rdma/") or str(name).endswith("/efa")]
         added = get(pod.container, "securityContext", "capabilities", "add")
         if fast and not (isinstance(added, list) and "IPC_LOCK" in added):

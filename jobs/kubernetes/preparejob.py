@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jobs import command as commands
 from jobs.kubernetes import pod
-from jobs.manifest import HASH, Manifest, without_none
+from jobs.kubernetes.section import k8s
+from jobs.manifest import HASH, Manifest, holds, without_none
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
@@ -13,7 +14,7 @@ def render(spec: JobSpec) -> list[Manifest]:
     """[Job]. Raises `UserError` for a spec that names no shards, or no volume to write them to."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /data/digits")
-    if not any(pod.holds(volume.path, spec.shards) for volume in spec.volumes):
+    if not any(holds(volume.path, spec.shards) for volume in spec.volumes):
         raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
     if spec.image is None:
         raise UserError("image is not set: add it to the job, or pass --image")
@@ -21,7 +22,7 @@ def render(spec: JobSpec) -> list[Manifest]:
         update={
             "nodes": 1, "gpus": 0, "ranks_per_node": 1, "elastic": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
-            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
+            "k8s": k8s(spec).model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
         }
     )  # fmt: skip
     template = pod.pod_spec(writable)
@@ -36,7 +37,7 @@ def render(spec: JobSpec) -> list[Manifest]:
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": without_none(
-                {"name": name, "namespace": spec.k8s.namespace, "labels": {**labels, HASH: spec.hash()}}
+                {"name": name, "namespace": k8s(spec).namespace, "labels": {**labels, HASH: spec.hash()}}
             ),
             "spec": {
                 "backoffLimit": 2,

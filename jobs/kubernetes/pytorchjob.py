@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 
 from jobs.kubernetes import pod
+from jobs.kubernetes.section import k8s
 from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, merge, without_none
 from jobs.spec.model import JobSpec
+from jobs.spec.types import seconds
 
 API_VERSION = "kubeflow.org/v1"
 
 
 def render(spec: JobSpec) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob]: the policy first, so that no pod ever runs without it."""
-    return [network_policy(spec), merge(job(spec), spec.k8s.patch)]
+    return [network_policy(spec), merge(job(spec), k8s(spec).patch)]
 
 
 def metadata(spec: JobSpec) -> Manifest:
     labels = {**pod.labels(spec), HASH: spec.hash()}
-    if spec.k8s.queue:
-        labels[pod.KUEUE_QUEUE] = spec.k8s.queue
+    if queue := k8s(spec).queue:
+        labels[pod.KUEUE_QUEUE] = queue
     text = json.dumps(spec.plain(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return without_none(
-        {"name": spec.name, "namespace": spec.k8s.namespace, "labels": labels, "annotations": {SPEC: text}}
+        {"name": spec.name, "namespace": k8s(spec).namespace, "labels": labels, "annotations": {SPEC: text}}
     )
 
 
@@ -50,14 +52,12 @@ def job(spec: JobSpec) -> Manifest:
 
 
 def _ttl(spec: JobSpec) -> int:
-    from jobs.spec.types import seconds
-
-    return seconds(spec.k8s.ttl)
+    return seconds(k8s(spec).ttl)
 
 
 def has_master(spec: JobSpec) -> bool:
     """An elastic job has none: PET_NNODES counts the workers only, and any of them may leave."""
-    return spec.elastic is None and spec.k8s.master
+    return spec.elastic is None and k8s(spec).master
 
 
 def _pods(spec: JobSpec) -> int:
@@ -98,14 +98,14 @@ def network_policy(spec: JobSpec) -> Manifest:
     """Only the job's own pods reach its ports (c10d unpickles what arrives), and Prometheus the metrics ports."""
     own = {"matchLabels": {JOB: spec.name}}
     ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
-    prometheus = {"matchLabels": {"kubernetes.io/metadata.name": spec.k8s.prometheus_namespace}}
+    prometheus = {"matchLabels": {"kubernetes.io/metadata.name": k8s(spec).prometheus_namespace}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": without_none(
             {
                 "name": spec.name,
-                "namespace": spec.k8s.namespace,
+                "namespace": k8s(spec).namespace,
                 "labels": {JOB: spec.name, HASH: spec.hash(), **MANAGED},
             }
         ),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from jobs.kubernetes import pytorchjob, trainjob
+from jobs.kubernetes.section import k8s
 from jobs.manifest import Manifest
 from jobs.spec.model import JobSpec
 
 
 def kubernetes(spec: JobSpec) -> list[Manifest]:
     """The objects of a Kubernetes job, in the order in which `submit` creates them."""
-    if spec.k8s.kind == "TrainJob":
-        from jobs.kubernetes import trainjob
-
-        return trainjob.render(spec)
-    from jobs.kubernetes import pytorchjob
-
-    return pytorchjob.render(spec)
+    return trainjob.render(spec) if k8s(spec).kind == "TrainJob" else pytorchjob.render(spec)

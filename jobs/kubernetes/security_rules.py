@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from jobs.checks.rule import Subject, rule
+from jobs.checks.rule import SECRET
+from jobs.kubernetes.subject import Subject, rule
 from jobs.manifest import get, mappings
-
-SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
 
 
 @rule("LS014")

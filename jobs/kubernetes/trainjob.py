@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jobs.kubernetes import pod
 from jobs.kubernetes.pytorchjob import metadata, network_policy
+from jobs.kubernetes.section import k8s
 from jobs.manifest import Manifest, merge, without_none
 from jobs.spec.model import JobSpec
 
@@ -17,7 +18,7 @@ CONTAINER = "node"
 
 def render(spec: JobSpec) -> list[Manifest]:
     """[NetworkPolicy, TrainJob]."""
-    return [network_policy(spec), merge(job(spec), spec.k8s.patch)]
+    return [network_policy(spec), merge(job(spec), k8s(spec).patch)]
 
 
 def job(spec: JobSpec) -> Manifest:
@@ -43,7 +44,7 @@ def job(spec: JobSpec) -> Manifest:
         "spec": without_none(
             {
                 "runtimeRef": {
-                    "name": spec.k8s.runtime,
+                    "name": k8s(spec).runtime,
                     "kind": "ClusterTrainingRuntime",
                     "apiGroup": "trainer.kubeflow.org",
                 },

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,13 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs import backend as base
 from jobs import command as commands
 from jobs import lock, private, records
-from jobs.backend import Listed, Mode, Part, Status, Submitted
-from jobs.local.supervise import ENDED, RUNNING, alive, here, living, note_end, start_ticks
-from jobs.spec import file as specfile
+from jobs.backend import Backend, Found, check_name, of_rank
+from jobs.local.supervise import ENDED, RUNNING, alive, here, living, note_end, signal_all, start_ticks
 from jobs.spec.model import JobSpec
+from jobs.status import Listed, Part, State, Status, Submitted
 from jobs.terminal import warn
 from training import contract, files
 from training.contract import UserError
@@ -37,7 +35,6 @@ _RECORD: dict[str, Any] = {
     "spec": dict, "hash": str, "run_dir": str, "grace": (int, float), "created": str, "job": str, "host": str,
 }  # fmt: skip
 _OF_A_JOB = (contract.ENV_JOB, contract.ENV_LAUNCHER, contract.ENV_RESTARTS)
-_PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
 def home() -> Path:
@@ -45,39 +42,44 @@ def home() -> Path:
     return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
 
 
-class LocalBackend:
-    """See `base.Backend`."""
+class LocalBackend(Backend):
+    """See `Backend`."""
 
     name = "local"
+    secrets_from = "set it in the environment to run on this machine"
+    interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or home() / "local"
 
-    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        with lock.held(self.folder, 30):
-            return self._submit(spec, mode)
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        return lock.held(self.folder, 30)
 
-    def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
-        missing = [name for name in spec.secrets if name not in os.environ]
-        if missing:  # before anything of an earlier job is taken away
-            raise UserError(f"the job needs the secret {missing[0]}: set it in the environment to run on this machine")
-        folder, earlier = self.folder / spec.name, ""
-        if folder.exists() and not (folder / JOB).exists():
+    def find(self, name: str) -> Found | None:
+        check_name(name)
+        if self.folder.exists():
+            private.check(self.folder)
+        record = files.read_json(self.folder / name / JOB)
+        if record is None:
+            return None
+        if not records.fits(record, _RECORD):
+            raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
+        return Found(name, record["hash"], record["spec"], record)
+
+    def taken(self) -> set[str]:
+        return {entry.name for entry in self.folder.iterdir()}
+
+    def where(self, found: Found) -> str:
+        return str(self.folder / found.name)
+
+    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
+        folder = self.folder / spec.name
+        if old is not None:
+            shutil.rmtree(folder)
+        elif folder.exists():
             self._clear(folder)
-        if folder.exists():
-            record, status = self._record(spec.name), self.status(spec.name)
-            decided = base.decide(spec.name, mode, status, record["hash"], lambda: record["spec"], spec)
-            if decided == "attach":
-                return Submitted(spec.name, False, str(folder))
-            if decided == "new":
-                taken = {entry.name for entry in self.folder.iterdir()}
-                spec = spec.model_copy(update={"name": base.next_name(spec.name, taken), "run_dir": None})
-                folder = self.folder / spec.name
-            else:
-                shutil.rmtree(folder)
-                if record["hash"] == spec.hash():
-                    earlier = record["run_dir"]  # the same job goes on there, from whatever folder it is submitted
-        run_dir = earlier or spec.run_directory_here
+        # The same job goes on where it was, from whatever folder it is submitted.
+        run_dir = old.record["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
         folder.mkdir(mode=0o700)
         files.replace_json(
             folder / JOB,
@@ -116,18 +118,16 @@ class LocalBackend:
         command = commands.launch(spec, run_dir, sys.executable)
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
-    def status(self, name: str) -> Status:
-        record = self._record(name)
-        folder = self.folder / name
-        spec = specfile.recorded(name, record["spec"])
-        total = spec.nodes * spec.ranks
+    def observe(self, found: Found) -> Status:
+        record, folder = found.record, self.folder / found.name
+        total = self.world(found, found.spec)
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
         being_submitted = self._being_submitted(folder)
         supervised = self._supervised(folder) or (not (folder / ENDED).exists() and bool(living(record["job"])))
         ended = records.read(folder / ENDED, records.ENDED)
         cancelled = (folder / "cancelled").exists()
 
-        def answer(state: base.State, reason: str, code: int | None = None) -> Status:
+        def answer(state: State, reason: str, code: int | None = None) -> Status:
             return Status(state, reason, [Part("this machine", list(range(total)), state)], code)
 
         if ended is not None and ended["job"] != record["job"]:
@@ -151,8 +151,8 @@ class LocalBackend:
             )
         if code < 0:
             known = -code in signal.valid_signals()
-            name = signal.Signals(-code).name if known else f"signal {-code}"
-            code, reason = 128 - code, f"killed by {name}"
+            number = signal.Signals(-code).name if known else f"signal {-code}"
+            code, reason = 128 - code, f"killed by {number}"
         if ended.get("timed_out"):
             return answer("timed_out", f"the time limit of {record['time_limit']} s is over", code)
         if code == contract.EXIT_DONE:
@@ -195,59 +195,45 @@ class LocalBackend:
         found = [line for line in lines if "error" in line.lower()]
         return found[-1][:300] if found else ""
 
-    def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        record = self._record(name)
-        spec = specfile.recorded(name, record["spec"])
-        total = spec.nodes * spec.ranks
-        if rank is not None and not 0 <= rank < total:
-            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
-        return self._lines(name, rank, follow)
-
-    def _lines(self, name: str, rank: int | None, follow: bool) -> Iterator[str]:
-        with (self.folder / name / "log.txt").open(encoding="utf-8", errors="replace") as file:
+    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:  # noqa: ARG002
+        with (self.folder / found.name / "log.txt").open(encoding="utf-8", errors="replace") as file:
             rest = ""
             while True:
-                over = not follow or self.status(name).final  # asked before reading, so that nothing is missed
+                over = not follow or self.status(found.name).final  # asked before reading, so that nothing is missed
                 while chunk := file.read(1 << 16):
                     *lines, rest = (rest + chunk).split("\n")
-                    yield from (found for line in lines if (found := _of_rank(line, rank)) is not None)
+                    yield from (kept for line in lines if (kept := of_rank(line, rank)) is not None)
                 if over:
                     break
                 time.sleep(POLL_SECONDS)
-            if rest and (found := _of_rank(rest, rank)) is not None:
-                yield found
+            if rest and (kept := of_rank(rest, rank)) is not None:
+                yield kept
 
-    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
-        return base.poll(lambda: self.status(name), timeout, POLL_SECONDS, seen)
-
-    def cancel(self, name: str) -> Status:
-        record, folder = self._record(name), self.folder / name
-        if self.status(name).final:
-            return self.status(name)
+    def stop(self, found: Found) -> Status:
+        record, folder = found.record, self.folder / found.name
         if record["host"] != here():
-            raise UserError(f"{name} runs on {record['host'].split()[0]}: cancel it there")
+            raise UserError(f"{found.name} runs on {record['host'].split()[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]
         signalled = False
-        while not self.status(name).final and time.monotonic() < deadline:
+        while not self.status(found.name).final and time.monotonic() < deadline:
             process = records.process(folder / RUNNING)
             if process is not None and not signalled:
                 signalled = True
-                if not _kill(process, signal.SIGTERM):  # its launcher is gone, and ranks of it live
-                    for pid in living(record["job"]):
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGTERM)
+                if alive(process["pid"], process["ticks"]):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process["pid"], signal.SIGTERM)
+                else:  # its launcher is gone, and ranks of it live
+                    signal_all(record["job"], signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        if not self.status(name).final:
+        if not self.status(found.name).final:
             process = records.process(folder / RUNNING)
             if process is not None and alive(process["pid"], process["ticks"]):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process["pid"], signal.SIGKILL)
-            for pid in living(record["job"]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        return self.wait(name, 10)
+            signal_all(record["job"], signal.SIGKILL)
+        return self.wait(found.name, 10)
 
     def list(self) -> list[Listed]:
         if not self.folder.exists():
@@ -256,46 +242,13 @@ class LocalBackend:
         rows = []
         for name in sorted(entry.name for entry in self.folder.iterdir() if (entry / JOB).exists()):
             try:
-                record = self._record(name)
-                rows.append(Listed(name, self.status(name).state, record["spec"].get("nodes", 1), record["created"]))
+                found = self.require(name)
+                rows.append(
+                    Listed(name, self.observe(found).state, found.plain.get("nodes", 1), found.record["created"])
+                )
             except UserError as error:
                 warn(str(error))
         return rows
 
-    def live(self, name: str) -> dict[str, Any]:
-        return self._record(name)["spec"]
 
-    def drift(self, spec: JobSpec) -> base.Lines:  # noqa: ARG002 - nothing but this record exists
-        return []
-
-    def summary(self, name: str) -> dict[str, Any]:
-        return base.summary_of(self, name, self._record(name)["run_dir"])
-
-    def _record(self, name: str) -> dict[str, Any]:
-        if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
-            raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
-        if self.folder.exists():
-            private.check(self.folder)
-        record = files.read_json(self.folder / name / JOB)
-        if record is None:
-            raise UserError(f"there is no local job {name}: see `lockstep list local`")
-        if not records.fits(record, _RECORD):
-            raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
-        return record
-
-
-def _of_rank(line: str, rank: int | None) -> str | None:
-    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
-    if rank is None:
-        return line
-    match = _PREFIX.match(line)
-    return line[match.end() :] if match and int(match[1]) == rank else None
-
-
-def _kill(process: dict[str, Any], number: int) -> bool:
-    """Whether there was somebody to signal."""
-    if not alive(process["pid"], process["ticks"]):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process["pid"], number)
-    return True
+BACKEND = LocalBackend

@@ -59,6 +59,13 @@ def living(job: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
+def signal_all(job: str, number: int) -> None:
+    """To every process of the job that lives."""
+    for pid in living(job):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def note_end(folder: Path, job: dict[str, Any], code: int | None, timed_out: bool = False) -> dict[str, Any]:
     """Records how a job ended, once, when no process of it lives any more. What the run itself says counts above `code`."""
     said = records.said(Path(job["run_dir"]), job["job"])
@@ -108,11 +115,9 @@ def main(folder: Path) -> int:
 def see_ended(job: str, grace: float) -> None:
     """Waits for the ranks that a killed launcher left: they save. After the grace they are killed."""
     deadline = time.monotonic() + grace
-    while found := living(job):
+    while living(job):
         if time.monotonic() >= deadline:
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_all(job, signal.SIGKILL)
         time.sleep(0.05)
 
 

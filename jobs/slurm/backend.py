@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import re
 import shutil
 import time
@@ -17,28 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs import backend as base
 from jobs import command as commands
 from jobs import lock, records
-from jobs.backend import Listed, Mode, Status, Submitted
-from jobs.checks import lint
+from jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
+from jobs.checks.rule import Rules
+from jobs.cluster import Checks, Cluster, Manifests
 from jobs.private import check, make
-from jobs.slurm import observe as slurm_explain
-from jobs.slurm import query as slurm_query
-from jobs.slurm import render
+from jobs.slurm import checks, logs, observe, query, render, rules
 from jobs.slurm.folder import ENDED, SUBMITIT, Folder, cancelled, ends, home
-from jobs.slurm.logs import lines
-from jobs.slurm.query import Unreachable, ask
+from jobs.slurm.query import ask
+from jobs.slurm.section import slurm
 from jobs.slurm.send import send
 from jobs.slurm.task import TrainingTask
-from jobs.spec import file as specfile
 from jobs.spec.model import JobSpec
+from jobs.status import Listed, Part, Status, Submitted, Unreachable
 from jobs.terminal import warn
 from training import files
 from training.contract import UserError
-
-Specs = list[JobSpec]  # named here, because `list` is a method below
-Sent = list[Submitted]
 
 
 def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
@@ -58,8 +52,8 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     )  # fmt: skip
 
 
-class SlurmBackend:
-    """See `base.Backend`.
+class SlurmBackend(Cluster):
+    """See `Backend`.
 
     Args:
         folder: where the jobs are kept; the nodes must see it.
@@ -68,14 +62,45 @@ class SlurmBackend:
     """
 
     name = "slurm"
+    arrays = True
+    secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, folder: Path | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.folder, self.interval, self.lost_after = (folder or home()).absolute(), interval, lost_after
 
-    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        with lock.held(self.folder, 60):
-            placed = self._place(spec, mode)
-            return placed if isinstance(placed, Submitted) else self._send(placed, [placed])[0]
+    @classmethod
+    def manifests(cls, spec: JobSpec) -> Manifests:
+        return render.manifests(spec, home() / spec.name / SUBMITIT)
+
+    @classmethod
+    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
+        """The batch script, and the same with its payload as plain values."""
+        folder = home() / spec.name / SUBMITIT
+        text = render.script(spec, folder, elements=len(runs))
+        return text, {"script": text, "parameters": render.parameters(spec, folder)}
+
+    @classmethod
+    def rules(cls) -> Rules[rules.Subject]:
+        return rules.RULES
+
+    @classmethod
+    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
+        own = render.preparation(spec)
+        script = render.script(own, home() / own.name / SUBMITIT)
+        return script, {"script": script}
+
+    @classmethod
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the cluster is this machine's
+        return checks.check(spec)
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        return lock.held(self.folder, 60)
+
+    def refuse(self, spec: JobSpec) -> None:
+        self.refuse_findings(spec, self.rules().apply(spec, render.manifests(spec, self.folder / spec.name / SUBMITIT)))
+
+    def create(self, spec: JobSpec, old: Found | None) -> Submitted:  # noqa: ARG002 - its folder goes when SLURM has the new one
+        return self._send(spec, [spec])[0]
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
@@ -96,54 +121,66 @@ class SlurmBackend:
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
-        with lock.held(self.folder, 60):
+        whole = specs[0].model_copy(update={"name": name})
+        self.refuse(whole)
+        with self.exclusive():
             if Folder(self.folder / name).record() is not None:
                 raise UserError(f"{name} is a job of its own: choose another --name for the sweep")
-            placed = [self._place(spec, mode) for spec in specs]
-            new = [spec for spec in placed if isinstance(spec, JobSpec)]
-            if new and len(new) < len(placed):
-                there = next(item.name for item in placed if isinstance(item, Submitted))
-                raise UserError(f"{there} of this sweep is under way already: wait for it, or choose another --name")
+            placed = [self.place(spec, mode) for spec in specs]
+            new = [item[0] for item in placed if not isinstance(item, Submitted)]
+            there = [item for item in placed if isinstance(item, Submitted)]
+            if new and there:
+                raise UserError(
+                    f"{there[0].name} of this sweep is under way already: wait for it, or choose another --name"
+                )
             if not new:
-                return [item for item in placed if isinstance(item, Submitted)]
-            return self._send(new[0].model_copy(update={"name": name}), new)
+                return there
+            self.check_secrets(whole)
+            return self._send(whole, new)
 
-    def _place(self, spec: JobSpec, mode: Mode) -> JobSpec | Submitted:
-        """The spec to submit, or the same job where it is there already."""
-        if not (self.folder / spec.name).exists():
-            return spec
-        if Folder(self.folder / spec.name).record() is None:
+    def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
+        folder = self.folder / spec.name
+        if folder.exists() and Folder(folder).record() is None:
+            raise UserError(f"{folder} belongs to a sweep, or to nothing of ours: choose another --name")
+        return super().place(spec, mode)
+
+    def find(self, name: str) -> Found | None:
+        check_name(name)
+        record = Folder(self.folder / name).record()
+        if record is None:
+            return None
+        check(self.folder / name)
+        if record["job_id"] is None:
+            # The command that submitted was killed before it had the answer; the job may be there.
+            known = query.mine(record["array_name"], record["comment"])
+            if known is not None:
+                record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
+                Folder(self.folder / name).write(record)
+        return Found(name, record["hash"], record["spec"], record)
+
+    def no_such(self, name: str) -> UserError:
+        return UserError(f"there is no SLURM job {name}: see `lockstep list slurm`")
+
+    def taken(self) -> set[str]:
+        return {entry.name for entry in self.folder.iterdir()}
+
+    def where(self, found: Found) -> str:
+        return self._where(found.record)
+
+    def standing(self, found: Found) -> Status:
+        return self.observe(found) if found.record["job_id"] is not None else _BROKEN_OFF
+
+    def gone_on(self, found: Found, spec: JobSpec) -> Found:
+        if found.record["run_dir"] != spec.run_directory_here:
             raise UserError(
-                f"{self.folder / spec.name} belongs to a sweep, or to nothing of ours: choose another --name"
+                f"{spec.name} has run in {found.record['run_dir']}: submit it from the folder it was submitted from, to "
+                "go on there, or with --replace, to start anew here"
             )
-        record = self._record(spec.name)
-        status = self.status(spec.name) if record["job_id"] is not None else _BROKEN_OFF  # nobody else is sending now
-        decided = base.decide(spec.name, mode, status, record["hash"], lambda: record["spec"], spec)
-        if decided == "new":
-            taken = {entry.name for entry in self.folder.iterdir()}
-            return spec.model_copy(update={"name": base.next_name(spec.name, taken), "run_dir": None})
-        if decided == "attach":
-            return Submitted(spec.name, False, self._where(record))
-        if mode == "attach" and record["run_dir"] != spec.run_directory_here:
-            raise UserError(
-                f"{spec.name} has run in {record['run_dir']}: submit it from the folder it was submitted from, to go on "
-                "there, or with --replace, to start anew here"
-            )
-        return spec
+        return found
 
     def _send(self, whole: JobSpec, specs: Specs) -> Sent:
         """One sbatch for all of them: a job, or an array."""
-        for spec in specs:
-            missing = [name for name in spec.secrets if name not in os.environ]
-            if missing:
-                raise UserError(
-                    f"the job needs the secret {missing[0]}: set it in the environment, SLURM takes it along"
-                )
         submitit_folder = self.folder / whole.name / SUBMITIT
-        found = lint.errors(lint.lint(whole, render.manifests(whole, submitit_folder)))
-        if found:
-            more = f" (and {len(found) - 1} more: see `lockstep lint --backend slurm`)" if len(found) > 1 else ""
-            raise UserError(f"{whole.name}: {found[0]}{more}")
         with _aside([self.folder / name for name in {whole.name, *(spec.name for spec in specs)}]):
             return self._write_and_send(whole, specs, make(make(submitit_folder.parent) / SUBMITIT))
 
@@ -178,29 +215,29 @@ class SlurmBackend:
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
-        return str(self._record(name)["job_id"])
+        return str(self.require(name).record["job_id"])
 
-    def status(self, name: str) -> Status:
-        record = self._record(name)
-        spec = specfile.recorded(name, record["spec"])
+    def observe(self, found: Found) -> Status:
+        record = found.record
+        spec = JobSpec.recorded(found.name, found.plain)
         if record["job_id"] is None:
-            sending = time.time() - record["since"] < slurm_explain.SETTLE_SECONDS
+            sending = time.time() - record["since"] < observe.SETTLE_SECONDS
             return Status("pending", "is being submitted") if sending else _BROKEN_OFF
-        found = slurm_query.look(str(record["job_id"]))
-        kept = Folder(self.folder / name)
+        known = query.look(str(record["job_id"]))
+        kept = Folder(self.folder / found.name)
         before = kept.ended()
-        parts = [base.Part(**part) for part in before["ranks"]] if before is not None else []
+        parts = [Part(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
-        if found is None:
+        if known is None:
             stands = True
         else:  # by then every note of it is visible, also on a file system that is slow to show them
-            settled = time.time() - (found.ended or record["since"]) >= slurm_explain.SETTLE_SECONDS
-            stands = settled and slurm_query.final(found.state) and found.restarts <= noted
+            settled = time.time() - (known.ended or record["since"]) >= observe.SETTLE_SECONDS
+            stands = settled and query.final(known.state) and known.restarts <= noted
         if before is not None and stands:
             return Status(before["state"], before["reason"], parts, before["exit_code"])
-        told = slurm_explain.explain(
+        told = observe.explain(
             spec,
-            found,
+            known,
             ends(record),
             records.said(Path(record["run_dir"]), record["job"]),
             cancelled(record).exists(),
@@ -209,39 +246,22 @@ class SlurmBackend:
         )
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError):
-            if told.final:  # once: a job that has ended stays as it ended. SLURM forgets, without accounting in minutes
-                files.replace_json(kept.path / ENDED, plain)
-            elif not told.final:
+            if not told.final:
                 (kept.path / ENDED).unlink(missing_ok=True)  # somebody had SLURM run it again
+            elif (
+                before != plain
+            ):  # a job that has ended stays as it ended. SLURM forgets, without accounting in minutes
+                files.replace_json(kept.path / ENDED, plain)
         return told
 
-    def wait(self, name: str, timeout: float, seen: base.Seen = base.unseen) -> Status:
-        self._record(name)  # a name that never was is the caller's mistake, not a lost job
-        silent_since: float | None = None
-
-        def now() -> Status:
-            nonlocal silent_since
-            try:
-                found, silent_since = self.status(name), None
-            except Unreachable as error:
-                silent_since = silent_since or time.monotonic()
-                gone = time.monotonic() - silent_since >= self.lost_after
-                return Status("lost" if gone else "running", f"{error}{f' for {self.lost_after:g} s' if gone else ''}")
-            return found
-
-        return base.poll(now, timeout, self.interval, seen)
-
-    def cancel(self, name: str) -> Status:
-        record = self._record(name)
-        status = self.status(name)
-        if status.final:
-            return status
+    def stop(self, found: Found) -> Status:
+        name, record = found.name, found.record
         job_id = str(record["job_id"])
         try:
             cancelled(record).touch()  # from here on no rank asks for a requeue
         except OSError as error:
             warn(f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may ask for a requeue")
-        grace = specfile.recorded(name, record["spec"]).grace_seconds + render.MARGIN_SECONDS
+        grace = JobSpec.recorded(name, found.plain).grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
@@ -260,20 +280,17 @@ class SlurmBackend:
             ask("scancel", job_id)
         return self.wait(name, 120)
 
-    def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        record = self._record(name)
-        spec = specfile.recorded(name, record["spec"])
-        total = spec.nodes * spec.ranks
-        if rank is not None and not 0 <= rank < total:
-            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
-        ranks = [rank] if rank is not None else list(range(total))
+    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        ranks = [rank] if rank is not None else list(range(self.world(found, spec)))
         interval = min(self.interval, 1.0)
-        return lines(record, ranks, rank is None, lambda: not follow or self.status(name).final, interval)
+        return logs.lines(
+            found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final, interval
+        )  # fmt: skip
 
     def list(self) -> list[Listed]:
         rows = []
         entries = sorted(self.folder.iterdir()) if self.folder.exists() else []
-        alive = slurm_query.under_way() if entries else set()
+        alive = query.under_way() if entries else set()
         for entry in entries:
             record = Folder(entry).record()
             if record is None or entry.name.startswith("."):
@@ -290,42 +307,21 @@ class SlurmBackend:
             rows.append(Listed(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
         return rows
 
-    def live(self, name: str) -> dict[str, Any]:
-        return self._record(name)["spec"]
-
-    def drift(self, spec: JobSpec) -> base.Lines:
+    def changes(self, found: Found, spec: JobSpec) -> Lines:
         """What `scontrol update` has changed in the waiting or running job."""
-        job_id = self.job_id(spec.name)
+        job_id = str(found.record["job_id"])
         shown = ask("scontrol", "show", "job", "-o", job_id).stdout
         wanted = {
-            "JobName": self._record(spec.name)["array_name"],
-            "Partition": spec.slurm.partition,
-            "Account": spec.slurm.account,
+            "JobName": found.record["array_name"],
+            "Partition": slurm(spec).partition,
+            "Account": slurm(spec).account,
         }
-        found = []
+        lines: Lines = []
         for key, value in wanted.items():
             match = re.search(rf"(?:^|\s){key}=(\S*)", shown)
             if value is not None and match is not None and match[1] != value:
-                found.append(f"{key}: {value} → {match[1]}")
-        return found
-
-    def summary(self, name: str) -> dict[str, Any]:
-        return base.summary_of(self, name, self._record(name)["run_dir"])
-
-    def _record(self, name: str) -> dict[str, Any]:
-        if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
-            raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
-        record = Folder(self.folder / name).record()
-        if record is None:
-            raise UserError(f"there is no SLURM job {name}: see `lockstep list slurm`")
-        check(self.folder / name)
-        if record["job_id"] is None:
-            # The command that submitted was killed before it had the answer; the job may be there.
-            found = slurm_query.mine(record["array_name"], record["comment"])
-            if found is not None:
-                record["job_id"] = found if record["element"] is None else f"{found}_{record['element']}"
-                Folder(self.folder / name).write(record)
-        return record
+                lines.append(f"{key}: {value} → {match[1]}")
+        return lines
 
     @staticmethod
     def _where(record: dict[str, Any]) -> str:
@@ -354,3 +350,6 @@ def _aside(places: list[Path]) -> Iterator[None]:
         raise
     for away in moved.values():
         shutil.rmtree(away, ignore_errors=True)
+
+
+BACKEND = SlurmBackend

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jobs.kubernetes.checks import Check
+from jobs.checks.check import Check
 from jobs.private import make
 from jobs.slurm.folder import home
-from jobs.slurm.query import Unreachable, ask, one_line
+from jobs.slurm.query import ask, one_line
+from jobs.slurm.section import Slurm, slurm
 from jobs.spec.model import JobSpec
+from jobs.status import Unreachable
 from training.contract import UserError
 
 NODE_SECONDS = 60
@@ -50,7 +52,8 @@ def check(spec: JobSpec | None) -> list[Check]:
 
 def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
     """sinfo's rows for the job's partition, or for the default one."""
-    wanted = ["-p", spec.slurm.partition] if spec is not None and spec.slurm.partition else []
+    partition = slurm(spec).partition if spec is not None else None
+    wanted = ["-p", partition] if partition else []
     told = ask("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
     rows = [line.split("|") for line in told.stdout.splitlines()]
     return rows if wanted else [row for row in rows if row[0].endswith("*")]
@@ -58,7 +61,7 @@ def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
 
 def _partition(spec: JobSpec | None) -> Iterator[Check]:
     rows = _rows(spec, "%a|%l|%T|%N")
-    name = spec.slurm.partition if spec is not None else None
+    name = slurm(spec).partition if spec is not None else None
     if not rows:
         known = sorted({line.strip(" *") for line in ask("sinfo", "-h", "-o", "%P").stdout.splitlines()})
         wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
@@ -91,7 +94,7 @@ def seconds(text: str) -> int:
 def _gpus(spec: JobSpec | None) -> Iterator[Check]:
     rows = _rows(spec, "%G|%N")
     wanted = spec.gpus if spec is not None else 0
-    kind = spec.slurm.gpu_type if spec is not None else None
+    kind = slurm(spec).gpu_type if spec is not None else None
     counts = [_gpus_in(row[1], kind) for row in rows]
     named = f"{kind} GPUs" if kind else "GPUs"
     if not wanted:
@@ -119,7 +122,7 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
     rows = [line.split("|") for line in told.stdout.splitlines() if "|" in line]
     accounts, qos = {row[0] for row in rows}, {name for row in rows for name in row[1].split(",") if name}
     for what, wanted, known in (
-        ("account", spec.slurm.account if spec else None, accounts), ("qos", spec.slurm.qos if spec else None, qos),
+        ("account", slurm(spec).account if spec else None, accounts), ("qos", slurm(spec).qos if spec else None, qos),
     ):  # fmt: skip
         listed = ", ".join(sorted(known)) or "none"
         if wanted is None:
@@ -170,15 +173,15 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     files = [place / f".doctor-{word}" for place in places]
     for file in files:
         file.write_text(word, encoding="utf-8")
-    inside = spec is None or spec.slurm.container is None
-    python = (spec.slurm.python if spec is not None else None) or sys.executable
+    inside = spec is None or slurm(spec).container is None
+    python = (slurm(spec).python if spec is not None else None) or sys.executable
     program = "import sys, submitit, jobs.slurm.task; print(*(open(name).read() for name in sys.argv[1:]))"
-    wanted = ["-p", spec.slurm.partition] if spec is not None and spec.slurm.partition else []
-    wanted += ["-A", spec.slurm.account] if spec is not None and spec.slurm.account else []
-    wanted += ["--qos", spec.slurm.qos] if spec is not None and spec.slurm.qos else []
+    own = slurm(spec) if spec is not None else Slurm()
+    flags = (("-p", own.partition), ("-A", own.account), ("--qos", own.qos))
+    wanted = [word for flag, value in flags if value for word in (flag, value)]
     command = [python, "-c", program] if inside else ["cat"]
-    if spec is not None and inside and (spec.slurm.modules or spec.slurm.setup):
-        before = [f"module load {shlex.quote(name)}" for name in spec.slurm.modules] + list(spec.slurm.setup)
+    if spec is not None and inside and (slurm(spec).modules or slurm(spec).setup):
+        before = [f"module load {shlex.quote(name)}" for name in slurm(spec).modules] + list(slurm(spec).setup)
         command = ["bash", "-lc", "\n".join([*before, f'exec {shlex.join(command)} "$@"']), "doctor"]
     try:
         told = ask(

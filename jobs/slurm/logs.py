@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.slurm.folder import log
-from jobs.slurm.query import Unreachable
+from jobs.status import Unreachable
 
 _NOISE = re.compile(r"submitit [A-Z]+ \(\d{4}-")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.backend import Part, State, Status
-from jobs.slurm import reasons as slurm_words
+from jobs.slurm import reasons
 from jobs.slurm.query import Found, final
 from jobs.spec.model import JobSpec
+from jobs.status import Part, State, Status
 from training.contract import EXIT_DONE, EXIT_PREEMPTED
 
 SETTLE_SECONDS = 60.0
@@ -46,7 +46,7 @@ def explain(
             return answer("lost", "SLURM no longer knows the job, and it left no result")
         return _ended(answer, code, said, ends, spec, cancelled, restarts)
     if found.state == "PENDING":
-        return answer(*slurm_words.pending(found.reason, found.partition, found.job_id, restarts))
+        return answer(*reasons.pending(found.reason, found.partition, found.job_id, restarts))
     if found.state in ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"):
         held = found.state in ("REQUEUE_HOLD", "SPECIAL_EXIT")
         text = f"is held: scontrol release {found.job_id}" if held else "SLURM starts it again"
@@ -67,8 +67,8 @@ def explain(
         saved = "; the state is saved" if code == EXIT_PREEMPTED else ""
         return answer("timed_out", f"the time limit of {spec.time_limit} is over{saved}", 124)
     if cancelled or found.state in ("CANCELLED", "REVOKED"):
-        if not cancelled and slurm_words.pending(found.reason, "", "", 0)[0] == "unschedulable":
-            return answer("failed", slurm_words.pending(found.reason, found.partition, found.job_id, 0)[1], 1)
+        if not cancelled and reasons.pending(found.reason, "", "", 0)[0] == "unschedulable":
+            return answer("failed", reasons.pending(found.reason, found.partition, found.job_id, 0)[1], 1)
         return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
     if found.state == "PREEMPTED":
         return answer("preempted", "preempted, and not started again: submit it again to go on", EXIT_PREEMPTED)

@@ -11,14 +11,11 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+from jobs.status import Unreachable
 from training.contract import UserError
 
 SECONDS = 60
 _UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
-
-
-class Unreachable(UserError):
-    """The controller does not answer. It may come back: whoever waits goes on."""
 
 
 @dataclass(frozen=True, slots=True)

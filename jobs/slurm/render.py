@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import command as commands
+from jobs.slurm.section import slurm
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training import settings
@@ -55,10 +56,10 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
     Raises:
         UserError: a path or a value of `slurm.patch` that must not stand in a script.
     """
-    slurm = spec.slurm
+    settings = slurm(spec)
     cpus = max(1, int(spec.cpus // spec.ranks))
     more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
-    for name, value in (("reservation", slurm.reservation), ("licenses", slurm.licenses)):
+    for name, value in (("reservation", settings.reservation), ("licenses", settings.licenses)):
         if value is not None:
             more[name] = value
     if after is not None:
@@ -73,39 +74,39 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         "slurm_mem": f"{max(1, size_in_bytes(spec.memory) >> 20)}M",
         "slurm_comment": f"lockstep:{spec.hash()}",
         "slurm_signal_delay_s": spec.grace_seconds + MARGIN_SECONDS,
-        "slurm_wckey": slurm.wckey,
-        "slurm_partition": slurm.partition,
-        "slurm_account": slurm.account,
-        "slurm_qos": slurm.qos,
-        "slurm_constraint": slurm.constraint,
-        "slurm_exclude": slurm.exclude,
-        "slurm_exclusive": True if slurm.exclusive else None,
+        "slurm_wckey": settings.wckey,
+        "slurm_partition": settings.partition,
+        "slurm_account": settings.account,
+        "slurm_qos": settings.qos,
+        "slurm_constraint": settings.constraint,
+        "slurm_exclude": settings.exclude,
+        "slurm_exclusive": True if settings.exclusive else None,
         "slurm_dependency": f"afterok:{after}" if after is not None else None,
-        "slurm_array_parallelism": slurm.array_parallelism,
+        "slurm_array_parallelism": settings.array_parallelism,
         "slurm_setup": _setup(spec, folder),
         "slurm_teardown": _teardown(spec, folder),
         # Since 22.05 srun does not take it over from sbatch; without it all of a node's ranks share one core.
         "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *_container_flags(spec, folder)],
     }
-    if spec.gpus and slurm.gpu_type:
-        values["slurm_gres"] = f"gpu:{slurm.gpu_type}:{spec.gpus}"
+    if spec.gpus and settings.gpu_type:
+        values["slurm_gres"] = f"gpu:{settings.gpu_type}:{spec.gpus}"
     elif spec.gpus:
         values["gpus_per_node"] = spec.gpus
-    values |= _patch(slurm.patch, more)
+    values |= _patch(settings.patch, more)
     values["slurm_additional_parameters"] = more
     return {name: value for name, value in values.items() if value is not None}
 
 
 def python(spec: JobSpec, folder: Path) -> str:
     """The shell words before `-u -m submitit.core._submit` on a node."""
-    slurm = spec.slurm
-    interpreter = slurm.python or (sys.executable if slurm.container is None else "python")
+    settings = slurm(spec)
+    interpreter = settings.python or (sys.executable if settings.container is None else "python")
     held = shlex.join(["sh", "-c", HOLD, "held", interpreter])
-    if slurm.container != "apptainer":
+    if settings.container != "apptainer":
         return held
     binds = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
     gpus = ["--nv"] if spec.gpus else []
-    return f"{shlex.join(['apptainer', 'exec', *gpus, '--bind', binds, str(slurm.image or spec.image)])} {held}"
+    return f"{shlex.join(['apptainer', 'exec', *gpus, '--bind', binds, str(settings.image or spec.image)])} {held}"
 
 
 def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:
@@ -150,14 +151,14 @@ def preparation(spec: JobSpec) -> JobSpec:
     """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec that names no shards."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /shared/shards")
-    interpreter = spec.slurm.python or (sys.executable if spec.slurm.container is None else "python")
+    interpreter = slurm(spec).python or (sys.executable if slurm(spec).container is None else "python")
     limit = min(spec.deadline_seconds, 6 * 3600)
     return JobSpec.of(
         {
             "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter),
             "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
             "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
-            "run_dir": spec.shards, "slurm": spec.slurm.model_dump(mode="json", exclude_defaults=True),
+            "run_dir": spec.shards, "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
         }
     )  # fmt: skip
 
@@ -175,13 +176,13 @@ def _setup(spec: JobSpec, folder: Path) -> list[str]:
         "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
     ]
     for name, value in (
-        ("NCCL_SOCKET_IFNAME", spec.slurm.socket_interface), ("GLOO_SOCKET_IFNAME", spec.slurm.socket_interface),
-        ("NCCL_IB_HCA", spec.slurm.ib_hca), ("NCCL_DEBUG", spec.slurm.nccl_debug),
+        ("NCCL_SOCKET_IFNAME", slurm(spec).socket_interface), ("GLOO_SOCKET_IFNAME", slurm(spec).socket_interface),
+        ("NCCL_IB_HCA", slurm(spec).ib_hca), ("NCCL_DEBUG", slurm(spec).nccl_debug),
     ):  # fmt: skip
         if value is not None and name not in spec.env:
             lines.append(f"export {name}={shlex.quote(value)}")
-    lines += [f"module load {shlex.quote(name)}" for name in spec.slurm.modules]
-    return lines + list(spec.slurm.setup)
+    lines += [f"module load {shlex.quote(name)}" for name in slurm(spec).modules]
+    return lines + list(slurm(spec).setup)
 
 
 def _teardown(spec: JobSpec, folder: Path) -> list[str]:
@@ -202,14 +203,14 @@ def _teardown(spec: JobSpec, folder: Path) -> list[str]:
 def _mounts(spec: JobSpec, folder: Path) -> list[str]:
     run = Path(spec.run_directory_here).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
-    return list(dict.fromkeys([*own, *spec.slurm.mounts]))
+    return list(dict.fromkeys([*own, *slurm(spec).mounts]))
 
 
 def _container_flags(spec: JobSpec, folder: Path) -> list[str]:
-    if spec.slurm.container != "pyxis":
+    if slurm(spec).container != "pyxis":
         return []
     mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
-    return [f"--container-image={spec.slurm.image or spec.image}", f"--container-mounts={mounts}"]
+    return [f"--container-image={slurm(spec).image or spec.image}", f"--container-mounts={mounts}"]
 
 
 def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -5,27 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.checks.rule import SLURM, Subject, rule
-from jobs.kubernetes.security_rules import SECRET
-from jobs.manifest import get
+from jobs.checks import rule as checks
+from jobs.checks.rule import SECRET
+from jobs.manifest import Manifest, get
+from jobs.slurm.section import slurm
 from jobs.spec.types import size_in_bytes
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60
 
 
+class Subject(checks.Subject):
+    """A batch script and its parameters."""
+
+    @property
+    def job(self) -> Manifest:
+        return self.objects[0] if self.objects else {}
+
+
+RULES = checks.Rules(Subject)
+rule = RULES.rule
+
+
 def _is_node_local(path: str) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in NODE_LOCAL)
 
 
-@rule("LS101", kinds=SLURM)
+@rule("LS101")
 def fixed_size(subject: Subject) -> Iterator[str]:
     """A SLURM job keeps its nodes: it is not elastic."""
     if subject.spec.elastic is not None:
         yield "elastic is not for SLURM, where a job keeps its nodes: remove it, and requeue with other nodes instead"
 
 
-@rule("LS102", kinds=SLURM)
+@rule("LS102")
 def time_to_train(subject: Subject) -> Iterator[str]:
     """The signal comes before the time limit; a limit that is hardly longer leaves no time to train."""
     lead = get(subject.job, "parameters", "slurm_signal_delay_s") or 0
@@ -38,7 +51,7 @@ def time_to_train(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LS103", "warning", kinds=SLURM)
+@rule("LS103", "warning")
 def shared_run(subject: Subject) -> Iterator[str]:
     """A run directory on a node's own disk is gone when the job is started again elsewhere."""
     path = subject.spec.run_directory_here
@@ -46,7 +59,7 @@ def shared_run(subject: Subject) -> Iterator[str]:
         yield f"run_dir {path} is usually a node's own: choose a place that all nodes see"
 
 
-@rule("LS104", "warning", kinds=SLURM)
+@rule("LS104", "warning")
 def shared_folder(subject: Subject) -> Iterator[str]:
     """The nodes read the job's payload and write its logs."""
     output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
@@ -54,22 +67,22 @@ def shared_folder(subject: Subject) -> Iterator[str]:
         yield f"{Path(output).parent} is usually a machine's own: set LOCKSTEP_HOME to a place that all nodes see"
 
 
-@rule("LS105", "warning", kinds=SLURM)
+@rule("LS105", "warning")
 def slurm_interface(subject: Subject) -> Iterator[str]:
     """NCCL may choose an interface that the other nodes cannot reach."""
     spec = subject.spec
-    if spec.gpus and spec.nodes > 1 and not spec.slurm.socket_interface and "NCCL_SOCKET_IFNAME" not in spec.env:
+    if spec.gpus and spec.nodes > 1 and not slurm(spec).socket_interface and "NCCL_SOCKET_IFNAME" not in spec.env:
         yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set slurm.socket_interface (or --profile)"
 
 
-@rule("LS106", "warning", kinds=SLURM)
+@rule("LS106", "warning")
 def slurm_idle_gpus(subject: Subject) -> Iterator[str]:
     """A rank drives one GPU: with fewer ranks the others idle."""
     if subject.spec.gpus > subject.spec.ranks:
         yield f"{subject.spec.gpus} GPUs a node, but {subject.spec.ranks} ranks: remove ranks_per_node"
 
 
-@rule("LS107", kinds=SLURM)
+@rule("LS107")
 def slurm_literal_secret(subject: Subject) -> Iterator[str]:
     """A secret in `env` lies in the job's folder."""
     for name in subject.spec.env:
@@ -77,36 +90,36 @@ def slurm_literal_secret(subject: Subject) -> Iterator[str]:
             yield f"env {name} looks like a secret: name it in secrets, and set it where you submit"
 
 
-@rule("LS108", "warning", kinds=SLURM)
+@rule("LS108", "warning")
 def restarts(subject: Subject) -> Iterator[str]:
     """Every restart counts with SLURM, preemptions and time limits too."""
     if subject.spec.max_restarts == 0:
         yield "max_restarts is 0: the first preemption or time limit ends the job (saved, but not started again)"
 
 
-@rule("LS109", "warning", kinds=SLURM)
+@rule("LS109", "warning")
 def cores_for_ranks(subject: Subject) -> Iterator[str]:
     """Ranks that share a core slow each other down."""
     if subject.spec.cpus < subject.spec.ranks:
         yield f"cpus {subject.spec.cpus:g} for {subject.spec.ranks} ranks a node: each gets one anyway; raise cpus"
 
 
-@rule("LS110", kinds=SLURM)
+@rule("LS110")
 def container_image(subject: Subject) -> Iterator[str]:
     """A container needs an image, and a python that is in it."""
-    slurm = subject.spec.slurm
-    if slurm.container is not None and not (slurm.image or subject.spec.image):
-        yield f"slurm.container is {slurm.container}, but there is no image: set slurm.image"
+    settings = slurm(subject.spec)
+    if settings.container is not None and not (settings.image or subject.spec.image):
+        yield f"slurm.container is {settings.container}, but there is no image: set settings.image"
 
 
-@rule("LS111", "warning", kinds=SLURM)
+@rule("LS111", "warning")
 def image_unused(subject: Subject) -> Iterator[str]:
     """An image is used only where a container runtime is chosen."""
-    if subject.spec.slurm.container is None and subject.spec.slurm.image is not None:
+    if slurm(subject.spec).container is None and slurm(subject.spec).image is not None:
         yield "slurm.image is not used: set slurm.container to pyxis or apptainer"
 
 
-@rule("LS112", "warning", kinds=SLURM)
+@rule("LS112", "warning")
 def unprepared(subject: Subject) -> Iterator[str]:
     """Without prepared shards, every node makes its own copy of the data."""
     folder = subject.spec.shard_folder
@@ -114,7 +127,7 @@ def unprepared(subject: Subject) -> Iterator[str]:
         yield f"{folder} is not there: the job makes its shards itself, unless `lockstep prepare slurm` does it first"
 
 
-@rule("LS113", kinds=SLURM)
+@rule("LS113")
 def launcher_variables(subject: Subject) -> Iterator[str]:
     """The ranks' places come from SLURM."""
     taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -123,7 +136,7 @@ def launcher_variables(subject: Subject) -> Iterator[str]:
         yield f"env {found[0]} would contradict SLURM: remove it"
 
 
-@rule("LS114", "warning", kinds=SLURM)
+@rule("LS114", "warning")
 def memory_of_ranks(subject: Subject) -> Iterator[str]:
     """torch alone takes about half a gigabyte a rank."""
     each = size_in_bytes(subject.spec.memory) / subject.spec.ranks

@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.slurm import query as slurm_query
-from jobs.slurm import render
+from jobs.slurm import query, render
 from jobs.slurm.task import TrainingTask
 from jobs.spec.model import JobSpec
 from training.contract import UserError
@@ -37,9 +36,9 @@ def send(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | No
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
         except (FailedJobError, FailedSubmissionError) as error:
-            told = [line for line in str(error).splitlines() if "error:" in line] or [slurm_query.one_line(str(error))]
+            told = [line for line in str(error).splitlines() if "error:" in line] or [query.one_line(str(error))]
             text = "; ".join(line.split("error:", 1)[-1].strip() for line in told)
-            raise UserError(f"SLURM refuses {spec.name}: {slurm_query.one_line(text)}") from None
+            raise UserError(f"SLURM refuses {spec.name}: {query.one_line(text)}") from None
 
 
 @contextlib.contextmanager

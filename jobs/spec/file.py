@@ -4,44 +4,45 @@ from __future__ import annotations
 
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jobs.spec.model import JobSpec
+from jobs.manifest import merge
 from training import settings
 from training.contract import UserError
 
+M = TypeVar("M", bound=BaseModel)
 
-def load(path: Path, assignments: dict[str, Any], below: dict[str, Any] | None = None) -> JobSpec:
+
+def load(model: type[M], path: Path, assignments: dict[str, Any], below: dict[str, Any]) -> tuple[M, str]:
     """Reads, applies `assignments` (dotted names), checks. What stands in `below` counts where the file is silent.
+
+    Returns:
+        The spec, and where its recipe stands.
 
     Raises:
         UserError: with the line of the mistake.
     """
-    from jobs.manifest import merge
-
     text = settings.read_text(path)
-    values = merge(below or {}, settings.mapping(text, str(path)))
+    values = merge(below, settings.mapping(text, str(path)))
     for name, value in assignments.items():
         place(values, name, value)
     lines = _lines(text)
-    try:
-        spec = JobSpec.model_validate(values)
-    except ValidationError as error:
-        raise explain(error, JobSpec, str(path), lines) from None
+    found = validate(model, values, str(path), lines)
     at = lines.get(("overrides",)) or lines.get(("recipe",))
-    check_training(spec, f"{path}, line {at}" if at else str(path))
-    return spec
+    return found, f"{path}, line {at}" if at else str(path)
 
 
-def recorded(name: str, values: dict[str, Any]) -> JobSpec:
-    """The spec that a job was submitted with. Raises `UserError` for one that this version does not understand."""
+def validate(
+    model: type[M], values: dict[str, Any], where: str, lines: dict[tuple[Any, ...], int] | None = None
+) -> M:  # fmt: skip
+    """The object of plain values. Raises `UserError` naming `where`."""
     try:
-        return JobSpec.model_validate(values)  # not `of`: the recipe may have changed since
+        return model.model_validate(values)
     except ValidationError as error:
-        raise explain(error, JobSpec, f"job.json of {name}") from None
+        raise explain(error, model, where, lines) from None
 
 
 def place(values: dict[str, Any], name: str, value: Any) -> None:
@@ -55,17 +56,6 @@ def place(values: dict[str, Any], name: str, value: Any) -> None:
             raise UserError(f"{name}: {group} has a value of its own, not settings below it")
         values = inner
     values[last] = value
-
-
-def check_training(spec: JobSpec, where: str) -> None:
-    """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
-    try:
-        if spec.config() is None and spec.shards is not None:
-            raise UserError(
-                f"shards: {spec.recipe} is not on this machine, so its data source is not known: leave out shards"
-            )
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
 
 
 def explain(

@@ -11,26 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, create_model, model_validator
+from typing_extensions import Self
 
+from jobs import registry
+from jobs.spec import file as specfile
+from jobs.spec.section import Section
 from jobs.spec.types import (
     AbsolutePath,
     AnyPath,
-    Constraint,
-    ContainerImage,
-    Device,
     Duration,
-    HostList,
     Image,
     Label,
     LabelKey,
-    LabelValue,
-    Module,
-    Mount,
-    Resource,
-    ShellLine,
     Size,
     Subdomain,
     Text,
@@ -38,20 +33,18 @@ from jobs.spec.types import (
     Variable,
     Word,
     seconds,
-)  # fmt: skip
+)
 from training import config as configuration
-from training.contract import METRICS_PORT
+from training.contract import METRICS_PORT, UserError
+
+_S = TypeVar("_S", bound=Section)
 
 MAX_CHARACTERS = 100_000
 RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp")  # noqa: S108 - paths of the container
 """Where a container has something of its own."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-class Elastic(_Section):
+class Elastic(Section):
     min_nodes: int = Field(ge=1, le=10000)
     """Fewest nodes to train with."""
     max_nodes: int = Field(ge=1, le=10000)
@@ -64,7 +57,7 @@ class Elastic(_Section):
         return self
 
 
-class Volume(_Section):
+class Volume(Section):
     claim: Subdomain
     """The PersistentVolumeClaim (Kubernetes) or named volume (Compose)."""
     path: AbsolutePath
@@ -73,126 +66,14 @@ class Volume(_Section):
     """Mounted read-only in the training job; `lockstep prepare` mounts it writable."""
 
 
-class SecretKey(_Section):
+class SecretKey(Section):
     secret: Subdomain
     """Name of the Secret."""
     key: LabelKey
     """Key within it."""
 
 
-class Toleration(_Section):
-    key: LabelKey | None = None
-    operator: Literal["Exists", "Equal"] = "Exists"
-    value: LabelValue | None = None
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-
-    @model_validator(mode="after")
-    def _meaningful(self) -> Toleration:
-        if self.operator == "Exists" and self.value is not None:
-            raise ValueError("operator Exists takes no value: leave it out, or use Equal")
-        if self.operator == "Equal" and self.key is None:
-            raise ValueError("operator Equal needs a key")
-        return self
-
-
-class Kubernetes(_Section):
-    kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
-    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
-    namespace: Label | None = None
-    """Null: the kubeconfig's namespace."""
-    context: Text | None = Field(default=None, min_length=1, max_length=253)
-    """Context of the kubeconfig; null: the current one."""
-    runtime: Subdomain = "torch-distributed"
-    """ClusterTrainingRuntime that a TrainJob refers to."""
-    queue: Label | None = None
-    """Kueue LocalQueue."""
-    topology: Literal["required", "preferred"] | None = None
-    """Kueue topology-aware scheduling: the whole job within one `topology_level`, or as near as possible."""
-    topology_level: LabelKey = "cloud.provider.com/topology-rack"
-    """Node label of the level that `topology` speaks of."""
-    priority_class: Subdomain | None = None
-    service_account: Subdomain | None = None
-    image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
-    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
-    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
-    spread: Literal["required", "preferred", "none"] = "required"
-    """One pod a host: always, where possible, or not at all. Without it two nodes of a job may share a machine."""
-    master: bool = True
-    """Render a Master replica. False: workers only, which needs no init container (it pulls a public image)."""
-    gpu_resource: Resource = "nvidia.com/gpu"
-    rdma: dict[Resource, int] = Field(default_factory=dict)
-    """RDMA devices a node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
-    hugepages: Size | None = None
-    """hugepages-2Mi a node; EFA needs 5120Mi."""
-    socket_interface: Device | None = None
-    """NCCL_SOCKET_IFNAME."""
-    ib_hca: Device | None = None
-    """NCCL_IB_HCA."""
-    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
-    run_as_user: int = Field(default=1000, ge=1, le=2**31 - 1)
-    """User id of the container; root is not offered."""
-    fs_group: int = Field(default=1000, ge=1, le=2**31 - 1)
-    """Group that owns the volumes' files."""
-    prometheus_namespace: Label = "monitoring"
-    """Namespace whose pods may scrape the metrics ports."""
-    ttl: Duration = "7d"
-    """How long a finished job stays before the cluster deletes it."""
-    patch: Values = Field(default_factory=dict)
-    """JSON merge patch on the rendered job: the way to every field that has no setting here. Lint reads the result."""
-
-    @field_validator("rdma")
-    @classmethod
-    def _counts(cls, rdma: dict[str, int]) -> dict[str, int]:
-        if any(not 1 <= count <= 64 for count in rdma.values()):
-            raise ValueError(f"counts of devices a node must be 1 … 64, got {rdma}")
-        return rdma
-
-
-class Slurm(_Section):
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
-    constraint: Constraint | None = None
-    reservation: Word | None = None
-    licenses: Word | None = None
-    exclude: HostList | None = None
-    """Nodes to stay off, e.g. `gpu[03-05],gpu9`."""
-    exclusive: bool = False
-    """Whole nodes: no other job beside this one."""
-    gpu_type: Word | None = None
-    """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
-    array_parallelism: int = Field(default=256, ge=1, le=100000)
-    """Runs of a sweep that may run at the same time."""
-    wckey: Word = "lockstep"
-    """Workload characterisation key, for clusters that ask for one."""
-    socket_interface: Device | None = None
-    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
-    ib_hca: Device | None = None
-    """NCCL_IB_HCA."""
-    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    python: AbsolutePath | None = None
-    """Interpreter on the nodes; null: the one that submits, in a container `python`."""
-    modules: list[Module] = Field(default_factory=list, max_length=50)
-    """Environment modules to load first."""
-    setup: list[ShellLine] = Field(default_factory=list, max_length=100)
-    """Shell lines that the batch script runs before the ranks start."""
-    container: Literal["pyxis", "apptainer"] | None = None
-    """Run the ranks in a container: pyxis/enroot or Apptainer. Null: on the node as it is."""
-    image: ContainerImage | None = None
-    """What the container is made from (a registry's name, or a .sqsh or .sif file); null: `image` of the job."""
-    mounts: list[Mount] = Field(default_factory=list, max_length=50)
-    """Further folders in the container: `/path` or `/path:/inside`. The run's own folders are there already."""
-    patch: Values = Field(default_factory=dict)
-    """Further submitit parameters, or options of sbatch."""
-
-
-class Compose(_Section):
-    patch: Values = Field(default_factory=dict)
-    """JSON merge patch on the rendered file."""
-
-
-class JobSpec(_Section):
+class _JobSpec(Section):
     """One job, for every backend."""
 
     name: Label
@@ -239,12 +120,9 @@ class JobSpec(_Section):
     """Environment variables whose values stay in the cluster's Secrets: references only."""
     metrics_port: int = Field(default=METRICS_PORT, ge=1024, le=65000)
     """Local rank i serves /metrics on this port + i."""
-    k8s: Kubernetes = Field(default_factory=Kubernetes)
-    slurm: Slurm = Field(default_factory=Slurm)
-    compose: Compose = Field(default_factory=Compose)
 
     @model_validator(mode="after")
-    def _consistent(self) -> JobSpec:
+    def _consistent(self) -> Self:
         if (self.recipe is None) == (self.command is None):
             raise ValueError("give exactly one of recipe and command")
         if self.overrides and self.recipe is None:
@@ -329,27 +207,62 @@ class JobSpec(_Section):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
-    def load(cls, path: str | Path, assignments: dict[str, Any] | None = None) -> JobSpec:
+    def load(
+        cls, path: str | Path, assignments: dict[str, Any] | None = None, below: dict[str, Any] | None = None
+    ) -> Self:  # fmt: skip
         """The spec in a YAML file, with top-level or dotted settings replaced by `assignments`.
+
+        What stands in `below` counts where the file is silent.
 
         Raises:
             UserError: with the line of the mistake and the nearest name that exists.
         """
-        from jobs.spec import file as specfile
-
-        return specfile.load(Path(path), assignments or {})
+        spec, where = specfile.load(cls, Path(path), assignments or {}, below or {})
+        spec.check_training(where)
+        return spec
 
     @classmethod
-    def of(cls, values: dict[str, Any], where: str = "job") -> JobSpec:
+    def of(cls, values: dict[str, Any], where: str = "job") -> Self:
         """The spec of plain values. Raises `UserError` naming `where`."""
-        from jobs.spec import file as specfile
-
-        try:
-            spec = cls.model_validate(values)
-        except ValidationError as error:
-            raise specfile.explain(error, cls, where) from None
-        specfile.check_training(spec, where)
+        spec = specfile.validate(cls, values, where)
+        spec.check_training(where)
         return spec
+
+    @classmethod
+    def recorded(cls, name: str, values: dict[str, Any]) -> Self:
+        """The spec that a job was submitted with. Raises `UserError` for one that this version does not understand."""
+        return specfile.validate(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
+
+    def check_training(self, where: str) -> None:
+        """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
+        try:
+            if self.config() is None and self.shards is not None:
+                raise UserError(
+                    f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
+                )
+        except UserError as error:
+            raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
+
+    def section(self, kind: type[_S]) -> _S:
+        """A backend's own settings."""
+        return next(value for _, value in self if isinstance(value, kind))
+
+    def given_elsewhere(self, kind: type[Section]) -> list[str]:
+        """Dotted names of what was set for other backends than that of the section `kind`."""
+        others = [name for name in registry.sections() if not isinstance(getattr(self, name), kind)]
+        return [f"{name}.{key}" for name in others for key in sorted(self.plain().get(name, {}))]
+
+
+if TYPE_CHECKING:
+
+    class JobSpec(_JobSpec):
+        """Which backends there are is known at run time alone: their settings are read by `section`."""
+
+else:
+    JobSpec = create_model(
+        "JobSpec", __base__=_JobSpec, __module__=__name__, __doc__=_JobSpec.__doc__,
+        **{name: (kind, Field(default_factory=kind)) for name, kind in registry.sections().items()},
+    )  # fmt: skip
 
 
 def json_schema() -> dict[str, Any]:

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.checks.lint import errors, lint, rules
+from jobs.checks.rule import errors
 from jobs.compose import checks as compose_doctor
 from jobs.compose import engine as client
 from jobs.compose import render as compose
 from jobs.compose import rules as compose_rules
 from jobs.compose.backend import ComposeBackend
 from jobs.compose.observe import explain
+from jobs.compose.rules import RULES
 from jobs.manifest import to_yaml
 from jobs.spec.model import JobSpec
 from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
@@ -58,7 +59,7 @@ def test_golden(name: str) -> None:
         path.write_text(text)
     assert text == path.read_text(), f"GOLDEN=1 writes {path} anew"
     assert to_yaml([compose.render(JobSpec.of(SPECS[name]))]) == text, "same spec, same bytes"
-    assert not errors(lint(JobSpec.of(SPECS[name]), [yaml.safe_load(text)]))
+    assert not errors(RULES.apply(JobSpec.of(SPECS[name]), [yaml.safe_load(text)]))
 
 
 def test_what_a_shell_would_expand_is_literal() -> None:
@@ -182,7 +183,7 @@ PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("id", "changes", "patch"), PROVOKED)
 def test_every_rule_is_provoked(id: str, changes: dict[str, Any], patch: dict[str, Any]) -> None:
     spec = spec_of(**changes, compose={"patch": patch})
-    found = lint(spec, [compose.render(spec)])
+    found = RULES.apply(spec, [compose.render(spec)])
     assert id in {item.id for item in found}, found
     assert all(item.message and "\n" not in item.message for item in found)
 
@@ -195,8 +196,8 @@ def test_the_lists_of_ports_are_as_long_as_the_rule_says() -> None:
 
 
 def test_a_good_job_provokes_none_and_every_rule_is_tried() -> None:
-    assert lint(spec_of(), [compose.render(spec_of())]) == []
-    ours = {rule.id for rule in rules() if rule.id.startswith("LC")}
+    assert RULES.apply(spec_of(), [compose.render(spec_of())]) == []
+    ours = {rule.id for rule in RULES.all() if rule.id.startswith("LC")}
     assert ours == {id for id, *_ in PROVOKED}
 
 
@@ -221,7 +222,7 @@ def test_a_good_job_provokes_none_and_every_rule_is_tried() -> None:
 )
 def test_what_opens_no_door_is_let_through(patch: dict[str, Any]) -> None:
     spec = spec_of(compose={"patch": {"services": {"node-0": patch}}})
-    assert not {"LC004", "LC005"} & {item.id for item in lint(spec, [compose.render(spec)])}
+    assert not {"LC004", "LC005"} & {item.id for item in RULES.apply(spec, [compose.render(spec)])}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_what_opens_no_door_is_let_through(patch: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_lint_survives_any_patch(patch: dict[str, Any]) -> None:
     spec = spec_of(compose={"patch": patch})
-    found = lint(spec, [compose.render(spec)])
+    found = RULES.apply(spec, [compose.render(spec)])
     assert errors(found), "a file that Compose would refuse is not submitted"
 
 

@@ -18,9 +18,9 @@ from typing import Any, cast
 import pytest
 from k8s_server import ApiServer, Fault
 
-from jobs.backend import Status
 from jobs.cli.main import spread
 from jobs.cli.names import teller
+from jobs.status import Status
 from tests.jobs import helpers
 from tests.processes import started
 

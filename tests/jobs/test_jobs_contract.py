@@ -17,12 +17,13 @@ import pytest
 from k8s_operator import Operator, until
 from k8s_server import ApiServer
 
-from jobs.backend import FINAL, Backend, Listed, Status
+from jobs.backend import Backend
 from jobs.compose.backend import ComposeBackend
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.local.backend import LocalBackend
 from jobs.spec.model import JobSpec
+from jobs.status import FINAL, Listed, Status
 from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
 from tests.jobs.helpers import Bare
 from training import files

@@ -38,11 +38,11 @@ def ready(cluster: Cluster) -> Cluster:
 
 
 def results(backend: KubernetesBackend) -> dict[str, str]:
-    return {item.name: item.result for item in check(backend, SPEC)}
+    return {item.name: item.result for item in check(backend, SPEC, None)}
 
 
 def test_a_ready_cluster_is_ok(backend: KubernetesBackend, ready: Cluster) -> None:
-    found = check(backend, SPEC)
+    found = check(backend, SPEC, None)
     assert {item.result for item in found} == {"ok"}, found
     assert len(found) == 13
 
@@ -80,5 +80,5 @@ def test_a_403_is_no_verdict(backend: KubernetesBackend, ready: Cluster) -> None
 
 def test_no_cluster_ends_the_checks(backend: KubernetesBackend, ready: Cluster) -> None:
     ready.tokens.clear()
-    (only,) = check(backend, SPEC)
+    (only,) = check(backend, SPEC, None)
     assert only.result == "missing" and "log in again" in only.detail

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.checks.lint import errors, lint, rules
-from jobs.checks.rule import COMPOSE, SLURM
+from jobs.checks.rule import errors
 from jobs.kubernetes.render import kubernetes as render
+from jobs.kubernetes.rules import RULES
 from jobs.spec.model import JobSpec
 
 GOOD: dict[str, Any] = {
@@ -107,7 +107,7 @@ def findings(change: dict[str, Any], tmp_path: Any) -> set[str]:
     if patch is not None:
         values["k8s"] = {**values["k8s"], "patch": patch}
     spec = JobSpec.of(values)
-    return {item.id for item in lint(spec, [item for item in render(spec) if item["kind"] != drop])}
+    return {item.id for item in RULES.apply(spec, [item for item in render(spec) if item["kind"] != drop])}
 
 
 def test_a_good_job_has_no_finding(tmp_path: Any) -> None:
@@ -120,7 +120,7 @@ def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any], tmp_path:
 
 
 def test_every_rule_is_provoked() -> None:
-    ours = {rule.id for rule in rules() if rule.kinds not in (SLURM, (COMPOSE,))}
+    ours = {rule.id for rule in RULES.all()}
     assert ours == {rule for rule, _ in CASES}
 
 
@@ -149,5 +149,5 @@ def test_no_patch_makes_lint_stumble(data: st.DataObject) -> None:
             continue
         place[key] = data.draw(values)
         break
-    assert all("\n" not in item.message for item in lint(spec, objects))
-    errors(lint(spec, objects))
+    assert all("\n" not in item.message for item in RULES.apply(spec, objects))
+    errors(RULES.apply(spec, objects))

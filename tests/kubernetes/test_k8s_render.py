@@ -18,9 +18,10 @@ from crds import strip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.checks.lint import errors, lint
+from jobs.checks.rule import errors
 from jobs.kubernetes import preparejob
 from jobs.kubernetes.render import kubernetes as render
+from jobs.kubernetes.rules import RULES
 from jobs.manifest import to_yaml
 from jobs.spec.model import JobSpec
 from training.contract import UserError
@@ -125,7 +126,7 @@ def test_golden(name: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text()
-    assert not errors(lint(spec, render(spec)))
+    assert not errors(RULES.apply(spec, render(spec)))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -311,7 +312,7 @@ def _outcome(values: dict[str, Any]) -> str:
     assert json.dumps(objects) == json.dumps(again), "render is not pure"
     assert list(yaml.load_all(to_yaml(objects), LOADER)) == objects
     assert spec.plain() == before
-    found = lint(spec, objects)
+    found = RULES.apply(spec, objects)
     assert all("\n" not in item.message for item in found)
     if errors(found):
         return "lint"

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from jobs.backend import Status
 from jobs.slurm.backend import SlurmBackend
 from jobs.spec.model import JobSpec
+from jobs.status import Status
 from tests.processes import PYTHON, ROOT, require
 
 HERE = Path(__file__).parent / "cluster"

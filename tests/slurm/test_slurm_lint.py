@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.checks.lint import lint, rules
-from jobs.checks.rule import SLURM
 from jobs.slurm import render
+from jobs.slurm.rules import RULES
 from jobs.spec.model import JobSpec
 
 GOOD: dict[str, Any] = {
@@ -40,7 +39,7 @@ def findings(change: dict[str, Any]) -> list[str]:
     values = {**GOOD, **change}
     folder = Path(values.pop("folder", "/shared/lockstep/slurm/good/submitit"))
     spec = JobSpec.of(values)
-    return [item.id for item in lint(spec, render.manifests(spec, folder))]
+    return [item.id for item in RULES.apply(spec, render.manifests(spec, folder))]
 
 
 def test_a_sound_job_provokes_none() -> None:
@@ -53,4 +52,4 @@ def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any]) -> None:
 
 
 def test_every_rule_is_provoked() -> None:
-    assert {rule.id for rule in rules() if rule.kinds == SLURM} == {rule for rule, _ in CASES}
+    assert {rule.id for rule in RULES.all()} == {rule for rule, _ in CASES}

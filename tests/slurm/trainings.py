@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from jobs.backend import Status
 from jobs.spec.model import JobSpec
+from jobs.status import Status
 from tests.events import events
 from tests.processes import clean_env, poll
 from tests.ranks import gang

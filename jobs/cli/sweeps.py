@@ -1,49 +1,30 @@
-"""What `render`, `lint`, `submit --sweep` and `prepare` do for SLURM."""
+"""`lockstep submit --sweep`: many runs, and a table of what they reached."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
+from jobs import registry
 from jobs import sweep as sweeps
 from jobs.cli.names import teller, unfinished
-from jobs.slurm import render
-from jobs.slurm.backend import SlurmBackend
-from jobs.slurm.folder import SUBMITIT, home
 from jobs.spec.model import JobSpec
 from jobs.terminal import say, show, table, warn
 from training.contract import EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Mode, Status
+    from jobs.backend import Backend, Mode
+    from jobs.status import Status
 
 
-def script(spec: JobSpec, texts: list[str]) -> tuple[str, dict[str, Any]]:
-    """The batch script, and the same with its payload as plain values for `--json`."""
-    elements = len(sweeps.expand(spec, sweeps.parse(texts))) if texts else 1
-    folder = home() / spec.name / SUBMITIT
-    text = render.script(spec, folder, elements=elements)
-    return text, {"script": text, "parameters": render.parameters(spec, folder)}
-
-
-def manifests(spec: JobSpec) -> list[dict[str, Any]]:
-    return render.manifests(spec, home() / spec.name / SUBMITIT)
-
-
-def prepare_script(spec: JobSpec) -> str:
-    """What `prepare` would send."""
-    own = render.preparation(spec)
-    return render.script(own, home() / own.name / SUBMITIT)
-
-
-def submit_sweep(spec: JobSpec, texts: list[str], mode: Mode, wait: float | None, as_json: bool) -> int:
+def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool) -> int:
     """Submits the runs as one array; with `wait`, to the end and a table of what they reached. Returns the exit code."""
     if mode == "new":
         raise UserError("--new takes a numbered name, which a sweep's runs have already: choose another --name")
-    backend = SlurmBackend()
+    opened = registry.connect(backend, spec)
     values = sweeps.parse(texts)
     specs = sweeps.expand(spec, values)
-    done = backend.sweep(spec.name, specs, mode)
+    done = opened.sweep(spec.name, specs, mode)
     if wait is None:
         if as_json:
             show([{"name": item.name, "created": item.created, "where": item.where} for item in done])
@@ -53,8 +34,8 @@ def submit_sweep(spec: JobSpec, texts: list[str], mode: Mode, wait: float | None
             )
         return 0
     deadline = time.monotonic() + wait
-    found = [backend.wait(item.name, max(0.0, deadline - time.monotonic()), teller(item.name)) for item in done]
-    rows = [_row(backend, one, status, list(values)) for one, status in zip(specs, found)]
+    found = [opened.wait(item.name, max(0.0, deadline - time.monotonic()), teller(item.name)) for item in done]
+    rows = [_row(opened, one, status, list(values)) for one, status in zip(specs, found)]
     if as_json:
         show(rows)
     else:
@@ -63,7 +44,7 @@ def submit_sweep(spec: JobSpec, texts: list[str], mode: Mode, wait: float | None
     return max(EXIT_TIMED_OUT if unfinished(status) else status.code for status in found)
 
 
-def _row(backend: SlurmBackend, spec: JobSpec, status: Status, names: list[str]) -> dict[str, Any]:
+def _row(backend: Backend, spec: JobSpec, status: Status, names: list[str]) -> dict[str, Any]:
     accuracy = None
     if status.state == "succeeded":
         try:

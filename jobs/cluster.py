@@ -1,0 +1,67 @@
+"""A backend that hands a manifest to a cluster: what is rendered of a job, and what reads it before it is submitted."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from jobs.backend import Backend, Specs
+from jobs.checks.check import Check
+from jobs.checks.rule import Finding, Rules, errors
+from jobs.manifest import Manifest, to_yaml
+from jobs.spec.model import JobSpec
+from jobs.status import Submitted
+from training.contract import UserError
+
+Manifests = list[Manifest]  # these are named here, because `list` is a method of every backend
+Checks = list[Check]
+Findings = list[Finding]
+
+
+class Cluster(Backend):
+    """The class methods are pure functions of the spec: no cluster is asked, same spec, same bytes."""
+
+    @classmethod
+    @abc.abstractmethod
+    def manifests(cls, spec: JobSpec) -> Manifests:
+        """What `submit` hands over, in order; lint reads it."""
+
+    @classmethod
+    @abc.abstractmethod
+    def rules(cls) -> Rules[Any]:
+        """The lint rules that read `manifests`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
+        """What `lockstep prepare --dry-run` prints: as text, and as plain values. Raises `UserError`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+        """What would keep a job from running there."""
+
+    @abc.abstractmethod
+    def prepare(self, spec: JobSpec) -> Submitted:
+        """Writes the recipe's shards, or submits what does. Raises `UserError`."""
+
+    @classmethod
+    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - of a sweep, for one with arrays
+        """What `lockstep render` prints: as text, and as plain values."""
+        found = cls.manifests(spec)
+        return to_yaml(found), found
+
+    @classmethod
+    def lint(cls, spec: JobSpec) -> Findings:
+        """What is wrong with a job, before it is submitted."""
+        return cls.rules().apply(spec, cls.manifests(spec))
+
+    def refuse(self, spec: JobSpec) -> None:
+        self.refuse_findings(spec, self.lint(spec))
+
+    def refuse_findings(self, spec: JobSpec, findings: Findings) -> None:
+        """Raises `UserError` for the first error among them."""
+        found = errors(findings)
+        if found:
+            more = f" (and {len(found) - 1} more: see `lockstep lint --backend {self.name}`)" if len(found) > 1 else ""
+            raise UserError(f"{spec.name}: {found[0]}{more}")

@@ -1,0 +1,40 @@
+"""What an API server refuses, and as which error a person is told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from jobs.kubernetes.kinds import INSTALL
+from jobs.status import Unreachable
+from training.contract import UserError
+
+
+class ApiError(Exception):
+    """The server's refusal: HTTP status, its reason word, its message."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+class Gone(Exception):
+    """410: the resource version of a watch or of a page is too old. List again."""
+
+
+@contextlib.contextmanager
+def explained(host: str, kind: str = "") -> Iterator[None]:
+    """The server's refusals as one line that says what to do. `kind`: of the object that was asked for."""
+    try:
+        yield
+    except Gone:
+        raise Unreachable(f"{host} dropped the version it was asked for: try again") from None
+    except ApiError as error:
+        message = " ".join(str(error).split())
+        if error.status == 403:
+            raise UserError(f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml") from None
+        if error.status == 404 and kind in INSTALL and "namespace" not in message:
+            raise UserError(
+                f"the cluster knows no {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
+            ) from None
+        raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}") from None

@@ -1,0 +1,101 @@
+"""`k8s:` in job.yaml."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jobs.spec.section import Section
+from jobs.spec.types import (
+    Device,
+    Duration,
+    Label,
+    LabelKey,
+    LabelValue,
+    Resource,
+    Size,
+    Subdomain,
+    Text,
+    Values,
+)
+
+if TYPE_CHECKING:
+    from jobs.spec.model import JobSpec
+
+
+class Toleration(Section):
+    key: LabelKey | None = None
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Toleration:
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError("operator Exists takes no value: leave it out, or use Equal")
+        if self.operator == "Equal" and self.key is None:
+            raise ValueError("operator Equal needs a key")
+        return self
+
+
+class Kubernetes(Section):
+    kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
+    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
+    namespace: Label | None = None
+    """Null: the kubeconfig's namespace."""
+    context: Text | None = Field(default=None, min_length=1, max_length=253)
+    """Context of the kubeconfig; null: the current one."""
+    runtime: Subdomain = "torch-distributed"
+    """ClusterTrainingRuntime that a TrainJob refers to."""
+    queue: Label | None = None
+    """Kueue LocalQueue."""
+    topology: Literal["required", "preferred"] | None = None
+    """Kueue topology-aware scheduling: the whole job within one `topology_level`, or as near as possible."""
+    topology_level: LabelKey = "cloud.provider.com/topology-rack"
+    """Node label of the level that `topology` speaks of."""
+    priority_class: Subdomain | None = None
+    service_account: Subdomain | None = None
+    image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
+    spread: Literal["required", "preferred", "none"] = "required"
+    """One pod a host: always, where possible, or not at all. Without it two nodes of a job may share a machine."""
+    master: bool = True
+    """Render a Master replica. False: workers only, which needs no init container (it pulls a public image)."""
+    gpu_resource: Resource = "nvidia.com/gpu"
+    rdma: dict[Resource, int] = Field(default_factory=dict)
+    """RDMA devices a node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
+    hugepages: Size | None = None
+    """hugepages-2Mi a node; EFA needs 5120Mi."""
+    socket_interface: Device | None = None
+    """NCCL_SOCKET_IFNAME."""
+    ib_hca: Device | None = None
+    """NCCL_IB_HCA."""
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
+    run_as_user: int = Field(default=1000, ge=1, le=2**31 - 1)
+    """User id of the container; root is not offered."""
+    fs_group: int = Field(default=1000, ge=1, le=2**31 - 1)
+    """Group that owns the volumes' files."""
+    prometheus_namespace: Label = "monitoring"
+    """Namespace whose pods may scrape the metrics ports."""
+    ttl: Duration = "7d"
+    """How long a finished job stays before the cluster deletes it."""
+    patch: Values = Field(default_factory=dict)
+    """JSON merge patch on the rendered job: the way to every field that has no setting here. Lint reads the result."""
+
+    @field_validator("rdma")
+    @classmethod
+    def _counts(cls, rdma: dict[str, int]) -> dict[str, int]:
+        if any(not 1 <= count <= 64 for count in rdma.values()):
+            raise ValueError(f"counts of devices a node must be 1 … 64, got {rdma}")
+        return rdma
+
+
+SECTION = Kubernetes
+
+
+def k8s(spec: JobSpec) -> Kubernetes:
+    """The section of a spec."""
+    return spec.section(Kubernetes)

@@ -1,0 +1,70 @@
+"""`slurm:` in job.yaml."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from jobs.spec.section import Section
+from jobs.spec.types import (
+    AbsolutePath,
+    Constraint,
+    ContainerImage,
+    Device,
+    HostList,
+    Module,
+    Mount,
+    ShellLine,
+    Values,
+    Word,
+)
+
+if TYPE_CHECKING:
+    from jobs.spec.model import JobSpec
+
+
+class Slurm(Section):
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Constraint | None = None
+    reservation: Word | None = None
+    licenses: Word | None = None
+    exclude: HostList | None = None
+    """Nodes to stay off, e.g. `gpu[03-05],gpu9`."""
+    exclusive: bool = False
+    """Whole nodes: no other job beside this one."""
+    gpu_type: Word | None = None
+    """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
+    array_parallelism: int = Field(default=256, ge=1, le=100000)
+    """Runs of a sweep that may run at the same time."""
+    wckey: Word = "lockstep"
+    """Workload characterisation key, for clusters that ask for one."""
+    socket_interface: Device | None = None
+    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    ib_hca: Device | None = None
+    """NCCL_IB_HCA."""
+    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    python: AbsolutePath | None = None
+    """Interpreter on the nodes; null: the one that submits, in a container `python`."""
+    modules: list[Module] = Field(default_factory=list, max_length=50)
+    """Environment modules to load first."""
+    setup: list[ShellLine] = Field(default_factory=list, max_length=100)
+    """Shell lines that the batch script runs before the ranks start."""
+    container: Literal["pyxis", "apptainer"] | None = None
+    """Run the ranks in a container: pyxis/enroot or Apptainer. Null: on the node as it is."""
+    image: ContainerImage | None = None
+    """What the container is made from (a registry's name, or a .sqsh or .sif file); null: `image` of the job."""
+    mounts: list[Mount] = Field(default_factory=list, max_length=50)
+    """Further folders in the container: `/path` or `/path:/inside`. The run's own folders are there already."""
+    patch: Values = Field(default_factory=dict)
+    """Further submitit parameters, or options of sbatch."""
+
+
+SECTION = Slurm
+
+
+def slurm(spec: JobSpec) -> Slurm:
+    """The section of a spec."""
+    return spec.section(Slurm)

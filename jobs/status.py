@@ -1,0 +1,90 @@
+"""Where a job stands, and which exit code of `lockstep` says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
+
+EXIT_UNSCHEDULABLE = 3
+EXIT_LOST = 4
+
+State = Literal[
+    "pending", "queued", "unschedulable", "running", "restarting",
+    "succeeded", "failed", "preempted", "cancelled", "timed_out", "lost",
+]  # fmt: skip
+FINAL = ("succeeded", "failed", "preempted", "cancelled", "timed_out", "lost")
+GOES_ON = ("preempted", "cancelled", "timed_out")
+"""Endings after which the state is saved, so that the same job submitted again goes on."""
+_CODES = {
+    "succeeded": EXIT_DONE, "failed": EXIT_FAILED, "unschedulable": EXIT_UNSCHEDULABLE, "lost": EXIT_LOST,
+    "preempted": EXIT_PREEMPTED, "cancelled": EXIT_PREEMPTED, "timed_out": EXIT_TIMED_OUT,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One node of the job."""
+
+    name: str
+    ranks: list[int]
+    state: str
+    reason: str = ""
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a job stands. `reason` says why in one sentence; `exit_code` is the job's own, None while it runs."""
+
+    state: State
+    reason: str
+    ranks: list[Part] = field(default_factory=list)
+    exit_code: int | None = None
+
+    @property
+    def final(self) -> bool:
+        return self.state in FINAL
+
+    @property
+    def code(self) -> int:
+        """The exit code of `lockstep status` and `lockstep wait`; 0 while the job is under way."""
+        if self.state == "failed" and self.exit_code == EXIT_USAGE:
+            return EXIT_USAGE
+        return _CODES.get(self.state, EXIT_DONE)
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "final": self.final}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row of `lockstep list`."""
+
+    name: str
+    state: State
+    nodes: int
+    created: str
+    """ISO 8601, UTC."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """`created` is False where the same job was there already."""
+
+    name: str
+    created: bool
+    where: str
+
+
+Observer = Callable[[Status], None]
+"""Is given each status that a wait comes by."""
+
+
+class Unreachable(UserError):
+    """Who knows of the job gives no answer. That may pass: whoever waits goes on."""
