@@ -72,12 +72,12 @@ def _visible(letter: str) -> str:
 
 
 @contextlib.contextmanager
-def user_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Ends a program with one line and exit code 2 where its user can mend what is wrong."""
     try:
         yield
     except UserError as error:
-        if not error.shared or env.get("RANK", "0") == "0":
+        if not error.shared or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
 
