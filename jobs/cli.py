@@ -14,7 +14,8 @@ import typer
 
 from jobs import commands, job_commands, top
 from jobs.terminal import clean
-from training.contract import EXIT_USAGE, VERSION, UserError, check_words, keep_out_others
+from training.contract import EXIT_USAGE, VERSION, UserError, check_words
+from training.files import keep_out_others
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,

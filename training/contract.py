@@ -87,11 +87,6 @@ def search_path(env: Mapping[str, str]) -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
 
 
-def keep_out_others() -> None:
-    """Whatever this process and its children write, not everybody may change: folders 0775, files 0664, less the umask."""
-    os.umask(os.umask(0o022) | 0o002)
-
-
 def check_words(words: Sequence[str]) -> None:
     """Raises `UserError` for a word of the command line that is not UTF-8: no file of a run could hold it."""
     for word in words:

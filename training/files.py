@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def keep_out_others() -> None:
+    """Whatever this process and its children write, not everybody may change: folders 0775, files 0664, less the umask."""
+    os.umask(os.umask(0o022) | 0o002)
+
+
 def write_all(descriptor: int, data: Any) -> None:
     """Writes all bytes of a buffer. Raises `OSError`."""
     view = memoryview(data)
