@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from training.arguments import Parser
-from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, keep_out_others
+from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words
+from training.files import keep_out_others
 from training.lifeline import FORWARDED, end_with_launcher, signals_held_back
 
 _BEGAN = time.perf_counter()

@@ -82,7 +82,7 @@ def verify(path: Path) -> dict[str, Any]:
         try:
             if file_path.stat().st_size != size:
                 raise CorruptCheckpoint(f"{file_path} has {file_path.stat().st_size} bytes, expected {size}")
-            if _sha256(file_path) != digest:
+            if files.sha256(file_path) != digest:
                 raise CorruptCheckpoint(f"{file_path} does not have the sha256 of its manifest")
         except OSError as error:
             raise CorruptCheckpoint(f"{file_path}: {error.strerror}") from None
@@ -293,11 +293,3 @@ def _write_hashed(path: Path, pieces: list[Any]) -> dict[str, Any]:
         os.close(descriptor)
         hasher.join()
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with files.regular(path) as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -72,12 +72,12 @@ def _visible(letter: str) -> str:
 
 
 @contextlib.contextmanager
-def user_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Ends a program with one line and exit code 2 where its user can mend what is wrong."""
     try:
         yield
     except UserError as error:
-        if not error.shared or env.get("RANK", "0") == "0":
+        if not error.shared or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
 
@@ -85,11 +85,6 @@ def user_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
 def search_path(env: Mapping[str, str]) -> str:
     """PATH of a job's `command:`, in which `python` is this very interpreter: the one that has torch and Lockstep."""
     return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
-
-
-def keep_out_others() -> None:
-    """Whatever this process and its children write, not everybody may change: folders 0775, files 0664, less the umask."""
-    os.umask(os.umask(0o022) | 0o002)
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +24,7 @@ DTYPES = {
 }  # fmt: skip
 """Element types by their names in the safetensors format."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
 def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -72,25 +74,27 @@ def join(plain: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors[index]
     if set(plain) == {"$items"}:
         return {join(key, tensors): join(inner, tensors) for key, inner in plain["$items"]}
-    if set(plain) == {"$tuple"}:
-        return tuple(join(inner, tensors) for inner in plain["$tuple"])
     if len(plain) == 1:
         ((mark, inner),) = plain.items()
+        if mark in _COLLECTIONS:
+            return _COLLECTIONS[mark](join(value, tensors) for value in inner)
         if mark in ("$array", "$scalar", "$bytes"):
-            found = join(inner, tensors)
-            if (
-                not isinstance(found, torch.Tensor)
-                or (mark == "$scalar" and found.ndim)
-                or (mark == "$bytes" and found.ndim != 1)
-            ):
-                raise ValueError(f"{mark} of no such tensor")
-            array = found.numpy()
-            return array if mark == "$array" else array[()] if mark == "$scalar" else array.tobytes()
-        if mark in ("$set", "$frozenset"):
-            return (set if mark == "$set" else frozenset)(join(value, tensors) for value in inner)
+            return _kept_as_tensor(mark, join(inner, tensors))
     if any(key.startswith("$") for key in plain):
         raise ValueError(f"unknown mark {sorted(plain)[0]!r}")
     return {key: join(inner, tensors) for key, inner in plain.items()}
+
+
+def _kept_as_tensor(mark: str, found: Any) -> Any:
+    """What `split` made a tensor of. Raises `ValueError` where `found` cannot be that tensor."""
+    if isinstance(found, torch.Tensor):
+        if mark == "$array":
+            return found.numpy()
+        if mark == "$scalar" and found.ndim == 0:
+            return found.numpy()[()]
+        if mark == "$bytes" and found.ndim == 1:
+            return found.numpy().tobytes()
+    raise ValueError(f"{mark} of no such tensor")
 
 
 def pack(tree: Any) -> torch.Tensor:

@@ -181,9 +181,8 @@ REQUEST_SECONDS = 5.0
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = (
-        128  # with the base class's 5, a crowd's connections are dropped, and each comes again after 1 s
-    )
+    # With the base class's 5, a crowd's connections are dropped, and each comes again after 1 s.
+    request_queue_size = 128
 
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self.metrics, self.stale_seconds, self.stopped = metrics, stale_seconds, False

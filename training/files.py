@@ -7,11 +7,17 @@ the fault tests replace them one by one.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+def keep_out_others() -> None:
+    """Whatever this process and its children write, not everybody may change: folders 0775, files 0664, less the umask."""
+    os.umask(os.umask(0o022) | 0o002)
 
 
 def write_all(descriptor: int, data: Any) -> None:
@@ -92,6 +98,19 @@ def regular(path: Path) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+def sha256(path: Path) -> str:
+    """Of a regular file of any size, without holding it in memory.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    digest = hashlib.sha256()
+    with regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read(path: Path, limit: int) -> bytes:

@@ -88,8 +88,7 @@ class Agent(LocalElasticAgent):
         return self._worker_group.state == WorkerState.SUCCEEDED
 
     def catch(self) -> None:
-        for number in self.caught:
-            signal.signal(number, self._forward)
+        _handle(self.caught, self._forward)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
@@ -290,14 +289,12 @@ def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
     finish_lines: Callable[[], None],
 ) -> int:  # fmt: skip
-    waiting: Callable[..., Any] = _leave_while_waiting
     agent: Agent | None = None
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     # torch would catch what nohup has us ignore, and its children would no longer inherit that.
     torchs = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if signal.Signals[name] in caught]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*torchs, "SIGQUIT"])
-    for number in caught:
-        signal.signal(number, waiting)
+    _handle(caught, _leave_while_waiting)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
@@ -315,8 +312,7 @@ def _run(
         agent.catch()
         agent.limit(args.time_limit)
         result = agent.run()
-        for number in caught:  # it is over: a signal changes nothing any more
-            signal.signal(number, signal.SIG_IGN)
+        _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
         code = exit_code(result)
         if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
             print(f"launch: {name} before a rank had begun", file=sys.stderr, flush=True)
@@ -327,8 +323,7 @@ def _run(
             code = EXIT_TIMED_OUT
         spec.rdzv_handler.shutdown()
     except SignalException as error:
-        for number in caught:
-            signal.signal(number, signal.SIG_IGN)
+        _handle(caught, signal.SIG_IGN)
         if agent is not None and agent.done:
             return EXIT_DONE
         over = agent is not None and agent.timed_out
@@ -340,6 +335,11 @@ def _run(
         print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     return code
+
+
+def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
+    for number in numbers:
+        signal.signal(number, handler)
 
 
 def _too_early(result: RunResult, signalled: int | None) -> str:

@@ -80,70 +80,83 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
 def checked(gathered: Any) -> dict[str, Any]:
     """A gathered state that was read from a file, where it has the structure that `gather` gives.
 
-    A checksum holds what was written, whoever wrote it. What the optimizer and the strategy keep they check themselves.
+    A checksum holds what was written, whoever wrote it. Not looked at here: the settings of the optimizer's groups,
+    which `scatter` compares with those of the optimizer at hand, and what the strategy keeps, which is the strategy's.
 
     Raises:
         ValueError: names the first place that is otherwise.
     """
-
-    def expect(found: bool, place: str) -> None:
-        if not found:
-            raise ValueError(f"its {place} is not what a run saves")
-
-    def tensors(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
-        )
-
-    expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
+    _expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
     shared, ranks = gathered["shared"], gathered["ranks"]
     names = {"model", "average", "optimizer", "cursor", "trained_seconds", "history"}
-    expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
-    expect(tensors(shared["model"]) and bool(shared["model"]), "model")
-    expect(tensors(shared["average"]), "average")
-    optimizer = shared["optimizer"]
-    expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
-    shapes = {tensor.shape for tensor in shared["model"].values()}
-    expect(isinstance(optimizer["state"], dict), "optimizer's state")
-    expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
+    _expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
+    _expect(_are_tensors(shared["model"]) and bool(shared["model"]), "model")
+    _expect(_are_tensors(shared["average"]), "average")
+    _check_optimizer(shared["optimizer"], {tensor.shape for tensor in shared["model"].values()})
+    cursor = shared["cursor"]
+    _expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
+    seconds = shared["trained_seconds"]
+    _expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
+    _check_history(shared["history"])
+    _expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
+    for number, rank in enumerate(ranks):
+        _check_rank(rank, ranks[0], f"rank {number}")
+    return dict(gathered)
+
+
+def _expect(found: bool, place: str) -> None:
+    if not found:
+        raise ValueError(f"its {place} is not what a run saves")
+
+
+def _are_tensors(value: Any) -> bool:
+    """Whether it is a mapping of names to tensors."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+    )
+
+
+def _check_optimizer(optimizer: Any, shapes: set[torch.Size]) -> None:
+    """`shapes` are those of the parameters."""
+    _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
+    _expect(isinstance(optimizer["state"], dict), "optimizer's state")
+    _expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
     kinds: dict[Any, bool] = {}
     for kept in optimizer["state"].values():
         values = list(kept.values()) if isinstance(kept, dict) else [kept]  # a count of the optimizer's own
-        expect(all(_moment(value, shapes) for value in values), "optimizer's state")
+        _expect(all(_moment(value, shapes) for value in values), "optimizer's state")
         for name, value in kept.items() if isinstance(kept, dict) else ():
             is_tensor = isinstance(value, torch.Tensor)
-            expect(value is None or kinds.setdefault(name, is_tensor) == is_tensor, f"optimizer's {name}")
-    cursor = shared["cursor"]
-    expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
-    seconds = shared["trained_seconds"]
-    expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
-    history = shared["history"]
-    expect(
+            _expect(value is None or kinds.setdefault(name, is_tensor) == is_tensor, f"optimizer's {name}")
+
+
+def _check_history(history: Any) -> None:
+    _expect(
         isinstance(history, dict) and all(_count(v) or name == "class_accuracy" for name, v in history.items()),
         "history",
     )
     by_class = history.get("class_accuracy") or {}
-    expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
-    expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
-    for number, rank in enumerate(ranks):
-        place = f"rank {number}"
-        expect(isinstance(rank, dict) and {"rng", "buffers", "average_buffers", "losses", "sync"} <= rank.keys(), place)
-        for name in ("buffers", "average_buffers"):
-            first = ranks[0][name]
-            expect(tensors(rank[name]) and rank[name].keys() == first.keys(), f"{place}, {name}")
-            alike = all(t.shape == first[key].shape and t.dtype == first[key].dtype for key, t in rank[name].items())
-            expect(alike, f"{place}, {name}")
-        losses = rank["losses"]
-        expect(
-            isinstance(losses, torch.Tensor) and losses.dtype == torch.float64 and losses.shape == (2,),
-            f"{place}, losses",
-        )
-        try:
-            random.Random().setstate(rank["rng"]["python"])  # noqa: S311
-            torch.Generator().set_state(rank["rng"]["torch"])
-        except Exception:  # noqa: BLE001 - either raises nearly anything for what is no state of its own
-            expect(False, f"{place}, rng")
-    return dict(gathered)
+    _expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
+
+
+def _check_rank(rank: Any, first: Any, place: str) -> None:
+    """`first` is rank 0's part, which the buffers of all others are like."""
+    _expect(isinstance(rank, dict) and {"rng", "buffers", "average_buffers", "losses", "sync"} <= rank.keys(), place)
+    for name in ("buffers", "average_buffers"):
+        own, like = rank[name], first[name]
+        _expect(_are_tensors(own) and own.keys() == like.keys(), f"{place}, {name}")
+        alike = all(t.shape == like[key].shape and t.dtype == like[key].dtype for key, t in own.items())
+        _expect(alike, f"{place}, {name}")
+    losses = rank["losses"]
+    _expect(
+        isinstance(losses, torch.Tensor) and losses.dtype == torch.float64 and losses.shape == (2,),
+        f"{place}, losses",
+    )
+    try:
+        random.Random().setstate(rank["rng"]["python"])  # noqa: S311 - the training's own generator, no secret
+        torch.Generator().set_state(rank["rng"]["torch"])
+    except Exception:  # noqa: BLE001 - either raises nearly anything for what is no state of its own
+        _expect(False, f"{place}, rng")
 
 
 def _moment(value: Any, shapes: set[torch.Size]) -> bool:
@@ -166,7 +179,7 @@ def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str
         if (
             not isinstance(old, dict)
             or not isinstance(old.get("params"), list)
-            or any(type(number) is not int for number in old["params"])
+            or any(type(index) is not int for index in old["params"])
         ):
             raise ValueError(f"the optimizer's group {number} has no list of its parameters")
         for name in new.keys() & old.keys() - {"params"}:
@@ -186,7 +199,7 @@ def _kind(value: Any) -> Any:
 
 
 def _count(value: Any) -> bool:
-    """A loss may be NaN or infinite: a run that ignores that goes on."""
+    """Whether it is a number that a run keeps, or None. A loss may be NaN or infinite: a run that ignores that goes on."""
     return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 

@@ -16,7 +16,8 @@ from jobs.cli import files as commands
 from jobs.cli import names as job_commands
 from jobs.cli import top
 from jobs.terminal import clean
-from training.contract import EXIT_USAGE, VERSION, UserError, check_words, keep_out_others
+from training.contract import EXIT_USAGE, VERSION, UserError, check_words
+from training.files import keep_out_others
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,

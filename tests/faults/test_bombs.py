@@ -133,11 +133,11 @@ def test_a_number_or_a_tag_that_yaml_chokes_on(text: str, what: str, tmp_path: P
 class _Endless(http.server.BaseHTTPRequestHandler):
     """/metrics of a rank that sends on for ever, or sends elsewhere."""
 
-    asked: list[str] = []  # noqa: RUF012 - the test's only one
+    server: _Stranger
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
-        if self.server.server_port == self.server.redirects:  # type: ignore[attr-defined]
+        self.server.asked.append(self.path)
+        if self.server.redirects:
             self.send_response(302)
             self.send_header("Location", "/elsewhere")
             self.end_headers()
@@ -153,18 +153,26 @@ class _Endless(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
 
+class _Stranger(http.server.ThreadingHTTPServer):
+    """Keeps the paths that it was asked for."""
+
+    daemon_threads = True
+
+    def __init__(self, redirects: bool) -> None:
+        self.redirects = redirects
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Endless)
+
+
 @pytest.mark.parametrize("redirects", [False, True], ids=["endless", "redirect"])
 def test_top_asks_no_longer_and_nowhere_else(tmp_path: Path, redirects: bool) -> None:
-    _Endless.asked.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless)
-    server.daemon_threads = True
-    server.redirects = server.server_port if redirects else 0  # type: ignore[attr-defined]
+    server = _Stranger(redirects)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         _endpoint(tmp_path, "127.0.0.1", server.server_port)
         with cheap(ranks.TIMEOUT * 5):
             assert ranks.Reader(tmp_path).read() == {}
-        assert _Endless.asked == ["/metrics"]
+        assert server.asked == ["/metrics"]
     finally:
         server.shutdown()
         server.server_close()
@@ -172,7 +180,12 @@ def test_top_asks_no_longer_and_nowhere_else(tmp_path: Path, redirects: bool) ->
 
 def test_an_endpoint_of_somebody_else_names_no_other_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(ranks, "_fetch", lambda host, port: asked.append(host) or "")  # type: ignore[func-returns-value]
+
+    def fetch(host: str, port: int) -> str:
+        asked.append(host)
+        return ""
+
+    monkeypatch.setattr(ranks, "_fetch", fetch)
     _endpoint(tmp_path, "node2", 1)
     ranks.Reader(tmp_path).read()
     monkeypatch.setattr(os, "geteuid", lambda: 4711)

@@ -104,13 +104,13 @@ def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
     dataset = TensorDataset(torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 10)
     loader, _ = horovod.partition_dataset(dataset, batch, "cpu", "float32")
     model = ResNet9(width=2, device="cpu", dtype="float32")
-    optimizer = horovod.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer: Any = horovod.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x, y in loader:
-            optimizer.reset_grad()  # type: ignore[attr-defined]
+            optimizer.reset_grad()
             if tell:
-                optimizer.set_samples(len(y))  # type: ignore[attr-defined]
+                optimizer.set_samples(len(y))
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
     return [str(one.message) for one in caught if "set_samples" in str(one.message)]

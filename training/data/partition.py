@@ -55,10 +55,10 @@ class PartitionedLoader:
         return self.count // self.batch_size + (self.count % self.batch_size >= self.size)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        global unequal_parts
         number, self.passes = self.passes, self.passes + 1
         for step in range(len(self)):
             ids = global_ids(self.count, self.seed, number, step, self.batch_size, "weight", self.shuffle)
-            global unequal_parts
             unequal_parts += len(ids) % self.size != 0
             inputs, targets = default_collate([self.dataset[i] for i in part(ids, self.rank, self.size).tolist()])
             yield inputs.to(device=self.device, dtype=self.dtype), targets.to(self.device)

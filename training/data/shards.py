@@ -134,7 +134,7 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
                     path,
                 )
                 path.chmod(0o644)  # safetensors makes it our own; a container's user reads it, too
-                splits[split].append({"file": path.name, "count": high - low, "sha256": sha256(path)})
+                splits[split].append({"file": path.name, "count": high - low, "sha256": files.sha256(path)})
         manifest = {
             "format": _FORMAT, "source": source, "classes": raw.classes,
             "shape": list(raw.train[0].shape[1:]), "splits": splits,
@@ -146,14 +146,6 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return Manifest.read(directory)
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with files.regular(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def cache_directory(data: Data) -> Path:
@@ -261,7 +253,7 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
     path = manifest.directory / shard.file
     mend = "make the shards again (python -m training shard)"
     try:
-        if verify and (found := sha256(path)) != shard.sha256:
+        if verify and (found := files.sha256(path)) != shard.sha256:
             raise CorruptShard(f"{path} has sha256 {found[:12]}…, its manifest says {shard.sha256[:12]}…: {mend}")
         files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:

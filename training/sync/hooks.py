@@ -148,8 +148,9 @@ def _synchronize_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     As under DDP, every rank runs a backward pass through each wrapped module before the step; where one may not, every
     rank calls `synchronize`.
     """
-    _wrapped[:] = [reference for reference in _wrapped if reference() is not None]
-    for reducer in [found for reference in _wrapped if (found := reference()) is not None]:
+    alive = {reference: found for reference in _wrapped if (found := reference()) is not None}
+    _wrapped[:] = alive
+    for reducer in alive.values():
         if reducer.pending and reducer.on_done is None and _has_one_of(optimizer, reducer.names):
             reducer.synchronize()
 
