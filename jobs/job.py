@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import registry
+from jobs import connect
 from jobs.backend import Backend, Mode
 from jobs.compare import differences
 from jobs.spec.model import JobSpec
@@ -58,4 +58,4 @@ def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
 
 
 def _open(spec: JobSpec, backend: str | Backend) -> Backend:
-    return registry.connect(backend, spec) if isinstance(backend, str) else backend
+    return connect.connect(backend, spec) if isinstance(backend, str) else backend

@@ -18,8 +18,6 @@ from training.contract import UserError
 
 if TYPE_CHECKING:
     from jobs.backend import Backend
-    from jobs.cluster import Cluster
-    from jobs.spec.model import JobSpec
     from jobs.spec.section import Section
 
 BUILT_IN = {"local": "jobs.local", "k8s": "jobs.kubernetes", "slurm": "jobs.slurm", "compose": "jobs.compose"}
@@ -52,43 +50,6 @@ def backend(name: str) -> type[Backend]:
         raise UserError(f"unknown backend {name!r}{settings.nearest(name, packages())}")
     found: type[Backend] = _import(name, f"{packages()[name]}.backend").BACKEND
     return found
-
-
-def cluster(name: str, command: str) -> type[Cluster]:
-    """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
-    from jobs.cluster import Cluster
-
-    found = backend(name)
-    if not issubclass(found, Cluster):
-        others = [other for other in packages() if issubclass(backend(other), Cluster)]
-        raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
-    return found
-
-
-def connect(name: str, spec: JobSpec | None = None, **place: str | None) -> Backend:
-    """The backend, ready for questions: where `place` (the flags) says, or else the spec.
-
-    Raises:
-        UserError: an unknown name, a flag that belongs to another backend, or no credentials.
-    """
-    found = backend(name)
-    return found.connect(**where(found, spec, **place))
-
-
-def where(found: type[Backend], spec: JobSpec | None, **place: str | None) -> dict[str, str | None]:
-    """What `found.connect` takes. Raises `UserError` for a flag that belongs to another backend."""
-    for flag, value in place.items():
-        if value is not None and flag not in found.places:
-            owner = next(other for name in packages() if flag in (other := backend(name)).places)
-            flags = " and ".join(f"--{name}" for name in owner.places)
-            raise UserError(f"{flags} belong to {owner.name}, not to {found.name}")
-    said = {flag: setting(spec, name) for flag, name in found.places.items()} if spec is not None else {}
-    return {flag: place.get(flag) or said.get(flag) for flag in found.places}
-
-
-def setting(spec: JobSpec, name: str) -> Any:
-    """A setting by its dotted name."""
-    return functools.reduce(getattr, name.split("."), spec)
 
 
 def _import(name: str, module: str) -> Any:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jobs import registry
+from jobs import connect
 from jobs.job import Job
 from jobs.spec.model import JobSpec
 from training import settings
@@ -56,5 +56,5 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
 
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
     """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
-    opened = registry.connect(backend, spec)
+    opened = connect.connect(backend, spec)
     return [Job(done.name, opened) for done in opened.sweep(spec.name, specs)]

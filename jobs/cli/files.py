@@ -56,10 +56,10 @@ def render(
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    from jobs import registry
+    from jobs import connect
     from jobs import sweep as sweeps
 
-    found = registry.cluster(backend, "render")
+    found = connect.cluster(backend, "render")
     _check_sweep(found, sweep)
     values = options.parse(
         sets,
@@ -99,7 +99,7 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a job for known mistakes; exit code 1 where submit would refuse it."""
-    from jobs import registry
+    from jobs import connect, registry
     from jobs.checks.rule import errors
     from jobs.cluster import Cluster
 
@@ -116,7 +116,7 @@ def lint(
             say(f"{row['id']}  {row['level']:7}  {row['title']}")
         return
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus)
-    found = registry.cluster(backend, "lint").lint(options.build(file, values, profile))
+    found = connect.cluster(backend, "lint").lint(options.build(file, values, profile))
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
@@ -229,9 +229,9 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the recipe's shards once onto the data volume, before the job runs."""
-    from jobs import registry
+    from jobs import connect
 
-    found = registry.cluster(backend, "prepare")
+    found = connect.cluster(backend, "prepare")
     flags = options.flags(backend, namespace=namespace, context=context)
     spec = options.build(file, options.parse(sets, image=image, recipe=recipe, name=name, **flags), profile)
     text, objects = found.preparation(spec)
@@ -241,7 +241,7 @@ def prepare(
         else:
             print(text, end="")
         return
-    done = found.connect(**registry.where(found, spec)).prepare(spec)
+    done = found.connect(**connect.where(found, spec)).prepare(spec)
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:

@@ -7,21 +7,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs import registry
 from jobs.cli import options
 from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
 from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
 
 if TYPE_CHECKING:
+    from jobs.backend import Backend as JobBackend
     from jobs.status import Observer, Part, Status
+
+
+def _open(backend: str, namespace: str | None, context: str | None) -> JobBackend:
+    from jobs import connect  # and pydantic with it: `--help` does without
+
+    return connect.connect(backend, namespace=namespace, context=context)
 
 
 def status(
     backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
 ) -> None:
     """Say where a job stands, and why."""
-    report(name, registry.connect(backend, namespace=namespace, context=context).status(name), as_json)
+    report(name, _open(backend, namespace, context).status(name), as_json)
 
 
 def teller(name: str) -> Observer:
@@ -79,7 +85,7 @@ def logs(
     """Print what the ranks wrote; with --json one object a line."""
     import json
 
-    for line in registry.connect(backend, namespace=namespace, context=context).logs(name, rank, follow):
+    for line in _open(backend, namespace, context).logs(name, rank, follow):
         if as_json:
             print(json.dumps({"line": line}), flush=True)
         else:
@@ -97,7 +103,7 @@ def wait(
     """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
     report(
         name,
-        registry.connect(backend, namespace=namespace, context=context).wait(name, timeout, teller(name)),
+        _open(backend, namespace, context).wait(name, timeout, teller(name)),
         as_json,
         waited=True,
     )
@@ -107,7 +113,7 @@ def cancel(
     backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
 ) -> None:
     """End a job, with time to save its state."""
-    found = registry.connect(backend, namespace=namespace, context=context).cancel(name)
+    found = _open(backend, namespace, context).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
     else:
@@ -116,7 +122,7 @@ def cancel(
 
 def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:
     """List the jobs."""
-    rows = registry.connect(backend, namespace=namespace, context=context).list()
+    rows = _open(backend, namespace, context).list()
     if as_json:
         show([row.plain() for row in rows])
     else:
@@ -132,11 +138,13 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check the cluster for a job before GPUs are spent; exit code 1 where something is missing."""
-    found_in = registry.cluster(backend, "doctor")
+    from jobs import connect
+
+    found_in = connect.cluster(backend, "doctor")
     spec = None
     if file is not None or profile is not None:
         spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
-    found = found_in.doctor(spec, **registry.where(found_in, spec, namespace=namespace, context=context))
+    found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context))
     if as_json:
         show([item.plain() for item in found])
     else:

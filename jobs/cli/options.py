@@ -70,8 +70,8 @@ def build(file: Path | None, values: dict[str, Any], profile: str | None = None)
 
 def flags(backend: str, **given: str | None) -> dict[str, str | None]:
     """What `--namespace` and `--context` set in the job. Raises `UserError` where they belong to another backend."""
-    from jobs import registry
+    from jobs import connect, registry
 
     found = registry.backend(backend)
-    registry.where(found, None, **given)
+    connect.where(found, None, **given)
     return {found.places[flag]: value for flag, value in given.items() if flag in found.places}

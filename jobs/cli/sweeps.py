@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from jobs import registry
+from jobs import connect
 from jobs import sweep as sweeps
 from jobs.cli.names import teller, unfinished
 from jobs.spec.model import JobSpec
@@ -21,7 +21,7 @@ def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: floa
     """Submits the runs as one array; with `wait`, to the end and a table of what they reached. Returns the exit code."""
     if mode == "new":
         raise UserError("--new takes a numbered name, which a sweep's runs have already: choose another --name")
-    opened = registry.connect(backend, spec)
+    opened = connect.connect(backend, spec)
     values = sweeps.parse(texts)
     specs = sweeps.expand(spec, values)
     done = opened.sweep(spec.name, specs, mode)

@@ -1,0 +1,141 @@
+"""The structure of jobs/: no import circle, one folder a backend, and a backend of another package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from jobs import registry
+from tests.processes import PYTHON, ROOT, clean_env
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "jobs").rglob("*.py"))
+}
+FOLDERS = tuple(f"{package}." for package in registry.BUILT_IN.values())
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """What is imported at run time, in functions too; `if TYPE_CHECKING:` is not."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for other in node.orelse:
+                yield from _imports(other)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else str(node.module)
+        else:
+            yield from _imports(node)
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    """Neither at the top of a module nor in a function."""
+    graph = {
+        name: {other for other in _imports(ast.parse(path.read_text())) if other in MODULES and other != name}
+        for name, path in MODULES.items()
+    }
+    assert len(graph) > 50 and sum(map(len, graph.values())) > 150
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_a_backend_is_named_in_its_folder_and_in_the_table_alone() -> None:
+    """Nobody else imports it, nor goes by its name."""
+    names = {*registry.BUILT_IN, *registry.ALIASES}
+    for module, path in MODULES.items():
+        if f"{module}.".startswith(FOLDERS) or module == "jobs.registry":
+            continue
+        tree = ast.parse(path.read_text())
+        assert [name for name in _imports(tree) if f"{name}.".startswith(FOLDERS)] == [], module
+        compared = {
+            part.value
+            for node in ast.walk(tree) if isinstance(node, ast.Compare)
+            for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }  # fmt: skip
+        assert not names & compared, module
+    for package in registry.BUILT_IN.values():
+        others = tuple(folder for folder in FOLDERS if folder != f"{package}.")
+        for module, path in MODULES.items():
+            if f"{module}.".startswith(f"{package}."):
+                assert [name for name in _imports(ast.parse(path.read_text())) if name.startswith(others)] == [], module
+
+
+SECTION = """
+from pydantic import Field
+from jobs.spec.section import Section
+
+class Cave(Section):
+    depth: int = Field(default=1, ge=1)
+    \"\"\"Metres.\"\"\"
+
+SECTION = Cave
+"""
+BACKEND = """
+from jobs.backend import Backend, Found
+from jobs.status import Listed, Status, Submitted
+from cave.section import Cave
+
+class CaveBackend(Backend):
+    name = "cave"
+    def find(self, name):
+        return Found(name, "0", {"name": name, "recipe": "smoke"}, None) if name == "bear" else None
+    def create(self, spec, old):
+        return Submitted(spec.name, True, f"{spec.section(Cave).depth} m below")
+    def observe(self, found):
+        return Status("running", "sleeps")
+    def stream(self, found, spec, rank, follow):
+        yield "snore"
+    def stop(self, found):
+        return Status("cancelled", "awake")
+    def list(self):
+        return [Listed("bear", "running", 1, "2026-01-01T00:00:00+00:00")]
+    def where(self, found):
+        return "below"
+
+BACKEND = CaveBackend
+"""
+
+
+def test_a_backend_of_another_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    """Its settings are part of job.yaml and of the schema, and every command takes its name."""
+    (tmp_path / "cave").mkdir()
+    (tmp_path / "cave/__init__.py").touch()
+    (tmp_path / "cave/section.py").write_text(SECTION)
+    (tmp_path / "cave/backend.py").write_text(BACKEND)
+    about = tmp_path / "cave-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cave\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[lockstep.backends]\ncave = cave\nlocal = cave\n")
+
+    def lockstep(*words: str) -> subprocess.CompletedProcess[str]:
+        env = clean_env(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+        command = [PYTHON, "-c", "from jobs.cli.main import main; main()", *words]
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert "cave" in json.loads(lockstep("schema").stdout)["properties"]
+    told = lockstep("submit", "cave", "--recipe", "smoke", "--set", "cave.depth=7")
+    assert (told.returncode, told.stdout) == (0, "smoke: submitted (7 m below)\n"), told
+    told = lockstep("submit", "cave", "--recipe", "smoke", "--set", "cave.depth=0")
+    assert told.returncode == 2 and "cave.depth: input should be greater" in told.stderr, told
+    assert lockstep("status", "cave", "bear").stdout == "bear: running – sleeps\n"
+    assert lockstep("logs", "cave", "bear").stdout == "snore\n"
+    assert lockstep("list", "cave").stdout.splitlines()[1].startswith("bear")
+    assert "there is no cave job wolf" in lockstep("status", "cave", "wolf").stderr
+    told = lockstep("render", "cave", "--recipe", "smoke")
+    assert told.returncode == 2 and "render knows k8s, slurm and compose, got 'cave'" in told.stderr, told
+    assert (
+        "there is no local job bear" in lockstep("status", "local", "bear").stderr
+    )  # a built-in name is not taken over
+    told = lockstep("list", "lokal")
+    assert told.returncode == 2 and "did you mean 'local'?" in told.stderr, told
+    (tmp_path / "cave/section.py").write_text("import no_such_module\n")
+    told = lockstep("render", "k8s", "--recipe", "smoke")
+    assert told.returncode == 2 and "the backend cave (cave.section) cannot be imported" in told.stderr, told
+    assert len(told.stderr.splitlines()) == 1, told
