@@ -261,6 +261,8 @@ class Backend(abc.ABC):
     def cancel(self, name: str) -> Status:
         """Ends a job with its grace, so that it can save. A finished one is left as it is."""
         found = self.require(name)
+        if found.hash is None:
+            raise UserError(f"lockstep did not make {name}, and leaves it alone")
         status = self.observe(found)
         return status if status.final else self.stop(found)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
-from jobs.backend import Found, Lines, check_name
+from jobs.backend import Found, Lines, Mode, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.compare import missing_from
-from jobs.kubernetes import preparejob, render, rules
+from jobs.kubernetes import policy, preparejob, render, rules
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.observe import brief, explain
@@ -24,11 +24,14 @@ from jobs.kubernetes.subject import Subject
 from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import FINAL, Listed, Status, Submitted
+from jobs.terminal import warn
 from training.contract import UserError
 
 if TYPE_CHECKING:
     from jobs.kubernetes.api import Api
 
+DELETED_SECONDS = 120.0
+"""How long a job that is being deleted may stay."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
@@ -94,26 +97,28 @@ class KubernetesBackend(Cluster):
     def no_such(self, name: str) -> UserError:
         return UserError(f"there is no job {name} in namespace {self.namespace}: see `lockstep list k8s`")
 
+    def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
+        found = self.find(spec.name)
+        if found is not None and mode != "new" and get(found.record, "metadata", "deletionTimestamp"):
+            warn(f"{spec.name} is being deleted: waiting for its end")
+            with explained(self.api.host):
+                self._await_end(found.record, DELETED_SECONDS)
+        return super().place(spec, mode)
+
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         with explained(self.api.host, k8s(spec).kind):
             if old is not None:
-                self._delete(old.record, 120)
+                self._delete(old.record, DELETED_SECONDS)
             return self._create(spec)
 
     def _create(self, spec: JobSpec) -> Submitted:
-        policy, job = render.kubernetes(spec)
-        path = self.path(k8s(spec).kind)
-        policies = f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
+        wanted, job = render.kubernetes(spec)
+        path, policies = (
+            self.path(k8s(spec).kind),
+            f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies",
+        )
         self.api.create(path, job, dryRun="All")  # what the server refuses leaves nothing behind
-        try:
-            self.api.create(policies, policy)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            self.api.patch(
-                f"{policies}/{spec.name}",
-                {"spec": policy["spec"], "metadata": {"labels": policy["metadata"]["labels"]}},
-            )
+        policy.secure(self.api, policies, wanted, lambda: self._find(spec.name))
         try:
             live = self.api.create(path, job)
         except ApiError as error:
@@ -121,14 +126,10 @@ class KubernetesBackend(Cluster):
                 raise
             found = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
             if found is None or get(found, "metadata", "labels", HASH) != spec.hash():
+                policy.drop_unowned(self.api, policies, wanted["metadata"]["name"])
                 raise UserError(f"{spec.name} was submitted by somebody else just now, with another spec") from None
             live = found
-        owner = {
-            "apiVersion": KINDS[k8s(spec).kind][0], "kind": k8s(spec).kind, "name": spec.name,
-            "uid": get(live, "metadata", "uid"),
-        }  # fmt: skip
-        # The cluster then removes the policy together with the job.
-        self.api.patch(f"{policies}/{spec.name}", {"metadata": {"ownerReferences": [owner]}})
+        policy.own(self.api, policies, wanted, {**live, "apiVersion": KINDS[k8s(spec).kind][0], "kind": k8s(spec).kind})
         return Submitted(spec.name, True, self._where(live))
 
     def prepare(self, spec: JobSpec) -> Submitted:
@@ -141,6 +142,11 @@ class KubernetesBackend(Cluster):
             except ApiError as error:
                 if error.status != 409:
                     raise
+                there = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}")
+                if get(there, "metadata", "labels", HASH) is None:
+                    raise UserError(
+                        f"the Job {name} exists, and lockstep did not make it: choose another name"
+                    ) from None
                 return Submitted(name, False, f"{self.namespace}/{name}")
         return Submitted(name, True, f"{self.namespace}/{name}")
 
@@ -233,6 +239,11 @@ class KubernetesBackend(Cluster):
         except ApiError as error:
             if error.status != 404:
                 raise
+        self._await_end(job, timeout)
+
+    def _await_end(self, job: Manifest, timeout: float) -> None:
+        """Waits until that very job is gone. Raises `UserError`."""
+        name, uid = str(get(job, "metadata", "name")), get(job, "metadata", "uid")
         deadline = time.monotonic() + timeout
         while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
             if time.monotonic() > deadline:

@@ -27,7 +27,8 @@ RIGHTS = (
     ("list", "kubeflow.org", "pytorchjobs", ""), ("watch", "kubeflow.org", "pytorchjobs", ""),
     ("delete", "kubeflow.org", "pytorchjobs", ""), ("list", "", "pods", ""), ("get", "", "pods", "log"),
     ("list", "", "events", ""), ("create", "networking.k8s.io", "networkpolicies", ""),
-    ("patch", "networking.k8s.io", "networkpolicies", ""),
+    ("get", "networking.k8s.io", "networkpolicies", ""), ("patch", "networking.k8s.io", "networkpolicies", ""),
+    ("delete", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 

@@ -143,7 +143,7 @@ def network_policy(subject: Subject) -> Iterator[str]:
     """c10d's rendezvous unpickles what reaches its port: only the job's own pods may reach it."""
     policies = [item for item in subject.objects if item.get("kind") == "NetworkPolicy"]
     selectors = [get(item, "spec", "podSelector", "matchLabels") for item in policies]
-    if {JOB: subject.spec.name} not in selectors:
+    if {JOB: subject.spec.name, HASH: subject.spec.hash()} not in selectors:
         yield "no NetworkPolicy selects the job's pods: whoever reaches the rendezvous port runs code in them"
 
 
@@ -183,8 +183,9 @@ def identity(subject: Subject) -> Iterator[str]:
     ):
         yield f"the patch removed the labels {JOB} or {HASH}: they are how the job is found again"
     for pod in subject.pods:
-        if get(pod.metadata, "labels", JOB) != subject.spec.name:
-            yield f"{pod.replica}: the patch removed the label {JOB}, so the NetworkPolicy misses the pod"
+        for label, value in ((JOB, subject.spec.name), (HASH, subject.spec.hash())):
+            if get(pod.metadata, "labels", label) != value:
+                yield f"{pod.replica}: the patch removed the label {label}, so the NetworkPolicy misses the pod"
 
 
 @rule("LS036", kinds=TRAINJOB)

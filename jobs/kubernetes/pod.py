@@ -7,7 +7,7 @@ from typing import Any
 from jobs import command as commands
 from jobs.command import GRACE_MARGIN
 from jobs.kubernetes.section import k8s
-from jobs.manifest import JOB, MANAGED, Manifest, holds, without_none
+from jobs.manifest import HASH, JOB, MANAGED, Manifest, holds, without_none
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.contract import ENV_METRICS_PORT, METRICS_PORT
@@ -19,7 +19,7 @@ KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def labels(spec: JobSpec) -> dict[str, str]:
-    return {JOB: spec.name, **MANAGED}
+    return {JOB: spec.name, HASH: spec.hash(), **MANAGED}
 
 
 def pod_annotations(spec: JobSpec) -> dict[str, str]:

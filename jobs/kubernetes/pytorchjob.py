@@ -6,7 +6,7 @@ import json
 
 from jobs.kubernetes import pod
 from jobs.kubernetes.section import k8s
-from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, merge, without_none
+from jobs.manifest import HASH, JOB, SPEC, Manifest, merge, without_none
 from jobs.spec.model import JobSpec
 from jobs.spec.types import seconds
 
@@ -19,7 +19,7 @@ def render(spec: JobSpec) -> list[Manifest]:
 
 
 def metadata(spec: JobSpec) -> Manifest:
-    labels = {**pod.labels(spec), HASH: spec.hash()}
+    labels = pod.labels(spec)
     if queue := k8s(spec).queue:
         labels[pod.KUEUE_QUEUE] = queue
     text = json.dumps(spec.plain(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
@@ -96,7 +96,7 @@ def _replicas(spec: JobSpec) -> Manifest:
 
 def network_policy(spec: JobSpec) -> Manifest:
     """Only the job's own pods reach its ports (c10d unpickles what arrives), and Prometheus the metrics ports."""
-    own = {"matchLabels": {JOB: spec.name}}
+    own = {"matchLabels": {JOB: spec.name, HASH: spec.hash()}}
     ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
     prometheus = {"matchLabels": {"kubernetes.io/metadata.name": k8s(spec).prometheus_namespace}}
     return {
@@ -104,9 +104,9 @@ def network_policy(spec: JobSpec) -> Manifest:
         "kind": "NetworkPolicy",
         "metadata": without_none(
             {
-                "name": spec.name,
+                "name": f"{spec.name}-{spec.hash()}",
                 "namespace": k8s(spec).namespace,
-                "labels": {JOB: spec.name, HASH: spec.hash(), **MANAGED},
+                "labels": pod.labels(spec),
             }
         ),
         "spec": {

@@ -1,7 +1,8 @@
 """An emulated Kubernetes API server over real sockets: objects, selectors, pages, watches, logs, and faults on demand.
 
-Not a mock: the official client talks HTTP to it. What it leaves out is admission, RBAC and everything with a will of its
-own; `k8s_operator.py` adds the training-operator's part.
+Not a mock: the official client talks HTTP to it. Of what has a will of its own it has the garbage collection, with its lag
+(seen: 0.5 to 0.6 s after the owner is gone), finalizers, and the decisions of a Role; `k8s_operator.py` adds the
+training-operator's part. Admission and the node's part (conditions of pods) are played by the tests.
 """
 
 from __future__ import annotations
@@ -62,6 +63,13 @@ class Cluster:
         self.unknown: set[str] = set()
         self.denied: set[str] = set()
         self.stopping = False
+        self.role: set[tuple[str, str]] | None = None
+        """(verb, resource) that may be done; None: everything."""
+        self.lag = 0.5
+
+    def allow(self, role: dict[str, Any]) -> None:
+        """From now on only what a Role grants is answered."""
+        self.role = {(verb, name) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
 
     def put(self, plural: str, item: dict[str, Any], namespace: str = "team") -> dict[str, Any]:
         """Creates or replaces an object, as a controller would."""
@@ -84,6 +92,23 @@ class Cluster:
             if item is not None:
                 self.version += 1
                 self._tell("DELETED", plural, item)
+                collector = threading.Timer(self.lag, self._collect, [item["metadata"]["uid"]])
+                collector.daemon = True
+                collector.start()
+
+    def finish_deletion(self, plural: str, name: str, namespace: str = "team") -> None:
+        """The finalizers have done their work."""
+        self.remove(plural, name, namespace)
+
+    def _collect(self, uid: str) -> None:
+        """Removes what names the object that is gone as its owner, whatever has its name by now."""
+        with self.changed:
+            orphans = [
+                key for key, item in self.objects.items()
+                if any(owner.get("uid") == uid for owner in item["metadata"].get("ownerReferences") or [])
+            ]  # fmt: skip
+        for plural, namespace, name in orphans:
+            self.remove(plural, name, namespace)
 
     def get(self, plural: str, name: str, namespace: str = "team") -> dict[str, Any] | None:
         with self.changed:
@@ -150,7 +175,19 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._fail(403, "Forbidden", said)
             return
+        if cluster.role is not None and not self._may(match, query):
+            self._fail(403, "Forbidden", f'{match["plural"]} is forbidden: User "me" cannot do this in the namespace')
+            return
         getattr(self, f"_{self.command.lower()}")(match, query, body, fault)
+
+    def _may(self, match: re.Match[str], query: dict[str, str]) -> bool:
+        plural = match["plural"] + (f"/{match['sub']}" if match["sub"] else "")
+        if plural.startswith("selfsubject"):
+            return True  # everybody may ask for one's own rights
+        reading = "watch" if query.get("watch") else "get" if match["name"] else "list"
+        verb = {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
+        assert self.cluster.role is not None
+        return match["namespace"] is not None and (verb, plural) in self.cluster.role
 
     do_GET = do_POST = do_PATCH = do_DELETE = _handle
 

@@ -41,7 +41,7 @@ def test_submit_is_strict_dry_first_and_idempotent(backend: KubernetesBackend, c
     assert not backend.submit(SPEC).created
     assert [query.get("dryRun") for query in posts(cluster, "pytorchjobs")] == ["All", None]
     assert all(query["fieldValidation"] == "Strict" for query in posts(cluster, "pytorchjobs"))
-    job, policy = cluster.get("pytorchjobs", "smoke"), cluster.get("networkpolicies", "smoke")
+    job, policy = cluster.get("pytorchjobs", "smoke"), cluster.get("networkpolicies", f"smoke-{SPEC.hash()}")
     assert job and policy and policy["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
 
 
@@ -175,7 +175,7 @@ def test_refusals_say_what_to_do(backend: KubernetesBackend, cluster: Cluster) -
     cluster.faults.append(Fault("POST", "pytorchjobs", status=422, message="spec.nprocPerNode: Invalid value"))
     with pytest.raises(UserError, match=r"refuses \(422 Fault\): spec.nprocPerNode"):
         backend.submit(SPEC)
-    assert cluster.get("networkpolicies", "smoke") is None, "the dry run comes first"
+    assert cluster.get("networkpolicies", f"smoke-{SPEC.hash()}") is None, "the dry run comes first"
     with pytest.raises(UserError, match="there is no job nothing"):
         backend.status("nothing")
     with pytest.raises(UserError, match="is not a job's name"):

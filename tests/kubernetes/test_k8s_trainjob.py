@@ -37,7 +37,7 @@ def condition(cluster: Cluster, kind: str, **more: Any) -> None:
 def test_a_trainjob_is_submitted_watched_and_read(backend: KubernetesBackend, cluster: Cluster) -> None:
     assert backend.submit(SPEC).created and not backend.submit(SPEC).created
     assert cluster.get("pytorchjobs", "second") is None
-    policy = cluster.get("networkpolicies", "second")
+    policy = cluster.get("networkpolicies", f"second-{SPEC.hash()}")
     assert policy is not None and policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob"
     pod(cluster, 0)
     pod(cluster, 1)

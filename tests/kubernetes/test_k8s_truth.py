@@ -1,0 +1,176 @@
+"""What real clusters do to a job, and what lockstep says and does about it. Seen on Kubernetes 1.36."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from k8s_operator import until
+from k8s_server import ApiServer, Cluster, Fault
+
+from jobs.kubernetes.api import Api, load_configuration
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.spec.model import JobSpec
+from tests.processes import ROOT
+from training.contract import UserError
+
+SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
+OTHER = SPEC.model_copy(update={"nodes": 3})
+ROLE = next(
+    item
+    for item in yaml.safe_load_all((ROOT / "deploy/k8s/base/rbac.yaml").read_text())
+    if item["kind"] == "Role"
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _rights(cluster: Cluster) -> None:
+    """Everything here is done with the rights of deploy/k8s/base alone."""
+    cluster.allow(ROLE)
+
+
+@pytest.fixture
+def second(server: ApiServer) -> Iterator[KubernetesBackend]:
+    """Another person at another machine."""
+    load, namespace = load_configuration(None)
+    api = Api(load, timeout=5)
+    yield KubernetesBackend(api, namespace, interval=0.2, lost_after=1.0)
+    api.close()
+
+
+def policy(spec: JobSpec) -> str:
+    return f"{spec.name}-{spec.hash()}"
+
+
+def policies(cluster: Cluster) -> list[str]:
+    with cluster.changed:
+        return sorted(name for plural, _, name in cluster.objects if plural == "networkpolicies")
+
+
+def ended(cluster: Cluster, name: str = "smoke") -> None:
+    job = cluster.get("pytorchjobs", name)
+    assert job is not None
+    cluster.put("pytorchjobs", {**job, "status": {"conditions": [{"type": "Succeeded", "status": "True"}]}})
+
+
+def owner(cluster: Cluster, spec: JobSpec) -> str | None:
+    found = cluster.get("networkpolicies", policy(spec))
+    return found["metadata"]["ownerReferences"][0]["uid"] if found else None
+
+
+def uid(cluster: Cluster) -> str:
+    found = cluster.get("pytorchjobs", "smoke")
+    assert found is not None
+    return str(found["metadata"]["uid"])
+
+
+# Not ours is not touched.
+
+
+def test_a_network_policy_of_somebody_else_is_left_as_it_is(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """Neither one that has the job's name nor one that has the policy's."""
+    closed = cluster.put("networkpolicies", {"metadata": {"name": "smoke"}, "spec": {"podSelector": {}}})
+    before = yaml.safe_dump(closed)
+    backend.submit(SPEC)
+    backend.cancel("smoke")
+    until(lambda: policies(cluster) == ["smoke"], 10, "the garbage collection")
+    assert yaml.safe_dump(cluster.get("networkpolicies", "smoke")) == before
+    cluster.put("networkpolicies", {"metadata": {"name": policy(SPEC)}, "spec": {"podSelector": {}}})
+    with pytest.raises(UserError, match="exists, and lockstep did not make it"):
+        backend.submit(SPEC)
+    assert cluster.get("pytorchjobs", "smoke") is None, "a job never runs without its policy"
+    assert cluster.get("networkpolicies", policy(SPEC))["spec"] == {"podSelector": {}}  # type: ignore[index]
+
+
+def test_a_job_that_lockstep_did_not_make_is_not_cancelled(backend: KubernetesBackend, cluster: Cluster) -> None:
+    cluster.put("pytorchjobs", {"metadata": {"name": "theirs"}, "spec": {}})
+    with pytest.raises(UserError, match="lockstep did not make theirs, and leaves it alone"):
+        backend.cancel("theirs")
+    assert cluster.get("pytorchjobs", "theirs") is not None and not [r for r in cluster.requests if r[0] == "DELETE"]
+
+
+def test_a_prepare_job_of_somebody_else_is_not_taken_for_ours(backend: KubernetesBackend, cluster: Cluster) -> None:
+    spec = SPEC.model_copy(update={"shards": "/data/x", "volumes": JobSpec.of(
+        {"name": "a", "recipe": "smoke", "volumes": [{"claim": "d", "path": "/data"}]}).volumes})  # fmt: skip
+    assert backend.prepare(spec).created and not backend.prepare(spec).created
+    (name,) = [name for plural, _, name in cluster.objects if plural == "jobs"]
+    cluster.remove("jobs", name)
+    cluster.put("jobs", {"metadata": {"name": name}})
+    with pytest.raises(UserError, match="exists, and lockstep did not make it"):
+        backend.prepare(spec)
+
+
+# Two at once.
+
+
+@pytest.mark.parametrize("other", [OTHER, SPEC], ids=["another spec", "the same spec"])
+def test_of_two_submissions_at_once_the_winners_job_has_the_winners_policy(
+    backend: KubernetesBackend, second: KubernetesBackend, cluster: Cluster, other: JobSpec
+) -> None:
+    for round_ in range(6):
+        cluster.faults.append(Fault("POST", r"networkpolicies\?", delay=0.05, status=0, times=2))
+        said: list[Any] = []
+
+        def go(own: KubernetesBackend, spec: JobSpec, said: list[Any] = said) -> None:
+            try:
+                said.append(own.submit(spec))
+            except UserError as error:
+                said.append(str(error))
+
+        threads = [threading.Thread(target=go, args=pair) for pair in ((backend, SPEC), (second, other))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        job = cluster.get("pytorchjobs", "smoke")
+        assert job is not None and len(said) == 2
+        won = SPEC if job["metadata"]["labels"]["lockstep/spec-hash"] == SPEC.hash() else other
+        assert owner(cluster, won) == job["metadata"]["uid"]
+        assert policies(cluster) == [policy(won)], "nothing of the loser is left"
+        refused = [text for text in said if isinstance(text, str)]
+        assert len(refused) == (0 if other is SPEC else 1), (round_, said)
+        assert all("another spec" in text for text in refused)
+        backend.cancel("smoke")
+
+
+def test_an_old_policys_end_does_not_take_the_new_one_away(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """The same spec again, at once: the garbage collection comes half a second after the old job's end."""
+    backend.submit(SPEC)
+    for again in range(5):
+        ended(cluster)
+        backend.submit(SPEC, "replace")
+        assert owner(cluster, SPEC) == uid(cluster)
+        if again % 2:
+            backend.cancel("smoke")
+            backend.submit(SPEC)
+    time.sleep(cluster.lag + 0.3)  # what the collector does comes after its lag
+    assert policies(cluster) == [policy(SPEC)] and owner(cluster, SPEC) == uid(cluster)
+
+
+def test_a_policy_that_a_killed_submission_left_is_taken_over(backend: KubernetesBackend, cluster: Cluster) -> None:
+    cluster.faults.append(Fault("POST", r"pytorchjobs\?fieldValidation=Strict$", status=422, message="killed here"))
+    with pytest.raises(UserError, match="killed here"):
+        backend.submit(SPEC)
+    assert policies(cluster) == [policy(SPEC)]
+    assert backend.submit(SPEC).created and owner(cluster, SPEC) == uid(cluster)
+
+
+def test_a_name_that_is_being_deleted_is_waited_for(
+    backend: KubernetesBackend, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said "is there already", and the job was lost."""
+    backend.submit(SPEC)
+    job = cluster.get("pytorchjobs", "smoke")
+    assert job is not None
+    meta = {**job["metadata"], "finalizers": ["foregroundDeletion"], "deletionTimestamp": "2026-01-01T00:00:01Z"}
+    cluster.put("pytorchjobs", {**job, "metadata": meta})
+    old = uid(cluster)
+    timer = threading.Timer(1.0, cluster.finish_deletion, ["pytorchjobs", "smoke"])
+    timer.start()
+    assert backend.submit(SPEC).created and uid(cluster) != old
+    assert "smoke is being deleted: waiting for its end" in capsys.readouterr().err
+    timer.join()
