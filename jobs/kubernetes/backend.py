@@ -160,17 +160,16 @@ class KubernetesBackend(Cluster):
         hosts = self._hosts(spec, job)
         elastic = spec is not None and spec.elastic is not None
         ranks = spec.ranks if spec else 1
-        found = explain(job, pods, [], None, hosts, ranks, elastic)
+        found = explain(job, pods, [], None, hosts, ranks, elastic, time.time())
         if found.final or found.state == "running":
             return found
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
         events = [event for about in [name, *pending[:3]] for event in self._events(str(about))]
-        return explain(job, pods, events, workload, hosts, ranks, elastic)
+        return explain(job, pods, events, workload, hosts, ranks, elastic, time.time())
 
     def trouble(self, status: Status) -> str:
-        unknown = [part.name for part in status.ranks if part.state == "unknown"]
-        return f"the node of {unknown[0]} does not answer" if unknown else ""
+        return next((part.reason for part in status.ranks if part.state == "unknown"), "")
 
     def world(self, found: Found, spec: JobSpec | None) -> int:
         return len(self._hosts(spec, found.record)) * (spec.ranks if spec else 1)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from typing import Any
 
 from jobs.manifest import get, mappings
 from jobs.status import Part, State, Status
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
 
 Object = dict[str, Any]
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+GONE_SECONDS = 60.0
+"""How long after its grace a pod that is being deleted may stay: longer, and nobody on its node sees to it."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -24,7 +27,7 @@ def condition(item: Object, kind: str) -> Object | None:
 
 def explain(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
-    elastic: bool,
+    elastic: bool, now: float,
 ) -> Status:  # fmt: skip
     """The status of a PyTorchJob or TrainJob.
 
@@ -32,11 +35,13 @@ def explain(
         hosts: host names of the job's pods in the order of their ranks.
         ranks: ranks a pod.
         elastic: rank → pod is decided at run time, so parts carry no ranks.
+        now: seconds since the epoch.
     """
     places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
-    parts = [_part(pod, ranks, places) for pod in pods]
+    events = [event for event in events if _is_of(event, [job, *pods])]
+    parts = [_part(pod, ranks, places, now) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
-    state, reason, code = _judge(job, pods, events, workload, len(hosts))
+    state, reason, code = _judge(job, pods, events, workload, len(hosts), now)
     return Status(state, reason, parts, code)
 
 
@@ -51,7 +56,7 @@ def brief(job: Object) -> State:
         return "succeeded"
     failed = condition(job, "Failed")
     if failed:
-        return _failure(failed, [])[0]
+        return _failure(job, failed, [])[0]
     if condition(job, "Suspended"):
         return "queued"
     if condition(job, "Restarting"):
@@ -61,13 +66,13 @@ def brief(job: Object) -> State:
 
 
 def _judge(
-    job: Object, pods: list[Object], events: list[Object], workload: Object | None, nodes: int
+    job: Object, pods: list[Object], events: list[Object], workload: Object | None, nodes: int, now: float
 ) -> tuple[State, str, int | None]:
     if condition(job, "Succeeded") or condition(job, "Complete"):
         return "succeeded", "", EXIT_DONE
     failed = condition(job, "Failed")
     if failed:
-        return _failure(failed, pods)
+        return _failure(job, failed, pods)
     if get(job, "metadata", "deletionTimestamp"):
         return "running", "is being cancelled", None
     suspended = (
@@ -79,75 +84,129 @@ def _judge(
         return "queued", _queue(workload), None
     if suspended:
         return "queued", "suspended: it waits for someone to resume it", None
+    silent = next((why for pod in pods if (why := _silent(pod, now))), None)
+    if silent:
+        return "running", silent, None
     stuck = next((why for pod in pods if (why := _waiting(pod))), None)
     if stuck:
         return "pending", stuck, None
+    broken = next((end for pod in pods if (end := _broken(pod))), None)
+    if broken:  # for seconds to minutes, until the operator replaces the pod or says that the job has failed
+        return "restarting", broken[0], None
     pending = [pod for pod in pods if get(pod, "status", "phase") == "Pending"]
     for pod in pending:
         unscheduled = _unscheduled(pod, events)
         if unscheduled:
-            ready = len(pods) - len(pending)
-            return "unschedulable", f"{ready}/{nodes} pods are placed: {unscheduled}", None
+            placed = sum(map(_placed, pods))
+            return "unschedulable", f"{placed}/{nodes} pods are placed: {unscheduled}", None
     if condition(job, "Restarting"):
         return "restarting", str(condition(job, "Restarting").get("message", "")), None  # type: ignore[union-attr]
     running = [pod for pod in pods if get(pod, "status", "phase") == "Running"]
     if running and not pending and len(running) >= nodes:
         return "running", f"{len(running)}/{nodes} pods run", None
+    refused = _refused(job, events) if len(pods) < nodes else ""
     if pods:
-        return (
-            "pending",
-            _starting(pending, events) or f"{len(running)}/{nodes} pods run, the others are starting",
-            None,
-        )
-    warning = _last_warning(events)
+        others = f"the others are refused: {refused}" if refused else "the others are starting"
+        return "pending", _starting(pending, events) or f"{len(running)}/{nodes} pods run, {others}", None
+    warning = refused or _last_warning(events)
     return "pending", warning or "no pods yet: is the operator running? (`lockstep doctor k8s`)", None
 
 
-def _failure(failed: Object, pods: list[Object]) -> tuple[State, str, int]:
+_SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.*)", re.S)
+"""How the operator puts it; the job's name may hold any word."""
+
+
+def _failure(job: Object, failed: Object, pods: list[Object]) -> tuple[State, str, int]:
     message = str(failed.get("message", ""))
-    if "deadline" in message.lower() or failed.get("reason") == "DeadlineExceeded":
-        return "timed_out", "the time limit is over", 124
-    ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None and end.get("exitCode") != 0]
-    for pod, end in sorted(ends, key=lambda pair: str(pair[1].get("finishedAt", ""))):
-        name, code = get(pod, "metadata", "name"), int(end.get("exitCode", 1))
-        if end.get("reason") == "OOMKilled":
-            return (
-                "failed",
-                f"{name} was killed for memory (OOMKilled): raise memory, or lower the batch size",
-                EXIT_FAILED,
-            )
+    said = _SAYS.fullmatch(message)
+    why = said["why"] if said is not None and said["name"] == get(job, "metadata", "name") else ""
+    if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
+        return "timed_out", "the time limit is over", EXIT_TIMED_OUT
+    ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
+    for pod, (text, code) in sorted(ends, key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "")):
         if code == EXIT_USAGE:
+            name = get(pod, "metadata", "name")
             return "failed", f"{name}: wrong usage, config or data (exit code 2): see `lockstep logs`", EXIT_USAGE
         if code == 128 + 15:
+            name = get(pod, "metadata", "name")
             return "preempted", f"{name} was told to end and has saved; submit it again to go on", EXIT_PREEMPTED
-        return "failed", f"{name} ended with exit code {code}: see `lockstep logs`", EXIT_FAILED
-    evicted = next((pod for pod in pods if get(pod, "status", "reason") == "Evicted"), None)
-    if evicted:
-        return (
-            "failed",
-            f"{get(evicted, 'metadata', 'name')} was evicted: {get(evicted, 'status', 'message')}",
-            EXIT_FAILED,
-        )
-    if "backoff limit" in message:
+        return "failed", text, EXIT_FAILED
+    if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in why:
         return "failed", "all restarts are used up", EXIT_FAILED
     return "failed", message, EXIT_FAILED
 
 
-def _part(pod: Object, ranks: int, places: dict[str, int]) -> Part:
+def _broken(pod: Object) -> tuple[str, int | None] | None:
+    """How the pod failed, and its exit code: an eviction or a lack of memory tells more than a code."""
+    name = get(pod, "metadata", "name")
+    if get(pod, "status", "reason") == "Evicted":
+        return f"{name} was evicted: {get(pod, 'status', 'message')}", None
+    end = _terminated(pod)
+    code = int(end.get("exitCode", 1)) if end is not None else 0
+    if end is not None and end.get("reason") == "OOMKilled":
+        return f"{name} was killed for memory (OOMKilled): raise memory, or lower the batch size", code
+    if end is not None and code:
+        where = f" in {end['container']}" if end["init"] else ""
+        return f"{name} ended with exit code {code}{where}: see `lockstep logs`", code
+    if get(pod, "status", "phase") == "Failed":
+        return (
+            f"{name} failed: {get(pod, 'status', 'message') or get(pod, 'status', 'reason') or 'no reason given'}",
+            None,
+        )
+    return None
+
+
+def _silent(pod: Object, now: float) -> str:
+    """That the pod's node does not answer. A dead node's pods keep the phase Running, and are Terminating for ever."""
+    name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
+    silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
+    ready = [c for c in mappings(get(pod, "status", "conditions")) if c.get("type") == "Ready"]
+    lost = bool(ready) and ready[0].get("status") != "True" and ready[0].get("reason") in ("NodeNotReady", "NodeLost")
+    if lost or get(pod, "status", "phase") == "Unknown":
+        return silent
+    until = _seconds(get(pod, "metadata", "deletionTimestamp"))
+    if (
+        until is not None
+        and now > until + float(get(pod, "metadata", "deletionGracePeriodSeconds") or 0) + GONE_SECONDS
+    ):
+        return f"{silent}: the pod should have ended long ago"
+    return ""
+
+
+def _seconds(stamp: Any) -> float | None:
+    """RFC 3339 as seconds since the epoch."""
+    try:
+        return datetime.datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
+
+
+def _placed(pod: Object) -> bool:
+    conditions = mappings(get(pod, "status", "conditions"))
+    return bool(get(pod, "spec", "nodeName")) or any(
+        c.get("type") == "PodScheduled" and c.get("status") == "True" for c in conditions
+    )
+
+
+def _part(pod: Object, ranks: int, places: dict[str, int], now: float) -> Part:
     node = places.get(host(pod))
     owned = [] if node is None else list(range(node * ranks, (node + 1) * ranks))
     statuses = mappings(get(pod, "status", "containerStatuses"))
-    end = _terminated(pod)
-    reason = _waiting(pod) or (f"exit code {end.get('exitCode')}" if end else "")
-    return Part(
-        str(get(pod, "metadata", "name")), owned, str(get(pod, "status", "phase") or "Unknown").lower(), reason,
-        sum(int(item.get("restartCount") or 0) for item in statuses),
-    )  # fmt: skip
+    end, silent = _terminated(pod), _silent(pod, now)
+    reason = silent or _waiting(pod) or (f"exit code {end.get('exitCode')}" if end else "")
+    state = "unknown" if silent else str(get(pod, "status", "phase") or "Unknown").lower()
+    restarts = sum(int(item.get("restartCount") or 0) for item in statuses)
+    return Part(str(get(pod, "metadata", "name")), owned, state, reason, restarts)
 
 
 def _terminated(pod: Object) -> Object | None:
-    ends = [get(item, "state", "terminated") for item in mappings(get(pod, "status", "containerStatuses"))]
-    return next((end for end in ends if isinstance(end, dict)), None)
+    """How a container of the pod ended, with its name; of the init containers only one that failed."""
+    for key in ("initContainerStatuses", "containerStatuses"):
+        for item in mappings(get(pod, "status", key)):
+            end, init = get(item, "state", "terminated"), key == "initContainerStatuses"
+            if isinstance(end, dict) and (not init or end.get("exitCode") != 0):
+                return {**end, "container": item.get("name"), "init": init}
+    return None
 
 
 def _waiting(pod: Object) -> str:
@@ -162,7 +221,11 @@ def _waiting(pod: Object) -> str:
             if reason in _CONFIG:
                 return f"{name} cannot start: {message or reason}"
             if reason == "CrashLoopBackOff":
-                return f"{name} crashes again and again (CrashLoopBackOff): see `lockstep logs`"
+                last = get(item, "lastState", "terminated") or {}
+                if last.get("reason") == "OOMKilled":
+                    return f"{name} is killed for memory again and again (OOMKilled): raise memory, or lower the batch size"
+                code = f", exit code {last['exitCode']}" if "exitCode" in last else ""
+                return f"{name} crashes again and again (CrashLoopBackOff{code}): see `lockstep logs`"
     return ""
 
 
@@ -191,9 +254,26 @@ def _event_of(pod: Object, events: list[Object], reason: str) -> str:
     return str(found[-1].get("message", "")) if found else ""
 
 
+def _refused(job: Object, events: list[Object]) -> str:
+    """What the cluster says to pods that it does not let in: quota, PodSecurity, LimitRange. The job has no such condition."""
+    name = get(job, "metadata", "name")
+    found = [
+        e
+        for e in events
+        if str(e.get("reason")).startswith("FailedCreate") and get(e, "involvedObject", "name") == name
+    ]
+    return str(found[-1].get("message", "")) if found else ""
+
+
 def _last_warning(events: list[Object]) -> str:
     found = [event for event in events if event.get("type") == "Warning"]
     return str(found[-1].get("message", "")) if found else ""
+
+
+def _is_of(event: Object, objects: list[Object]) -> bool:
+    """Whether an event is about one of these very objects: an earlier one of the same name leaves its events for an hour."""
+    about = get(event, "involvedObject", "uid")
+    return about is None or about in {get(item, "metadata", "uid") for item in objects}
 
 
 def _queue(workload: Object) -> str:

@@ -244,7 +244,7 @@ def test_wait_survives_a_watch_that_never_works(
 ) -> None:
     """Each broken watch is followed by a pause: it must not become a busy loop."""
     pauses: list[float] = []
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append, time=time.time)
     monkeypatch.setattr("jobs.kubernetes.backend.time", clock)
     backend.interval = 60
     backend.submit(SPEC)

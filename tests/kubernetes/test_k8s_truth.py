@@ -174,3 +174,144 @@ def test_a_name_that_is_being_deleted_is_waited_for(
     assert backend.submit(SPEC).created and uid(cluster) != old
     assert "smoke is being deleted: waiting for its end" in capsys.readouterr().err
     timer.join()
+
+
+# What becomes of pods and nodes.
+
+
+def pod(cluster: Cluster, name: str = "smoke-master-0", phase: str = "Running", **more: Any) -> dict[str, Any]:
+    """A pod as the operator and the kubelet leave it; `meta_…` goes into its metadata, the rest into its status."""
+    meta = {key.removeprefix("meta_"): value for key, value in more.items() if key.startswith("meta_")}
+    status = {key: value for key, value in more.items() if not key.startswith("meta_")}
+    labels = {"lockstep/job": "smoke"}
+    spec = {} if phase == "Pending" else {"nodeName": "node-7"}
+    item = {"metadata": {"name": name, "labels": labels, **meta}, "spec": spec, "status": {"phase": phase, **status}}
+    return cluster.put("pods", item)
+
+
+def ended_with(code: int, reason: str = "Error") -> list[dict[str, Any]]:
+    return [{"name": "pytorch", "restartCount": 0, "state": {"terminated": {"exitCode": code, "reason": reason}}}]
+
+
+def event(cluster: Cluster, about: dict[str, Any], reason: str, message: str, uid: str | None = None) -> None:
+    involved = {"name": about["metadata"]["name"], "uid": uid or about["metadata"]["uid"]}
+    name = f"{involved['name']}.{reason}.{involved['uid'][:4]}".lower()
+    cluster.put("events", {"metadata": {"name": name}, "involvedObject": involved, "reason": reason, "message": message,
+                           "type": "Warning"})  # fmt: skip
+
+
+NOT_READY = {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
+PAST = "2026-01-01T00:05:40Z"
+
+
+@pytest.mark.parametrize(
+    "dead", [{"conditions": [NOT_READY]}, {"meta_deletionTimestamp": PAST, "meta_deletionGracePeriodSeconds": 90}],
+    ids=["not ready", "terminating for ever"],
+)  # fmt: skip
+def test_a_node_that_dies_is_named_and_then_lost(
+    backend: KubernetesBackend, cluster: Cluster, dead: dict[str, Any]
+) -> None:
+    """Its pods keep the phase Running."""
+    backend.submit(SPEC)
+    pod(cluster)
+    pod(cluster, "smoke-worker-0", **dead)
+    found = backend.status("smoke")
+    assert found.state == "running" and "smoke-worker-0" in found.reason and "node-7" in found.reason, found
+    assert [part.state for part in found.ranks] == ["running", "unknown"]
+    began = time.monotonic()
+    found = backend.wait("smoke", 30)
+    assert found.state == "lost" and "node-7" in found.reason and "(for 1 s)" in found.reason, found
+    assert time.monotonic() - began < 10
+
+
+def test_a_pod_that_ends_in_its_grace_is_not_called_silent(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
+    pod(cluster)
+    pod(cluster, "smoke-worker-0", meta_deletionTimestamp=later, meta_deletionGracePeriodSeconds=90)
+    assert backend.status("smoke").reason == "2/2 pods run"
+
+
+QUOTA = 'pods "smoke-worker-0" is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1'
+
+
+def test_a_pod_that_is_refused_is_told_although_others_run(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    pod(cluster)
+    event(cluster, cluster.get("pytorchjobs", "smoke"), "FailedCreatePod", QUOTA)  # type: ignore[arg-type]
+    found = backend.status("smoke")
+    assert (found.state, found.reason) == ("pending", f"1/2 pods run, the others are refused: {QUOTA}")
+
+
+def test_events_of_an_earlier_job_of_the_name_do_not_count(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    event(cluster, cluster.get("pytorchjobs", "smoke"), "FailedCreatePod", QUOTA, uid="an-earlier-one")  # type: ignore[arg-type]
+    assert "no pods yet" in backend.status("smoke").reason
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [
+        ({"containerStatuses": ended_with(1)}, "smoke-worker-0 ended with exit code 1: see"),
+        ({"containerStatuses": ended_with(137, "OOMKilled")}, "smoke-worker-0 was killed for memory (OOMKilled)"),
+        ({"initContainerStatuses": [{**ended_with(3)[0], "name": "init-pytorch"}]}, "exit code 3 in init-pytorch"),
+        (
+            {"reason": "Evicted", "message": "low on memory", "containerStatuses": ended_with(137)},
+            "smoke-worker-0 was evicted: low on memory",
+        ),
+    ],
+    ids=["crashed", "out of memory", "init container", "evicted"],
+)
+def test_a_failed_pod_is_named_before_and_after_the_job_has_failed(
+    backend: KubernetesBackend, cluster: Cluster, broken: dict[str, Any], sentence: str
+) -> None:
+    """The operator replaces it, or says that the job has failed, seconds to minutes later."""
+    backend.submit(SPEC)
+    pod(cluster)
+    pod(cluster, "smoke-worker-0", "Failed", **broken)
+    found = backend.status("smoke")
+    assert found.state == "restarting" and sentence in found.reason, found
+    job = cluster.get("pytorchjobs", "smoke")
+    cluster.put(
+        "pytorchjobs", {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "message": "x"}]}}
+    )  # type: ignore[dict-item]
+    found = backend.status("smoke")
+    assert found.state == "failed" and sentence in found.reason, found
+
+
+def test_a_restart_loop_says_what_it_dies_of(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+    pod(cluster, containerStatuses=[{"name": "pytorch", "restartCount": 4, "state": waiting, "lastState": last}])
+    assert "killed for memory again and again (OOMKilled)" in backend.status("smoke").reason
+
+
+def test_what_is_placed_is_what_has_a_node(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """Two of three have one, and have not started."""
+    backend.submit(OTHER)
+    scheduled = {"type": "PodScheduled", "status": "True"}
+    pod(cluster, "smoke-master-0", "Pending", conditions=[scheduled])
+    pod(cluster, "smoke-worker-0", "Pending", conditions=[scheduled])
+    never = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+    pod(cluster, "smoke-worker-1", "Pending", conditions=[never])
+    assert backend.status("smoke").reason == "2/3 pods are placed: 0/3 nodes are available"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "state"),
+    [
+        ("deadline-test", "Job deadline-test has failed because it has reached the specified backoff limit", "failed"),
+        ("smoke", "Job smoke has failed because it was active longer than specified deadline", "timed_out"),
+        ("longer", "PyTorchJob longer is failing because 1 Worker replica(s) failed: deadline", "failed"),
+    ],
+)
+def test_a_jobs_name_is_no_reason(
+    backend: KubernetesBackend, cluster: Cluster, name: str, message: str, state: str
+) -> None:
+    backend.submit(SPEC.model_copy(update={"name": name}))
+    job = cluster.get("pytorchjobs", name)
+    failed = {"type": "Failed", "status": "True", "message": message, "reason": "PyTorchJobFailed"}
+    cluster.put("pytorchjobs", {**job, "status": {"conditions": [failed]}})  # type: ignore[dict-item]
+    assert backend.status(name).state == state
+    assert backend.list()[0].state == state
