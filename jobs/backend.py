@@ -142,7 +142,11 @@ class Backend(abc.ABC):
         spec = spec or JobSpec.recorded(found.name, found.plain)
         return spec.nodes * spec.ranks
 
-    def pause(self, found: Found, seconds: float) -> None:  # noqa: ARG002 - for a backend that can watch it
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for one that asks a network
+        """Questions that are asked in it are answered, or given up, after so many seconds."""
+        return contextlib.nullcontext()
+
+    def pause(self, found: Found | None, seconds: float) -> None:  # noqa: ARG002 - for a backend that can watch it
         """Until the job may have changed, at most `seconds`."""
         time.sleep(min(self.interval, seconds))
 
@@ -231,32 +235,41 @@ class Backend(abc.ABC):
         What does not answer, is gone or is not to be believed for `lost_after` seconds is lost.
         """
         deadline = time.monotonic() + timeout
-        known = self.require(name)  # a name that never was is the caller's mistake, not a lost job
-        job: Found | None = known
+        known: Found | None = None
         status, bad_since = Status("running", ""), None
         while True:
+            problem = ""
             try:
-                if job is None:
-                    problem = "it is gone from the cluster"
-                else:
-                    known, status = job, self.observe(job)
-                    problem = self.trouble(status)
+                with self.within(max(deadline - time.monotonic(), 1.0)):
+                    job = self.find(name)
+                    if job is not None:
+                        known = job
+                        status = self.observe(job)
+                        problem = self.trouble(status)
+                    elif known is None or not self.lost_after:
+                        raise self.no_such(name)  # a name that never was is the caller's mistake, not a lost job
+                    else:
+                        problem = "it is gone from the cluster"
             except self.survived as error:
-                if not self.lost_after:
+                hopeless = not self.lost_after or (known is None and not isinstance(error, Unreachable))
+                if hopeless or (known is None and time.monotonic() >= deadline):
                     raise
                 problem = str(error)
             now = time.monotonic()
             bad_since = (bad_since or now) if problem else None
             if bad_since is not None and now - bad_since >= self.lost_after:
+                if known is None:
+                    raise Unreachable(problem)
                 status = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
-            if seen is not None:
-                seen(replace(status, reason=problem) if problem and not status.final else status)
+            elif problem:
+                status = replace(status, reason=problem)
+            if seen is not None and known is not None:
+                seen(status)
             left = deadline - time.monotonic()
             if status.final or left <= 0:
                 return status
-            self.pause(known, left)
-            with contextlib.suppress(*(self.survived if self.lost_after else ())):
-                job = self.find(name) if self.lost_after else self.require(name)
+            with self.within(left):
+                self.pause(known, left)
 
     def cancel(self, name: str) -> Status:
         """Ends a job with its grace, so that it can save. A finished one is left as it is."""

@@ -10,6 +10,8 @@ from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED
 
 EXIT_UNSCHEDULABLE = 3
 EXIT_LOST = 4
+EXIT_UNREACHABLE = 69
+"""The cluster does not answer, or not with sense: try again later (sysexits.h: EX_UNAVAILABLE). Never from a job itself."""
 
 State = Literal[
     "pending", "queued", "unschedulable", "running", "restarting",
@@ -22,6 +24,11 @@ _CODES = {
     "succeeded": EXIT_DONE, "failed": EXIT_FAILED, "unschedulable": EXIT_UNSCHEDULABLE, "lost": EXIT_LOST,
     "preempted": EXIT_PREEMPTED, "cancelled": EXIT_PREEMPTED, "timed_out": EXIT_TIMED_OUT,
 }  # fmt: skip
+
+WORST = (
+    EXIT_LOST, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_UNSCHEDULABLE, EXIT_TIMED_OUT, EXIT_PREEMPTED, EXIT_DONE,
+)  # fmt: skip
+"""Exit codes of several jobs: the first of these that occurs is that of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +94,4 @@ Observer = Callable[[Status], None]
 
 
 class Unreachable(UserError):
-    """Who knows of the job gives no answer. That may pass: whoever waits goes on."""
+    """Who knows of the job gives no answer. That may pass: whoever waits goes on. Exit code 69."""

@@ -15,6 +15,7 @@ import typer
 from jobs.cli import files as commands
 from jobs.cli import names as job_commands
 from jobs.cli import top
+from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
 from training.contract import EXIT_USAGE, VERSION, UserError, check_words
 from training.files import keep_out_others
@@ -25,7 +26,7 @@ app = typer.Typer(
     help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
     epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
     "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
-    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 75 preempted, 124 timed out.",
+    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out.",
 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def main() -> NoReturn:
         code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print(f"error: {clean(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):

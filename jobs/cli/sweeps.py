@@ -9,6 +9,7 @@ from jobs import connect
 from jobs import sweep as sweeps
 from jobs.cli.names import teller, unfinished
 from jobs.spec.model import JobSpec
+from jobs.status import WORST
 from jobs.terminal import say, show, table, warn
 from training.contract import EXIT_TIMED_OUT, UserError
 
@@ -41,7 +42,7 @@ def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: floa
     else:
         head = ("NAME", *values, "STATE", "ACCURACY")
         table(tuple(text.upper() for text in head), [tuple(_cell(value) for value in row.values()) for row in rows])
-    return max(EXIT_TIMED_OUT if unfinished(status) else status.code for status in found)
+    return min((EXIT_TIMED_OUT if unfinished(status) else status.code for status in found), key=WORST.index)
 
 
 def _row(backend: Backend, spec: JobSpec, status: Status, names: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jobs.status import Unreachable
 from training.contract import UserError
 
 TIMEOUT = 120.0
@@ -19,6 +20,10 @@ TIMEOUT = 120.0
 
 class EngineError(UserError):
     """What the engine said, as one line."""
+
+
+class EngineDown(EngineError, Unreachable):
+    """The engine does not answer."""
 
 
 def docker(*words: str, stdin: str | None = None, timeout: float = TIMEOUT) -> str:
@@ -35,9 +40,10 @@ def _run(words: Sequence[str], stdin: str | None, timeout: float) -> bytes:
     except FileNotFoundError:
         raise EngineError("there is no program docker: install Docker with its compose plugin") from None
     except subprocess.TimeoutExpired:
-        raise EngineError(f"docker {words[0]} gave no answer within {timeout:g} s: is the engine well?") from None
+        raise EngineDown(f"docker {words[0]} gave no answer within {timeout:g} s: is the engine well?") from None
     if done.returncode != 0:
-        raise EngineError(explain(words, done.stderr.decode(errors="replace")))
+        said = done.stderr.decode(errors="replace")
+        raise (EngineDown if _is_down(said) else EngineError)(explain(words, said))
     return done.stdout
 
 
@@ -45,7 +51,7 @@ def explain(words: Sequence[str], said: str) -> str:
     """One line of what docker printed: the last that names an error, and what to do where that is known."""
     lines = [line.strip() for line in said.splitlines() if line.strip() and "level=warning" not in line]
     found = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it gave no reason")
-    if "Cannot connect to the Docker daemon" in said or "error during connect" in said:
+    if _is_down(said):
         where = os.environ.get("DOCKER_HOST", "its default socket")
         return f"no container engine answers at {where}: start Docker, or set DOCKER_HOST"
     if "permission denied" in said and "docker" in said and "sock" in said:
@@ -55,6 +61,10 @@ def explain(words: Sequence[str], said: str) -> str:
     if "pull access denied" in said or "manifest unknown" in said or "No such image" in said:
         return f"{found[:300]}: build it (make image-cpu, make image), or check the name"
     return f"docker {words[0]}: {found[:400]}"
+
+
+def _is_down(said: str) -> bool:
+    return "Cannot connect to the Docker daemon" in said or "error during connect" in said
 
 
 def is_ours(image: str) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
 from jobs.kubernetes.errors import ApiError, Gone
+from jobs.status import Unreachable
 from training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
@@ -47,6 +50,7 @@ class Api:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
+        self._bound = threading.local()
         self._client = self._connect()
 
     def _connect(self) -> kube.ApiClient:
@@ -57,6 +61,18 @@ class Api:
     @property
     def host(self) -> str:
         return str(self._client.configuration.host)
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """This thread's requests that begin in the block end by then, retries included."""
+        self._bound.deadline = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._bound.deadline = math.inf
+
+    def _left(self) -> float:
+        return float(getattr(self._bound, "deadline", math.inf)) - time.monotonic()
 
     def close(self) -> None:
         self._client.close()
@@ -97,14 +113,14 @@ class Api:
         stream: bool = False,
         accept: str = "application/json",
     ) -> urllib3.BaseHTTPResponse:
-        problem, renewed, attempt = "", False, 0
-        while attempt < self.attempts:
+        problem, renewed, attempt = "was given no time to answer", False, 0
+        while attempt < self.attempts and (left := self._left()) > 0:
             pause = min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
             attempt += 1
             try:
-                response = self._once(method, path, query, body, timeout, stream, accept)
+                response = self._once(method, path, query, body, min(timeout, left), stream, accept)
             except urllib3.exceptions.HTTPError as error:
-                problem = _network_problem(error, timeout)
+                problem = _network_problem(error, min(timeout, left))
             else:
                 if response.status == 401 and not renewed:
                     renewed = True
@@ -120,9 +136,9 @@ class Api:
                     pause = max(pause, min(30.0, float(response.headers.get("Retry-After", 0))))
                 response.release_conn()
             if attempt < self.attempts:
-                self._sleep(pause)
-        raise UserError(
-            f"{self.host} {problem} ({self.attempts} attempts): check the network and the cluster, then try again"
+                self._sleep(min(pause, max(0.0, self._left())))
+        raise Unreachable(
+            f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again"
         )
 
     def _once(
@@ -146,7 +162,7 @@ class Api:
         message, reason = _message(response), _field(response, "reason")
         response.release_conn()
         if response.status == 401:
-            raise UserError(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
+            raise Unreachable(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         if response.status == 410:
             raise Gone(message)
         raise ApiError(response.status, reason, message or f"{method} {path}: HTTP {response.status}")
@@ -169,7 +185,7 @@ class Api:
                         return
             except Gone:
                 continue
-        raise UserError(f"{self.host} ends the list of {path} three times before its last page: try again")
+        raise Unreachable(f"{self.host} ends the list of {path} three times before its last page: try again")
 
     def watch(self, path: str, version: str, seconds: float, **query: Any) -> Iterator[dict[str, Any]]:
         """Events since a resource version, until the server closes the stream or it falls silent for `seconds`.
@@ -211,7 +227,8 @@ class Api:
 
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
     """(a loader of the configuration, the namespace it names). Raises `UserError` where there is none."""
-    if context is None and NAMESPACE_FILE.exists():
+    # What somebody has set beats what the pod was given.
+    if context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists():
         namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
 
         def inside() -> kube.Configuration:

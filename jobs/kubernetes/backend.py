@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 DELETED_SECONDS = 120.0
 """How long a job that is being deleted may stay."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
+
+
+Rows = list[Listed]  # named here, because `list` is a method below
+Errors = list[ApiError]
 
 
 class KubernetesBackend(Cluster):
@@ -191,29 +196,33 @@ class KubernetesBackend(Cluster):
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
         container = CONTAINER if found.record.get("kind") == "PyTorchJob" else "node"
-        reader = Reader(self.api, self.namespace, lambda: self._pods(name), over, min(self.interval, 2.0), container)
+        reader = Reader(
+            self.api, self.namespace, lambda: self._pods(name), over, min(self.interval, 2.0), container, self.lost_after
+        )  # fmt: skip
         with explained(self.api.host):
             yield from reader.lines(hosts, rank, follow)
 
-    def pause(self, found: Found, seconds: float) -> None:
-        self._await_change(found.name, found.record, min(seconds, self.interval))
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return self.api.within(seconds)
+
+    def pause(self, found: Found | None, seconds: float) -> None:
+        if found is None:  # the server has not answered yet
+            time.sleep(min(seconds, self.interval))
+        else:
+            self._await_change(found.name, found.record, min(seconds, self.interval))
 
     def _await_change(self, name: str, known: Manifest, seconds: float) -> None:
         """Returns when the job is no longer as `known`, at the latest after `seconds`; a broken watch costs a short pause."""
         began = time.monotonic()
         try:
-            for kind in KINDS:
-                page = self.api.get(self.path(kind), fieldSelector=f"metadata.name={name}")
-                if page.get("items"):
-                    found = get(page, "items", 0, "metadata", "resourceVersion")
-                    if found != get(known, "metadata", "resourceVersion"):
-                        break  # since it was read; after the pause, for where reading fails for good
-                    version = str(get(page, "metadata", "resourceVersion"))
-                    selector = f"metadata.name={name}"
-                    for event in self.api.watch(self.path(kind), version, seconds, fieldSelector=selector):
-                        if event.get("type") != "BOOKMARK":
-                            return
-                    break
+            path, selector = self.path(str(known["kind"])), f"metadata.name={name}"
+            page = self.api.get(path, fieldSelector=selector)
+            # Where it has changed since it was read: after the pause, for where reading fails for good.
+            if get(page, "items", 0, "metadata", "resourceVersion") == get(known, "metadata", "resourceVersion"):
+                version = str(get(page, "metadata", "resourceVersion"))
+                for event in self.api.watch(path, version, seconds, fieldSelector=selector):
+                    if event.get("type") != "BOOKMARK":
+                        return
         except (ApiError, UserError, Gone):
             pass
         time.sleep(max(0.0, min(seconds - (time.monotonic() - began), self.interval / 5)))
@@ -250,19 +259,23 @@ class KubernetesBackend(Cluster):
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[Listed]:
-        rows = []
+        rows: Rows = []
+        refused: Errors = []
         with explained(self.api.host):
             for kind in KINDS:
                 try:
                     found = _all(self.api.pages(self.path(kind), labelSelector=MANAGED_SELECTOR))
                 except ApiError as error:
-                    if error.status != 404:
+                    if error.status not in (403, 404):
                         raise
-                    continue  # this kind is not installed
+                    refused += [error] if error.status == 403 else []
+                    continue  # this kind is not installed, or not used by who asks
                 for job in found:
                     spec = self._spec_of(job)
                     created = str(get(job, "metadata", "creationTimestamp") or "")
                     rows.append(Listed(get(job, "metadata", "name"), brief(job), spec.get("nodes", 1), created))
+            if len(refused) == len(KINDS):
+                raise refused[0]
         return sorted(rows, key=lambda row: row.name)
 
     def changes(self, found: Found, spec: JobSpec) -> Lines:
@@ -284,14 +297,17 @@ class KubernetesBackend(Cluster):
         raise UserError(f"{name} has not written a summary: it is {self.status(name).state}, or its pods are gone")
 
     def _find(self, name: str) -> Manifest | None:
+        refused: list[ApiError] = []
         for kind in KINDS:
             try:
-                found = self.api.get(self.path(kind, name))
+                return {"kind": kind, **self.api.get(self.path(kind, name))}
             except ApiError as error:
-                if error.status != 404:
+                if error.status == 403:
+                    refused.append(error)
+                elif error.status != 404:
                     raise
-                continue
-            return {"kind": kind, **found}
+        if len(refused) == len(KINDS):
+            raise refused[0]  # with the rights of one kind alone, there is no job of the other one
         return None
 
     def _pods(self, name: str) -> Manifests:

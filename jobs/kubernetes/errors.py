@@ -32,9 +32,21 @@ def explained(host: str, kind: str = "") -> Iterator[None]:
     except ApiError as error:
         message = " ".join(str(error).split())
         if error.status == 403:
-            raise UserError(f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml") from None
+            raise UserError(_forbidden(message)) from None
+        if error.status >= 500:
+            raise Unreachable(f"{host} answers {error.status}: {message}") from None
         if error.status == 404 and kind in INSTALL and "namespace" not in message:
             raise UserError(
                 f"the cluster knows no {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
             ) from None
         raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}") from None
+
+
+def _forbidden(message: str) -> str:
+    """403 is the answer to three things. What is forbidden stands before the reason, and may hold any word."""
+    why = message.rpartition(" is forbidden: ")[2]
+    if why.startswith("exceeded quota"):
+        return f"the namespace's quota does not allow it: {message}; wait for other jobs to end, or ask for more"
+    if "being terminated" in why or "is terminating" in why:
+        return f"the namespace is being deleted: {message}; use another one, or wait until it is there again"
+    return f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from jobs.kubernetes.api import Api, ApiError
 from jobs.kubernetes.observe import host
 from jobs.manifest import get
+from jobs.status import Unreachable
 from training.contract import UserError
 
 PREFIX = re.compile(r"\[rank (\d+)\] ")
@@ -28,6 +30,7 @@ class Reader:
         pods: lists the job's pods.
         over: whether the job has ended, or is lost.
         interval: seconds between two looks at a pod that has not started.
+        patience: seconds without an answer of the server that are waited out while following.
     """
 
     api: Api
@@ -36,6 +39,7 @@ class Reader:
     over: Callable[[], bool]
     interval: float
     container: str
+    patience: float
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def lines(self, hosts: list[str], rank: int | None, follow: bool) -> Iterator[str]:
@@ -76,18 +80,24 @@ class Reader:
             self._stop.set()
 
     def _follow(self, name: str) -> Iterator[str]:
-        uid, last = "", ""
+        uid, last, silent_since = "", "", None
         while not self._stop.is_set():
-            over = self.over()  # asked before the pods, so that the last lines are read after the end
-            pod = next((pod for pod in self.pods() if host(pod) == name), None)
-            if pod is not None and get(pod, "status", "phase") not in ("Pending", None):
-                if get(pod, "metadata", "uid") != uid:
-                    uid, last = str(get(pod, "metadata", "uid")), ""
-                for stamp, line in self._once(pod, not over, last):
-                    last = stamp or last
-                    yield line
-            if over:
-                return
+            try:
+                over = self.over()  # asked before the pods, so that the last lines are read after the end
+                pod = next((pod for pod in self.pods() if host(pod) == name), None)
+                if pod is not None and get(pod, "status", "phase") not in ("Pending", None):
+                    if get(pod, "metadata", "uid") != uid:
+                        uid, last = str(get(pod, "metadata", "uid")), ""
+                    for stamp, line in self._once(pod, not over, last):
+                        last = stamp or last
+                        yield line
+                if over:
+                    return
+                silent_since = None
+            except Unreachable:
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since >= self.patience:
+                    raise
             self._stop.wait(self.interval)
 
     def _once(self, pod: dict[str, Any], follow: bool, after: str) -> Iterator[tuple[str, str]]:

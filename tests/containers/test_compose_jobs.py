@@ -163,7 +163,7 @@ def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, 
 
 def test_a_rank_that_takes_too_much_memory_is_named(jobs: Jobs) -> None:
     program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
-    spec = jobs.spec.model(
+    spec = jobs.spec(
         "starved",
         command=["python", "-c", program],
         nodes=1,

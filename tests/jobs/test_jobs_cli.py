@@ -94,10 +94,11 @@ def test_flags_and_file_make_the_same_job(tmp_path: Path) -> None:
     assert by_flags == mixed.stdout
 
 
+LATE = "Job smoke has failed because it was active longer than specified deadline"
 CONDITIONS: list[tuple[str, list[dict[str, str]], int]] = [
     ("succeeded", [{"type": "Succeeded", "status": "True"}], 0),
     ("failed", [{"type": "Failed", "status": "True", "message": "x"}], 1),
-    ("timed_out", [{"type": "Failed", "status": "True", "message": "longer than specified deadline"}], 124),
+    ("timed_out", [{"type": "Failed", "status": "True", "message": LATE}], 124),
 ]
 
 

@@ -99,7 +99,7 @@ def test_the_role_holds_what_the_backend_calls(backend: KubernetesBackend, clust
     cluster.put("pods", {"metadata": {"name": "smoke-master-0", "labels": labels}, "status": {"phase": "Running"}})
     cluster.logs["smoke-master-0"] = ['2026-01-01T00:00:00Z [rank 0] {"event": "done", "steps": 3}']
     assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 1
-    backend.wait("smoke", 0.1)
+    backend.wait("smoke", 2)
     backend.cancel("smoke")
     (role,) = [item for item in documents((DEPLOY / "base/rbac.yaml").read_text()) if item["kind"] == "Role"]
     granted = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from k8s_server import ApiServer, Cluster, Fault
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
-from tests.processes import ROOT
+from jobs.status import Unreachable
+from tests.processes import PYTHON, ROOT, clean_env, free_port, run
 from training.contract import UserError
 
 SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
@@ -315,3 +317,130 @@ def test_a_jobs_name_is_no_reason(
     cluster.put("pytorchjobs", {**job, "status": {"conditions": [failed]}})  # type: ignore[dict-item]
     assert backend.status(name).state == state
     assert backend.list()[0].state == state
+
+
+# What the server answers, and when it does not.
+
+FORBIDDEN = 'pytorchjobs.kubeflow.org "{name}" is forbidden: {why}'
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "sentence"),
+    [
+        ("smoke", 'User "me" cannot create resource "pytorchjobs"', "ask for the rights in deploy/k8s/base/rbac.yaml"),
+        (
+            "smoke",
+            "exceeded quota: small, requested: count/pytorchjobs=1",
+            "wait for other jobs to end, or ask for more",
+        ),
+        ("smoke", "unable to create new content in namespace team because it is being terminated", "use another one"),
+        ("is-being-terminated", 'User "me" cannot create resource "pytorchjobs"', "ask for the rights"),
+    ],
+)
+def test_three_kinds_of_403_are_told_apart(
+    backend: KubernetesBackend, cluster: Cluster, name: str, why: str, sentence: str
+) -> None:
+    cluster.faults.append(Fault("POST", "pytorchjobs", status=403, message=FORBIDDEN.format(name=name, why=why)))
+    with pytest.raises(UserError, match=sentence) as caught:
+        backend.submit(SPEC.model_copy(update={"name": name}))
+    assert not isinstance(caught.value, Unreachable), "nobody should try that again"
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}, {"status": 507}], ids=["503", "no network", "507"])
+def test_no_answer_is_not_wrong_usage(backend: KubernetesBackend, cluster: Cluster, fault: dict[str, Any]) -> None:
+    cluster.faults.append(Fault("*", "pytorchjobs", times=99, **fault))
+    with pytest.raises(Unreachable):
+        backend.status("smoke")
+
+
+def test_an_expired_login_and_a_server_that_is_away_end_commands_with_69(
+    server: ApiServer, cluster: Cluster, tmp_path: Path
+) -> None:
+    command = [PYTHON, "-c", "from jobs.cli.main import main; main()", "status", "k8s", "smoke"]
+    env = clean_env(PYTHONPATH=str(ROOT), KUBECONFIG=str(server.kubeconfig(tmp_path / "expired", token="old")))
+    done = run(command, env, cwd=tmp_path)
+    assert done.code == 69 and "log in again" in done.output and done.output.count("\n") == 1, done
+    away = server.kubeconfig(tmp_path / "away")
+    away.write_text(away.read_text().replace(server.url, f"http://127.0.0.1:{free_port()}"))
+    done = run(command, {**env, "KUBECONFIG": str(away)}, cwd=tmp_path)
+    assert done.code == 69 and "cannot be reached" in done.output and done.output.count("\n") == 1, done
+
+
+def test_a_wait_keeps_its_bound_against_a_server_that_stalls(
+    backend: KubernetesBackend, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returned after 55 s of 5."""
+    monkeypatch.setattr(backend.api, "_sleep", time.sleep)
+    backend.lost_after, backend.api.timeout = 300.0, 20.0
+    backend.submit(SPEC)
+    pod(cluster)
+    cluster.faults.append(Fault("GET", "pods", delay=30, times=99))
+    began = time.monotonic()
+    found = backend.wait("smoke", 3)
+    assert time.monotonic() - began < 3 + 2 and not found.final, found
+    cluster.faults[-1].path = "."
+    began = time.monotonic()
+    with pytest.raises(Unreachable):
+        backend.wait("smoke", 2)  # it never heard of the job
+    assert time.monotonic() - began < 2 + 2
+
+
+def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following_of_logs(
+    backend: KubernetesBackend, cluster: Cluster
+) -> None:
+    backend.lost_after = 20.0
+    backend.submit(SPEC)
+    for name in ("smoke-master-0", "smoke-worker-0"):
+        pod(cluster, name)
+        cluster.logs[name] = ["2026-01-01T00:00:00.000000001Z [rank 0] before"]
+    seen: list[str] = []
+    states: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: seen.extend(backend.logs("smoke", rank=0, follow=True)), daemon=True),
+        threading.Thread(target=lambda: states.append(backend.wait("smoke", 60).state), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: seen == ["before"], 20, "the first line")
+    gone = Fault("*", ".", drop=True, times=10**6)
+    cluster.faults.append(gone)
+    until(lambda: gone.hits > 30, 20, "many requests that got no answer")
+    with cluster.changed:
+        gone.times = 0
+    cluster.logs["smoke-master-0"] = [*cluster.logs["smoke-master-0"], "2026-01-01T00:00:01.000000001Z [rank 0] after"]  # type: ignore[misc]
+    until(lambda: seen == ["before", "after"], 20, f"the line after the silence; {seen}")
+    for name in ("smoke-master-0", "smoke-worker-0"):
+        pod(cluster, name, "Succeeded")
+    ended(cluster)
+    for thread in threads:
+        thread.join(20)
+    assert states == ["succeeded"] and seen == ["before", "after"]
+
+
+# Configuration and rights.
+
+
+def test_what_somebody_has_set_beats_what_the_pod_was_given(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "namespace"
+    given.write_text("the-pods-own")
+    monkeypatch.setattr("jobs.kubernetes.api.NAMESPACE_FILE", given)
+    assert load_configuration(None)[1] == "team"
+    monkeypatch.delenv("KUBECONFIG")
+    assert load_configuration(None)[1] == "the-pods-own"
+
+
+def test_the_rights_of_one_kind_are_enough_for_it(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """A 403 on TrainJobs was fatal to PyTorchJobs."""
+    cluster.denied.add("trainjobs")
+    assert backend.submit(SPEC).created
+    pod(cluster)
+    assert backend.status("smoke").state == "pending" and [row.name for row in backend.list()] == ["smoke"]
+    with pytest.raises(UserError, match="there is no job other"):
+        backend.status("other")
+    assert backend.cancel("smoke").state == "cancelled"
+    cluster.denied.add("pytorchjobs")
+    for question in (lambda: backend.status("smoke"), backend.list):
+        with pytest.raises(UserError, match="not allowed"):
+            question()
