@@ -251,21 +251,21 @@ class Backend(abc.ABC):
                     else:
                         problem = "it is gone from the cluster"
             except self.survived as error:
-                hopeless = not self.lost_after or (known is None and not isinstance(error, Unreachable))
-                if hopeless or (known is None and time.monotonic() >= deadline):
+                if not self.lost_after or (known is None and not isinstance(error, Unreachable)):
                     raise
                 problem = str(error)
             now = time.monotonic()
             bad_since = (bad_since or now) if problem else None
-            if bad_since is not None and now - bad_since >= self.lost_after:
-                if known is None:
-                    raise Unreachable(problem)
+            lost = bad_since is not None and now - bad_since >= self.lost_after
+            if known is None and (lost or now >= deadline):
+                raise Unreachable(problem)
+            if lost:
                 status = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
             elif problem:
                 status = replace(status, reason=problem)
             if seen is not None and known is not None:
                 seen(status)
-            left = deadline - time.monotonic()
+            left = deadline - now
             if status.final or left <= 0:
                 return status
             with self.within(left):
