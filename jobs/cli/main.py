@@ -61,8 +61,9 @@ def run(
     """Train on this machine, in the foreground."""
     from training import config as configuration
 
-    closeness = [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
-    configuration.load(recipe, [*(assignments or []), *closeness])  # a typing error costs no start-up
+    settings = list(assignments or [])
+    settings += [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
+    configuration.load(recipe, settings)  # a typing error costs no start-up
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     if log_format not in (None, "table", "json"):
@@ -72,8 +73,7 @@ def run(
     command += ["--log-format", log_format] if log_format else []
     command += ["--run-dir", str(run_dir)] if run_dir else []
     command += ["--fresh"] if fresh else []
-    command += ["--check-closeness", check_closeness] if check_closeness else []
-    command += ["--set", *assignments] if assignments else []
+    command += ["--set", *settings] if settings else []
     sys.stdout.flush()
     os.execv(command[0], command)  # noqa: S606 - the launcher takes this process's place, and its signals
 

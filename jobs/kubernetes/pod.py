@@ -47,7 +47,7 @@ def pod_spec(spec: JobSpec) -> Manifest:
                 "runAsUser": settings.run_as_user,
                 "runAsGroup": settings.fs_group,
                 "fsGroup": settings.fs_group,
-                "fsGroupChangePolicy": "OnRootMismatch",
+                "fsGroupChangePolicy": "OnRootMismatch" if settings.fs_group is not None else None,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [container(spec)],

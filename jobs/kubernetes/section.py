@@ -74,10 +74,10 @@ class Kubernetes(Section):
     ib_hca: Device | None = None
     """NCCL_IB_HCA."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
-    run_as_user: int = Field(default=1000, ge=1, le=2**31 - 1)
-    """User id of the container; root is not offered."""
-    fs_group: int = Field(default=1000, ge=1, le=2**31 - 1)
-    """Group that owns the volumes' files."""
+    run_as_user: int | None = Field(default=1000, ge=1, le=2**31 - 1)
+    """User id of the container; root is not offered. Null: the cluster gives one (OpenShift, from the namespace's range)."""
+    fs_group: int | None = Field(default=1000, ge=1, le=2**31 - 1)
+    """Group that owns the volumes' files. Null: the cluster gives one."""
     prometheus_namespace: Label = "monitoring"
     """Namespace whose pods may scrape the metrics ports."""
     ttl: Duration = "7d"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jobs.checks.rule import SECRET
+from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject, rule
 from jobs.manifest import get, mappings
 
@@ -22,10 +23,13 @@ def literal_secret(subject: Subject) -> Iterator[str]:
 @rule("LS015")
 def privileges(subject: Subject) -> Iterator[str]:
     """Pods run as an ordinary user, without escalation, capabilities or a writable root."""
+    given = (
+        k8s(subject.spec).run_as_user is not None
+    )  # else the cluster gives one, which runAsNonRoot keeps from being root
     for pod in subject.pods:
         wanted = {
             "runAsNonRoot: true": get(pod.spec, "securityContext", "runAsNonRoot") is True,
-            "a runAsUser above 0": get(pod.spec, "securityContext", "runAsUser") not in (0, None),
+            "a runAsUser above 0": get(pod.spec, "securityContext", "runAsUser") not in ((0, None) if given else (0,)),
             "seccompProfile RuntimeDefault": get(pod.spec, "securityContext", "seccompProfile", "type")
             in ("RuntimeDefault", "Localhost"),
         }

@@ -320,3 +320,23 @@ def _outcome(values: dict[str, Any]) -> str:
         return "patched"
     validate(objects)
     return "valid"
+
+
+def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
+    """Its security context constraints refuse a fixed one; root stays refused by runAsNonRoot."""
+    spec = JobSpec.of(
+        {
+            "name": "a",
+            "recipe": "smoke",
+            "image": "a@sha256:" + "0" * 64,
+            "k8s": {"run_as_user": None, "fs_group": None},
+        }
+    )
+    objects = render(spec)
+    context = objects[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["securityContext"]
+    assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    validate(objects)
+    assert "LS015" not in {item.id for item in RULES.apply(spec, objects)}
+    assert JobSpec.of(spec.plain()).hash() == spec.hash() != JobSpec.of({**spec.plain(), "k8s": {}}).hash()
+    context["runAsUser"] = 0
+    assert "LS015" in {item.id for item in RULES.apply(spec, objects)}
