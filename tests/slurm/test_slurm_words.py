@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jobs.slurm.backend import SlurmBackend
 from jobs.slurm.checks import _gpus_in, seconds
 from jobs.slurm.observe import SETTLE_SECONDS, explain
 from jobs.slurm.query import FINAL, Found
-from jobs.slurm.task import _last_error
+from jobs.slurm.task import TrainingTask, _last_error
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
@@ -223,3 +224,8 @@ def test_a_patch_of_what_the_spec_says_is_refused(option: str, tmp_path: Path) -
     spec = JobSpec.of({**SPEC.plain(), "slurm": {"patch": {option: 5}}})
     with pytest.raises(UserError, match=r"slurm\.patch may not set"):
         render.script(spec, tmp_path)
+
+
+def test_a_job_that_an_earlier_version_has_queued_finds_its_payload() -> None:
+    """submitit's pickle names the module."""
+    assert pickle.loads(b"cjobs.backends.slurm_task\nTrainingTask\n.") is TrainingTask

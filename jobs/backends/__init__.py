@@ -1,0 +1,1 @@
+"""Where the backends lay before each had a folder of its own: only what queued jobs still name."""
