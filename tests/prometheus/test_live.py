@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -16,7 +18,7 @@ import pytest
 
 from jobs.cli.ranks import parse
 from tests.events import events
-from tests.processes import PYTHON, ROOT, clean_env, poll, require, started
+from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, processes, require, started
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
 from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
@@ -112,6 +114,47 @@ def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, quiet: 
     names = {item["name"]: item["query"] for item in json.loads(board.read_text())["templating"]["list"]}
     assert names["run"]["query"] == "label_values(training_step, run)"
     assert quiet in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
+
+
+def _rank_of(pid: int) -> str | None:
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((word[5:].decode() for word in variables if word.startswith(b"RANK=")), None)
+    return None
+
+
+def test_ranks_that_are_started_again_are_scraped_at_the_same_ports(
+    server: Prometheus, tiny: list[str], tmp_path: Path
+) -> None:
+    """Prometheus is given fixed ports, and its connections to the killed rank linger."""
+    port = next(port for port in iter(free_port, None) if _free(port + 1))
+    run_dir = tmp_path / "fixed"
+    targets = [{"targets": [f"127.0.0.1:{port + rank}" for rank in (0, 1)], "labels": {"role": "fixed"}}]
+    (server.targets / "fixed.json").write_text(json.dumps(targets))
+    words = _words(run_dir, tiny, server, "epochs=400", f"metrics.port={port}", "checkpoint.every_steps=20")
+    command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--grace", "20", "--max-restarts", "1", *words]
+
+    def attempts() -> dict[str, str]:
+        found = server.query('training_attempt{role="fixed"} and on(instance) up{role="fixed"} == 1')
+        return {item["metric"]["instance"]: item["value"][1] for item in found}
+
+    expected = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
+    try:
+        with started(command, clean_env()) as process:
+            poll(lambda: attempts() == dict.fromkeys(expected, "1"), 90, "both ranks' first attempt")
+            poll((run_dir / "checkpoints").exists, 60, "a checkpoint")
+            (victim,) = [pid for pid, _, parent, _ in processes() if parent == process.pid and _rank_of(pid) == "1"]
+            os.kill(victim, signal.SIGKILL)
+            poll(lambda: attempts() == dict.fromkeys(expected, "2"), 90, f"both ranks' second attempt; {attempts()}")
+            said = _end(process)
+    finally:
+        (server.targets / "fixed.json").unlink()
+    assert "not free" not in said, said
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.mark.parametrize(
