@@ -25,7 +25,8 @@ from typing_extensions import Self
 
 from jobs.compare import differences
 from jobs.spec.model import JobSpec
-from jobs.status import GOES_ON, Listed, Observer, Status, Submitted, Unreachable
+from jobs.status import GOES_ON, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
+from jobs.terminal import warn
 from training import contract, files
 from training.contract import UserError
 
@@ -34,6 +35,8 @@ Mode = Literal["attach", "replace", "new"]
 Lines = list[str]  # these are named here, because `list` is a method of every backend
 Specs = list[JobSpec]
 Sent = list[Submitted]
+LOOK_SECONDS = 2.0
+"""What a last look may take, after the end of a wait."""
 _PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
@@ -236,34 +239,43 @@ class Backend(abc.ABC):
         """
         deadline = time.monotonic() + timeout
         known: Found | None = None
-        status, bad_since = Status("running", ""), None
+        status: Status | None = None
+        bad_since: float | None = None
         while True:
             problem = ""
             try:
-                with self.within(max(deadline - time.monotonic(), 1.0)):
+                with self.within(max(deadline - time.monotonic(), LOOK_SECONDS)):
                     job = self.find(name)
                     if job is not None:
                         known = job
                         status = self.observe(job)
-                        problem = self.trouble(status)
+                        problem = "" if status.final else self.trouble(status)
                     elif known is None or not self.lost_after:
                         raise self.no_such(name)  # a name that never was is the caller's mistake, not a lost job
                     else:
                         problem = "it is gone from the cluster"
             except self.survived as error:
-                if not self.lost_after or (known is None and not isinstance(error, Unreachable)):
+                if not self.lost_after or (
+                    status is None and (isinstance(error, LoggedOut) or not isinstance(error, Unreachable))
+                ):
                     raise
                 problem = str(error)
+                if status is None and bad_since is None:
+                    warn(f"{problem}; waiting")
             now = time.monotonic()
             bad_since = (bad_since or now) if problem else None
             lost = bad_since is not None and now - bad_since >= self.lost_after
-            if known is None and (lost or now >= deadline):
-                raise Unreachable(problem)
+            if known is None:
+                if lost or now >= deadline:
+                    raise Unreachable(problem)
+                self.pause(known, deadline - now)
+                continue
+            status = status or Status("running", "")  # it was submitted, and nobody says otherwise
             if lost:
                 status = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
             elif problem:
                 status = replace(status, reason=problem)
-            if seen is not None and known is not None:
+            if seen is not None:
                 seen(status)
             left = deadline - now
             if status.final or left <= 0:

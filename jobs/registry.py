@@ -11,8 +11,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jobs.terminal import warn
 from training import settings
 from training.contract import UserError
 
@@ -35,11 +36,16 @@ def packages() -> dict[str, str]:
 
 @functools.cache
 def sections() -> dict[str, type[Section]]:
-    """Name → settings in job.yaml, of the backends that have some. Raises `UserError`."""
+    """Name → settings in job.yaml, of the backends that have some. One of another package that is broken stops no other."""
     found = {}
     for name, package in packages().items():
-        if importlib.util.find_spec(package) is not None and importlib.util.find_spec(f"{package}.section") is not None:
-            found[name] = _import(name, f"{package}.section").SECTION
+        try:
+            if importlib.util.find_spec(f"{package}.section") is not None:
+                found[name] = importlib.import_module(f"{package}.section").SECTION
+        except Exception as error:
+            if name in BUILT_IN:
+                raise
+            warn(f"the settings of the backend {name} ({package}) cannot be read: {error}")
     return found
 
 
@@ -48,14 +54,10 @@ def backend(name: str) -> type[Backend]:
     name = ALIASES.get(name, name)
     if name not in packages():
         raise UserError(f"unknown backend {name!r}{settings.nearest(name, packages())}")
-    found: type[Backend] = _import(name, f"{packages()[name]}.backend").BACKEND
-    return found
-
-
-def _import(name: str, module: str) -> Any:
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
+        found: type[Backend] = importlib.import_module(f"{packages()[name]}.backend").BACKEND
+    except Exception as error:
         if name in BUILT_IN:
             raise
-        raise UserError(f"the backend {name} ({module}) cannot be imported: {error}") from None
+        raise UserError(f"the backend {name} ({packages()[name]}) cannot be imported: {error}") from None
+    return found

@@ -95,3 +95,7 @@ Observer = Callable[[Status], None]
 
 class Unreachable(UserError):
     """Who knows of the job gives no answer. That may pass: whoever waits goes on. Exit code 69."""
+
+
+class LoggedOut(Unreachable):
+    """It no longer knows who asks. Another login may come, for one who waits already."""

@@ -75,6 +75,7 @@ class ComposeBackend(Cluster):
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:  # noqa: ARG002 - Compose finds the containers itself
         self.check_secrets(spec)
+        engine.check_built(spec.image)
         self._up(spec)  # brings a node back that was lost
         return Submitted(spec.name, False, self._where(spec.name))
 

@@ -86,7 +86,7 @@ def _shards(spec: JobSpec) -> Iterator[Check]:
         yield Check("shards", "missing", missing)
         return
     mount = f"{volume.claim}:{volume.path}:ro"
-    if engine.image(spec.image) is None:
+    if _found(spec.image) is None:
         yield Check("shards", "cannot tell", "without the image")
         return
     try:
@@ -100,10 +100,18 @@ def _shards(spec: JobSpec) -> Iterator[Check]:
     yield Check("shards", "ok", folder)
 
 
+def _found(image: str) -> dict[str, Any] | None:
+    """What the engine knows of an image; None also where it cannot say."""
+    try:
+        return engine.image(image)
+    except UserError:
+        return None
+
+
 def _image(spec: JobSpec) -> Check:
     if spec.image is None:
         return Check("image", "missing", "image is not set: add it to the job")
-    found = engine.image(spec.image)
+    found = _found(spec.image)
     if found is None:
         if engine.is_ours(spec.image):
             return Check("image", "missing", engine.not_built(spec.image))

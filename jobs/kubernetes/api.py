@@ -23,7 +23,7 @@ from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
 from jobs.kubernetes.errors import ApiError, Gone
-from jobs.status import Unreachable
+from jobs.status import LoggedOut, Unreachable
 from training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
@@ -65,11 +65,12 @@ class Api:
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """This thread's requests that begin in the block end by then, retries included."""
-        self._bound.deadline = time.monotonic() + seconds
+        before = getattr(self._bound, "deadline", math.inf)
+        self._bound.deadline = min(before, time.monotonic() + seconds)
         try:
             yield
         finally:
-            self._bound.deadline = math.inf
+            self._bound.deadline = before
 
     def _left(self) -> float:
         return float(getattr(self._bound, "deadline", math.inf)) - time.monotonic()
@@ -162,7 +163,7 @@ class Api:
         message, reason = _message(response), _field(response, "reason")
         response.release_conn()
         if response.status == 401:
-            raise Unreachable(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
+            raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         if response.status == 410:
             raise Gone(message)
         raise ApiError(response.status, reason, message or f"{method} {path}: HTTP {response.status}")

@@ -31,8 +31,8 @@ from training.contract import UserError
 if TYPE_CHECKING:
     from jobs.kubernetes.api import Api
 
-DELETED_SECONDS = 120.0
-"""How long a job that is being deleted may stay."""
+DELETION_MARGIN = 90.0
+"""Seconds above its pods' grace that a job which is being deleted may stay."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
@@ -107,21 +107,33 @@ class KubernetesBackend(Cluster):
         if found is not None and mode != "new" and get(found.record, "metadata", "deletionTimestamp"):
             warn(f"{spec.name} is being deleted: waiting for its end")
             with explained(self.api.host):
-                self._await_end(found.record, DELETED_SECONDS)
+                self._await_end(found.record, self._deletion_seconds(found.spec))
         return super().place(spec, mode)
+
+    def attach(self, found: Found, spec: JobSpec) -> Submitted:
+        wanted, *_ = render.kubernetes(spec)
+        with explained(self.api.host):
+            policy.keep(self.api, self._policies, wanted, self._typed(found.record, str(found.record["kind"])))
+        return super().attach(found, spec)
+
+    @property
+    def _policies(self) -> str:
+        return f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
+
+    @staticmethod
+    def _typed(job: Manifest, kind: str) -> Manifest:
+        """With what an answer may leave out."""
+        return {**job, "apiVersion": KINDS[kind][0], "kind": kind}
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         with explained(self.api.host, k8s(spec).kind):
             if old is not None:
-                self._delete(old.record, DELETED_SECONDS)
+                self._delete(old.record, self._deletion_seconds(old.spec))
             return self._create(spec)
 
     def _create(self, spec: JobSpec) -> Submitted:
         wanted, job = render.kubernetes(spec)
-        path, policies = (
-            self.path(k8s(spec).kind),
-            f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies",
-        )
+        path, policies = self.path(k8s(spec).kind), self._policies
         self.api.create(path, job, dryRun="All")  # what the server refuses leaves nothing behind
         policy.secure(self.api, policies, wanted, lambda: self._find(spec.name))
         try:
@@ -131,10 +143,11 @@ class KubernetesBackend(Cluster):
                 raise
             found = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
             if found is None or get(found, "metadata", "labels", HASH) != spec.hash():
-                policy.drop_unowned(self.api, policies, wanted["metadata"]["name"])
+                with contextlib.suppress(ApiError):
+                    policy.drop_unowned(self.api, policies, wanted["metadata"]["name"])
                 raise UserError(f"{spec.name} was submitted by somebody else just now, with another spec") from None
             live = found
-        policy.own(self.api, policies, wanted, {**live, "apiVersion": KINDS[k8s(spec).kind][0], "kind": k8s(spec).kind})
+        policy.own(self.api, policies, wanted, self._typed(live, k8s(spec).kind))
         return Submitted(spec.name, True, self._where(live))
 
     def prepare(self, spec: JobSpec) -> Submitted:
@@ -148,7 +161,12 @@ class KubernetesBackend(Cluster):
                 if error.status != 409:
                     raise
                 there = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}")
-                if get(there, "metadata", "labels", HASH) is None:
+                made = get(there, "metadata", "labels", HASH)
+                if made is not None and made != get(job, "metadata", "labels", HASH):
+                    raise UserError(
+                        f"the Job {name} prepares for another spec: delete it, or choose another name"
+                    ) from None
+                if made is None:
                     raise UserError(
                         f"the Job {name} exists, and lockstep did not make it: choose another name"
                     ) from None
@@ -228,10 +246,14 @@ class KubernetesBackend(Cluster):
         time.sleep(max(0.0, min(seconds - (time.monotonic() - began), self.interval / 5)))
 
     def stop(self, found: Found) -> Status:
-        spec = found.spec
         with explained(self.api.host):
-            self._delete(found.record, (spec.grace_seconds if spec else 60) + 90)
+            self._delete(found.record, self._deletion_seconds(found.spec))
         return Status("cancelled", "cancelled; its pods had their grace to save")
+
+    @staticmethod
+    def _deletion_seconds(spec: JobSpec | None) -> float:
+        """How long a deletion may take: the pods' grace, and some time for everybody."""
+        return (spec.grace_seconds if spec else 60) + DELETION_MARGIN
 
     def _delete(self, job: Manifest, timeout: float) -> None:
         """Deletes the job and waits until it and its pods are gone."""
@@ -281,7 +303,9 @@ class KubernetesBackend(Cluster):
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         *_, wanted = render.kubernetes(spec)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
-        return missing_from(wanted, found.record)
+        lines = missing_from(wanted, found.record)
+        # Pods of an earlier version's job do not have the label.
+        return [line for line in lines if not (f"labels.{HASH}: " in line and line.endswith("→ (default)"))]
 
     def where(self, found: Found) -> str:
         return self._where(found.record)

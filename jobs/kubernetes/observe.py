@@ -12,6 +12,7 @@ from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED
 
 Object = dict[str, Any]
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+CONTAINERS = ("pytorch", "node")
 GONE_SECONDS = 60.0
 """How long after its grace a pod that is being deleted may stay: longer, and nobody on its node sees to it."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
@@ -38,11 +39,20 @@ def explain(
         now: seconds since the epoch.
     """
     places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
+    pods = _newest(pods)
     events = [event for event in events if _is_of(event, [job, *pods])]
     parts = [_part(pod, ranks, places, now) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
     state, reason, code = _judge(job, pods, events, workload, len(hosts), now)
     return Status(state, reason, parts, code)
+
+
+def _newest(pods: list[Object]) -> list[Object]:
+    """Of several pods of one host the latest: a batch Job keeps the failed ones beside those that replace them."""
+    found: dict[str, Object] = {}
+    for pod in sorted(pods, key=lambda pod: str(get(pod, "metadata", "creationTimestamp"))):
+        found[host(pod)] = pod
+    return list(found.values())
 
 
 def host(pod: Object) -> str:
@@ -104,7 +114,7 @@ def _judge(
     running = [pod for pod in pods if get(pod, "status", "phase") == "Running"]
     if running and not pending and len(running) >= nodes:
         return "running", f"{len(running)}/{nodes} pods run", None
-    refused = _refused(job, events) if len(pods) < nodes else ""
+    refused = _refused(job, pods, events) if len(pods) < nodes else ""
     if pods:
         others = f"the others are refused: {refused}" if refused else "the others are starting"
         return "pending", _starting(pending, events) or f"{len(running)}/{nodes} pods run, {others}", None
@@ -123,7 +133,7 @@ def _failure(job: Object, failed: Object, pods: list[Object]) -> tuple[State, st
     if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
         return "timed_out", "the time limit is over", EXIT_TIMED_OUT
     ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
-    for pod, (text, code) in sorted(ends, key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "")):
+    for pod, (text, code) in sorted(ends, key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~")):
         if code == EXIT_USAGE:
             name = get(pod, "metadata", "name")
             return "failed", f"{name}: wrong usage, config or data (exit code 2): see `lockstep logs`", EXIT_USAGE
@@ -139,12 +149,12 @@ def _failure(job: Object, failed: Object, pods: list[Object]) -> tuple[State, st
 def _broken(pod: Object) -> tuple[str, int | None] | None:
     """How the pod failed, and its exit code: an eviction or a lack of memory tells more than a code."""
     name = get(pod, "metadata", "name")
-    if get(pod, "status", "reason") == "Evicted":
-        return f"{name} was evicted: {get(pod, 'status', 'message')}", None
     end = _terminated(pod)
     code = int(end.get("exitCode", 1)) if end is not None else 0
-    if end is not None and end.get("reason") == "OOMKilled":
-        return f"{name} was killed for memory (OOMKilled): raise memory, or lower the batch size", code
+    if get(pod, "status", "reason") == "Evicted":
+        return f"{name} was evicted: {get(pod, 'status', 'message')}", code if code == 128 + 15 else None
+    if end is not None and code and end.get("reason") == "OOMKilled":
+        return f"{name} was killed for memory (OOMKilled): raise memory, or lower the batch size", None
     if end is not None and code:
         where = f" in {end['container']}" if end["init"] else ""
         return f"{name} ended with exit code {code}{where}: see `lockstep logs`", code
@@ -160,15 +170,18 @@ def _silent(pod: Object, now: float) -> str:
     """That the pod's node does not answer. A dead node's pods keep the phase Running, and are Terminating for ever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
-    ready = [c for c in mappings(get(pod, "status", "conditions")) if c.get("type") == "Ready"]
-    lost = bool(ready) and ready[0].get("status") != "True" and ready[0].get("reason") in ("NodeNotReady", "NodeLost")
-    if lost or get(pod, "status", "phase") == "Unknown":
+    conditions = mappings(get(pod, "status", "conditions"))
+    ready = [c for c in conditions if c.get("type") == "Ready"]
+    if get(pod, "status", "phase") == "Running" and ready and ready[0].get("status") != "True":
+        # A kubelet gives its reasons. Who speaks for a dead node gives this one, or none and leaves the containers ready.
+        said = ready[0].get("reason")
+        inside = [c.get("status") for c in conditions if c.get("type") == "ContainersReady"]
+        if said in ("NodeNotReady", "NodeLost") or (not said and inside == ["True"]):
+            return silent
+    if get(pod, "status", "phase") == "Unknown":
         return silent
-    until = _seconds(get(pod, "metadata", "deletionTimestamp"))
-    if (
-        until is not None
-        and now > until + float(get(pod, "metadata", "deletionGracePeriodSeconds") or 0) + GONE_SECONDS
-    ):
+    until = _seconds(get(pod, "metadata", "deletionTimestamp"))  # its grace is part of it
+    if until is not None and now > until + GONE_SECONDS:
         return f"{silent}: the pod should have ended long ago"
     return ""
 
@@ -200,11 +213,12 @@ def _part(pod: Object, ranks: int, places: dict[str, int], now: float) -> Part:
 
 
 def _terminated(pod: Object) -> Object | None:
-    """How a container of the pod ended, with its name; of the init containers only one that failed."""
+    """How the pod's own container ended, or an init container that failed, with its name. A sidecar is none of ours."""
     for key in ("initContainerStatuses", "containerStatuses"):
         for item in mappings(get(pod, "status", key)):
             end, init = get(item, "state", "terminated"), key == "initContainerStatuses"
-            if isinstance(end, dict) and (not init or end.get("exitCode") != 0):
+            ours = item.get("name") in CONTAINERS or (init and get(end, "exitCode") != 0)
+            if isinstance(end, dict) and ours:
                 return {**end, "container": item.get("name"), "init": init}
     return None
 
@@ -254,13 +268,16 @@ def _event_of(pod: Object, events: list[Object], reason: str) -> str:
     return str(found[-1].get("message", "")) if found else ""
 
 
-def _refused(job: Object, events: list[Object]) -> str:
+def _refused(job: Object, pods: list[Object], events: list[Object]) -> str:
     """What the cluster says to pods that it does not let in: quota, PodSecurity, LimitRange. The job has no such condition."""
     name = get(job, "metadata", "name")
+    latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in pods), default="")
     found = [
-        e
-        for e in events
-        if str(e.get("reason")).startswith("FailedCreate") and get(e, "involvedObject", "name") == name
+        event
+        for event in events
+        if str(event.get("reason")).startswith("FailedCreate")
+        and get(event, "involvedObject", "name") == name
+        and str(event.get("lastTimestamp") or event.get("eventTime") or "~") >= latest  # else it was let in since
     ]
     return str(found[-1].get("message", "")) if found else ""
 

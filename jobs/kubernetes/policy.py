@@ -44,8 +44,13 @@ def secure(api: Api, path: str, policy: Manifest, live: Callable[[], Manifest | 
                 raise
         else:
             return
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"the NetworkPolicy {name} cannot be made, and one of an earlier job is still there: try again"
+            )
         there = _get(api, f"{path}/{name}")
-        if there is None:
+        if there is None:  # it has just gone, or the server was busy with another change
+            time.sleep(0.2)
             continue
         wanted = {**MANAGED, JOB: policy["metadata"]["labels"][JOB], HASH: policy["metadata"]["labels"][HASH]}
         if any(get(there, "metadata", "labels", key) != value for key, value in wanted.items()):
@@ -57,9 +62,16 @@ def secure(api: Api, path: str, policy: Manifest, live: Callable[[], Manifest | 
             return
         if not leaving:
             drop(api, path, there)
-        if time.monotonic() > deadline:
-            raise UserError(f"the NetworkPolicy {name} of an earlier job is still there: see its finalizers")
         time.sleep(0.2)
+
+
+def keep(api: Api, path: str, policy: Manifest, job: Manifest) -> None:
+    """Brings back what a submission that was cut off has left out: the policy of a job that is there, or its owner."""
+    there = _get(api, f"{path}/{policy['metadata']['name']}")
+    if there is None or not mappings(get(there, "metadata", "ownerReferences")):
+        if there is None:
+            secure(api, path, policy, lambda: job)
+        own(api, path, policy, job)
 
 
 def own(api: Api, path: str, policy: Manifest, job: Manifest) -> None:
@@ -68,7 +80,12 @@ def own(api: Api, path: str, policy: Manifest, job: Manifest) -> None:
         "apiVersion": job["apiVersion"], "kind": job["kind"], "name": get(job, "metadata", "name"),
         "uid": get(job, "metadata", "uid"),
     }  # fmt: skip
-    api.patch(f"{path}/{policy['metadata']['name']}", {"metadata": {"ownerReferences": [owner]}})
+    try:
+        api.patch(f"{path}/{policy['metadata']['name']}", {"metadata": {"ownerReferences": [owner]}})
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        api.create(path, {**policy, "metadata": {**policy["metadata"], "ownerReferences": [owner]}})
 
 
 def drop(api: Api, path: str, policy: Manifest) -> None:

@@ -109,7 +109,7 @@ def container_image(subject: Subject) -> Iterator[str]:
     """A container needs an image, and a python that is in it."""
     settings = slurm(subject.spec)
     if settings.container is not None and not (settings.image or subject.spec.image):
-        yield f"slurm.container is {settings.container}, but there is no image: set settings.image"
+        yield f"slurm.container is {settings.container}, but there is no image: set slurm.image"
 
 
 @rule("LS111", "warning")

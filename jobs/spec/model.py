@@ -261,7 +261,7 @@ if TYPE_CHECKING:
 else:
     JobSpec = create_model(
         "JobSpec", __base__=_JobSpec, __module__=__name__, __doc__=_JobSpec.__doc__,
-        **{name: (kind, Field(default_factory=kind)) for name, kind in registry.sections().items()},
+        **{name: (kind, Field(default_factory=kind)) for name, kind in registry.sections().items() if name not in _JobSpec.model_fields},
     )  # fmt: skip
 
 

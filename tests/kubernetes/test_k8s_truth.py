@@ -161,6 +161,29 @@ def test_a_policy_that_a_killed_submission_left_is_taken_over(backend: Kubernete
     assert backend.submit(SPEC).created and owner(cluster, SPEC) == uid(cluster)
 
 
+def test_attaching_brings_a_policy_back(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """A submission was cut off before it had its owner, or somebody has deleted it."""
+    backend.submit(SPEC)
+    cluster.remove("networkpolicies", policy(SPEC))
+    assert not backend.submit(SPEC).created and owner(cluster, SPEC) == uid(cluster)
+    found = cluster.get("networkpolicies", policy(SPEC))
+    assert found is not None
+    del found["metadata"]["ownerReferences"]
+    assert not backend.submit(SPEC).created and owner(cluster, SPEC) == uid(cluster)
+
+
+def test_a_policy_that_can_never_be_made_is_given_up(
+    backend: KubernetesBackend, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """409 is also the answer of a server that is busy with another change."""
+    monkeypatch.setattr("jobs.kubernetes.policy.GONE_SECONDS", 1.0)
+    busy = Fault("POST", "networkpolicies", status=409, times=10**6)
+    cluster.faults.append(busy)
+    with pytest.raises(UserError, match="cannot be made"):
+        backend.submit(SPEC)
+    assert busy.hits < 20 and cluster.get("pytorchjobs", "smoke") is None
+
+
 def test_a_name_that_is_being_deleted_is_waited_for(
     backend: KubernetesBackend, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,13 +226,26 @@ def event(cluster: Cluster, about: dict[str, Any], reason: str, message: str, ui
 
 
 NOT_READY = {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
+UNSAID = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
 PAST = "2026-01-01T00:05:40Z"
+LATE = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 90))
 
 
 @pytest.mark.parametrize(
-    "dead", [{"conditions": [NOT_READY]}, {"meta_deletionTimestamp": PAST, "meta_deletionGracePeriodSeconds": 90}],
-    ids=["not ready", "terminating for ever"],
-)  # fmt: skip
+    "dead",
+    [
+        {"conditions": [NOT_READY]},
+        {"conditions": UNSAID},
+        {"meta_deletionTimestamp": PAST, "meta_deletionGracePeriodSeconds": 90},
+        {"meta_deletionTimestamp": LATE, "meta_deletionGracePeriodSeconds": 3600},
+    ],
+    ids=[
+        "not ready",
+        "not ready, without a reason",
+        "terminating for ever",
+        "a long grace, which the time stamp holds",
+    ],
+)
 def test_a_node_that_dies_is_named_and_then_lost(
     backend: KubernetesBackend, cluster: Cluster, dead: dict[str, Any]
 ) -> None:
@@ -279,6 +315,59 @@ def test_a_failed_pod_is_named_before_and_after_the_job_has_failed(
     )  # type: ignore[dict-item]
     found = backend.status("smoke")
     assert found.state == "failed" and sentence in found.reason, found
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "code"),
+    [
+        ({"containerStatuses": ended_with(143, "OOMKilled")}, "failed", 1),
+        ({"containerStatuses": ended_with(2, "OOMKilled")}, "failed", 1),
+        ({"reason": "Evicted", "message": "low", "containerStatuses": ended_with(143)}, "preempted", 75),
+        ({"containerStatuses": ended_with(2)}, "failed", 2),
+    ],
+    ids=["memory, 143", "memory, 2", "evicted and saved", "wrong usage"],
+)
+def test_what_a_pod_died_of_and_whether_it_saved(
+    backend: KubernetesBackend, cluster: Cluster, end: dict[str, Any], state: str, code: int
+) -> None:
+    backend.submit(SPEC)
+    pod(cluster, "smoke-master-0", "Succeeded", containerStatuses=ended_with(0, "OOMKilled"))
+    pod(cluster, "smoke-worker-0", "Failed", **end)
+    job = cluster.get("pytorchjobs", "smoke")
+    cluster.put(
+        "pytorchjobs", {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "message": "x"}]}}
+    )  # type: ignore[dict-item]
+    found = backend.status("smoke")
+    assert (found.state, found.code) == (state, code) and "smoke-worker-0" in found.reason, found
+
+
+def test_pods_that_were_replaced_and_sidecars_are_no_news(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """A batch Job keeps failed pods beside those that replace them."""
+    backend.submit(SPEC)
+    sidecar = [{"name": "proxy", "restartCount": 0, "state": {"terminated": {"exitCode": 1}}}]
+    pod(cluster, containerStatuses=sidecar)
+    for name, phase, made in (
+        ("smoke-old", "Failed", "2026-01-01T00:00:01Z"),
+        ("smoke-new", "Running", "2026-01-01T00:09:00Z"),
+    ):
+        item = pod(
+            cluster,
+            name,
+            phase,
+            meta_creationTimestamp=made,
+            containerStatuses=ended_with(137) if phase == "Failed" else [],
+        )
+        cluster.put("pods", {**item, "spec": {**item["spec"], "hostname": "smoke-worker-0"}})
+    assert (backend.status("smoke").state, backend.status("smoke").reason) == ("running", "2/2 pods run")
+
+
+def test_a_refusal_that_is_over_is_not_told(backend: KubernetesBackend, cluster: Cluster) -> None:
+    backend.submit(SPEC)
+    event(cluster, cluster.get("pytorchjobs", "smoke"), "FailedCreatePod", QUOTA)  # type: ignore[arg-type]
+    (refused,) = [item for (kind, _, _), item in cluster.objects.items() if kind == "events"]
+    cluster.put("events", {**refused, "lastTimestamp": "2025-12-31T23:00:00Z"})
+    pod(cluster)
+    assert backend.status("smoke").reason == "1/2 pods run, the others are starting"
 
 
 def test_a_restart_loop_says_what_it_dies_of(backend: KubernetesBackend, cluster: Cluster) -> None:
@@ -383,6 +472,19 @@ def test_a_wait_keeps_its_bound_against_a_server_that_stalls(
     with pytest.raises(Unreachable):
         backend.wait("smoke", 2)  # it never heard of the job
     assert time.monotonic() - began < 2 + 2
+
+
+def test_a_wait_that_may_not_look_says_so_at_once(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """It called the job lost after five minutes."""
+    backend.lost_after = 300.0
+    backend.submit(SPEC)
+    cluster.denied.add("pods")
+    with pytest.raises(UserError, match="not allowed"):
+        backend.wait("smoke", 60)
+    cluster.denied.clear()
+    cluster.tokens.clear()
+    with pytest.raises(Unreachable, match="log in again"):
+        backend.wait("smoke", 60)
 
 
 def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following_of_logs(
