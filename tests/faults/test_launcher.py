@@ -154,7 +154,8 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
         def importing() -> bool:
             """`unshare` blocks TERM, too, until it has become our program."""
             pid = launcher()
-            return pid > 0 and b"training" in Path(f"/proc/{pid}/cmdline").read_bytes() and _blocks_term(pid)
+            program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] if pid else b""
+            return program == PYTHON.encode() and _blocks_term(pid)
 
         poll(importing, what="a launcher that imports torch")
         os.kill(launcher(), signal.SIGTERM)
