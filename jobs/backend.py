@@ -37,7 +37,7 @@ Specs = list[JobSpec]
 Sent = list[Submitted]
 LOOK_SECONDS = 2.0
 """What a last look may take, after the end of a wait."""
-_PREFIX = re.compile(r"\[rank (\d+)\] ")
+PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,10 @@ class Backend(abc.ABC):
         """Names that a new job cannot have."""
         return {row.name for row in self.list()}
 
+    def settled(self, found: Found) -> Found | None:
+        """The job of that name, once nobody is taking it away any more."""
+        return found
+
     def standing(self, found: Found) -> Status:
         """`observe` for who holds `exclusive`: nobody else is submitting."""
         return self.observe(found)
@@ -191,6 +195,10 @@ class Backend(abc.ABC):
             return spec, None
         if mode == "new":
             return spec.model_copy(update={"name": next_name(spec.name, self.taken()), "run_dir": None}), None
+        settled = self.settled(found)
+        if settled is None:
+            return spec, None
+        found = settled
         if found.hash is None:
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
         status = self.standing(found)
@@ -327,5 +335,5 @@ def of_rank(line: str, rank: int | None) -> str | None:
     """The line, or None where it is another rank's. One rank's lines lose their prefix."""
     if rank is None:
         return line
-    match = _PREFIX.match(line)
+    match = PREFIX.match(line)
     return line[match.end() :] if match and int(match[1]) == rank else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -71,6 +72,15 @@ def get(value: Any, *path: str | int) -> Any:
         else:
             return None
     return value
+
+
+def spec_in(labels: Any) -> Manifest:
+    """The spec that a job's annotations (or labels) hold, as plain values; {} where it is gone or damaged."""
+    try:
+        value = json.loads(get(labels, SPEC) or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def mappings(value: Any) -> list[Manifest]:

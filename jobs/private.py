@@ -9,6 +9,11 @@ from pathlib import Path
 from training.contract import UserError
 
 
+def home() -> Path:
+    """Where the jobs of this user are kept, a folder a backend."""
+    return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
+
+
 def make(folder: Path) -> Path:
     """The folder, made where it is missing, and checked. Raises `UserError`."""
     try:

@@ -12,9 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from jobs.cli import files as commands
-from jobs.cli import names as job_commands
-from jobs.cli import top
+from jobs.cli import files, names, top
 from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
 from training.contract import EXIT_USAGE, VERSION, UserError, check_words
@@ -78,18 +76,18 @@ def run(
     os.execv(command[0], command)  # noqa: S606 - the launcher takes this process's place, and its signals
 
 
-app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(commands.render)
-app.command(epilog="Example: lockstep lint job.yaml")(commands.lint)
-app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(commands.submit)
-app.command(epilog="Example: lockstep diff k8s job.yaml")(commands.diff)
-app.command(epilog="Example: lockstep prepare k8s job.yaml")(commands.prepare)
-app.command(epilog="Example: lockstep schema > job.schema.json")(commands.schema)
-app.command(epilog="Example: lockstep status k8s smoke --json")(job_commands.status)
-app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --follow")(job_commands.logs)
-app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(job_commands.wait)
-app.command(epilog="Example: lockstep cancel k8s smoke")(job_commands.cancel)
-app.command("list", epilog="Example: lockstep list k8s")(job_commands.list_jobs)
-app.command(epilog="Example: lockstep doctor k8s job.yaml")(job_commands.doctor)
+app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)
+app.command(epilog="Example: lockstep lint job.yaml")(files.lint)
+app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(files.submit)
+app.command(epilog="Example: lockstep diff k8s job.yaml")(files.diff)
+app.command(epilog="Example: lockstep prepare k8s job.yaml")(files.prepare)
+app.command(epilog="Example: lockstep schema > job.schema.json")(files.schema)
+app.command(epilog="Example: lockstep status k8s smoke --json")(names.status)
+app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --follow")(names.logs)
+app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(names.wait)
+app.command(epilog="Example: lockstep cancel k8s smoke")(names.cancel)
+app.command("list", epilog="Example: lockstep list k8s")(names.list_jobs)
+app.command(epilog="Example: lockstep doctor k8s job.yaml")(names.doctor)
 app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 

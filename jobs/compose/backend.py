@@ -21,7 +21,7 @@ from jobs.compare import missing_from
 from jobs.compose import checks, engine, rules
 from jobs.compose import render as rendering
 from jobs.compose.observe import explain, started
-from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, to_yaml
+from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Status, Submitted
 from training import contract
@@ -68,7 +68,7 @@ class ComposeBackend(Cluster):
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
             return None
-        return Found(name, get(nodes[0], "Config", "Labels", HASH), self._spec_of(nodes[0]), nodes)
+        return Found(name, get(nodes[0], "Config", "Labels", HASH), spec_in(get(nodes[0], "Config", "Labels")), nodes)
 
     def where(self, found: Found) -> str:
         return self._where(found.name)
@@ -203,7 +203,7 @@ class ComposeBackend(Cluster):
         rows = []
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
-            found = Found(name, None, self._spec_of(nodes[0]), _sorted(nodes))
+            found = Found(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes))
             rows.append(Listed(name, self.observe(found).state, len(nodes), created))
         return rows
 
@@ -225,14 +225,6 @@ class ComposeBackend(Cluster):
         if found is None:
             raise UserError(f"{path} is not there yet: {name} is {self.observe(job).state}")
         value = json.loads(found[0])
-        return value if isinstance(value, dict) else {}
-
-    @staticmethod
-    def _spec_of(node: Manifest) -> dict[str, Any]:
-        try:
-            value = json.loads(get(node, "Config", "Labels", SPEC) or "{}")
-        except ValueError:
-            return {}
         return value if isinstance(value, dict) else {}
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
-from jobs.backend import Found, Lines, Mode, check_name
+from jobs.backend import Found, Lines, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.compare import missing_from
@@ -22,7 +22,7 @@ from jobs.kubernetes.pod import CONTAINER, KUEUE_QUEUE
 from jobs.kubernetes.pytorchjob import has_master
 from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject
-from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, to_yaml
+from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import FINAL, Listed, Status, Submitted
 from jobs.terminal import warn
@@ -97,18 +97,18 @@ class KubernetesBackend(Cluster):
             job = self._find(name)
         if job is None:
             return None
-        return Found(name, get(job, "metadata", "labels", HASH), self._spec_of(job), job)
+        return Found(name, get(job, "metadata", "labels", HASH), spec_in(get(job, "metadata", "annotations")), job)
 
     def no_such(self, name: str) -> UserError:
         return UserError(f"there is no job {name} in namespace {self.namespace}: see `lockstep list k8s`")
 
-    def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
-        found = self.find(spec.name)
-        if found is not None and mode != "new" and get(found.record, "metadata", "deletionTimestamp"):
-            warn(f"{spec.name} is being deleted: waiting for its end")
-            with explained(self.api.host):
-                self._await_end(found.record, self._deletion_seconds(found.spec))
-        return super().place(spec, mode)
+    def settled(self, found: Found) -> Found | None:
+        if not get(found.record, "metadata", "deletionTimestamp"):
+            return found
+        warn(f"{found.name} is being deleted: waiting for its end")
+        with explained(self.api.host):
+            self._await_end(found.record, self._deletion_seconds(found.spec))
+        return self.find(found.name)
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
         wanted, *_ = render.kubernetes(spec)
@@ -293,7 +293,7 @@ class KubernetesBackend(Cluster):
                     refused += [error] if error.status == 403 else []
                     continue  # this kind is not installed, or not used by who asks
                 for job in found:
-                    spec = self._spec_of(job)
+                    spec = spec_in(get(job, "metadata", "annotations"))
                     created = str(get(job, "metadata", "creationTimestamp") or "")
                     rows.append(Listed(get(job, "metadata", "name"), brief(job), spec.get("nodes", 1), created))
             if len(refused) == len(KINDS):
@@ -352,14 +352,6 @@ class KubernetesBackend(Cluster):
                 if error.status not in (403, 404):
                     raise
         return None
-
-    @staticmethod
-    def _spec_of(job: Manifest) -> dict[str, Any]:
-        try:
-            value = json.loads(get(job, "metadata", "annotations", SPEC) or "{}")
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
 
     @staticmethod
     def _hosts(spec: JobSpec | None, job: Manifest) -> Lines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from jobs.checks.check import Check, Result
 from jobs.checks.rule import Finding
@@ -20,7 +20,17 @@ from jobs.spec.model import JobSpec
 from training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.kubernetes.backend import KubernetesBackend
+    from jobs.kubernetes.api import Api
+
+
+class Reached(Protocol):
+    """A namespace of a cluster that answers."""
+
+    api: Api
+    namespace: str
+
+    def path(self, kind: str, name: str = "") -> str: ...
+
 
 RIGHTS = (
     ("create", "kubeflow.org", "pytorchjobs", ""), ("get", "kubeflow.org", "pytorchjobs", ""),
@@ -46,7 +56,7 @@ def _rules(findings: list[Finding] | None) -> list[Check]:
     return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 
-def check(backend: KubernetesBackend, spec: JobSpec | None, findings: list[Finding] | None) -> list[Check]:
+def check(backend: Reached, spec: JobSpec | None, findings: list[Finding] | None) -> list[Check]:
     """The checks in order; the first failure to reach the cluster ends them."""
     try:
         version = backend.api.get("/version").get("gitVersion", "?")
@@ -78,13 +88,13 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
     return found
 
 
-def _who(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     answer = backend.api.create("/apis/authentication.k8s.io/v1/selfsubjectreviews", body)
     yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {backend.namespace}")
 
 
-def _rights(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
     denied = []
     for verb, group, resource, sub in RIGHTS:
         wanted = {
@@ -106,7 +116,7 @@ def _rights(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]
         yield Check("rights", "ok", f"all {len(RIGHTS)} that lockstep needs")
 
 
-def _custom_resource(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:
+def _custom_resource(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
     kind = k8s(spec).kind if spec else "PyTorchJob"
     try:
         backend.api.get(backend.path(kind), limit=1)
@@ -118,7 +128,7 @@ def _custom_resource(backend: KubernetesBackend, spec: JobSpec | None) -> Iterat
     yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
 
 
-def _operator(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
     for item in backend.api.pages("/apis/apps/v1/deployments"):
         for container in mappings(get(item, "spec", "template", "spec", "containers")):
             if "training-operator" not in str(container.get("image")):
@@ -145,7 +155,7 @@ def _operator(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Chec
     yield Check("operator", "cannot tell", "no deployment of an image named training-operator")
 
 
-def _pod_monitor(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
     try:
         backend.api.get(f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors", limit=1)
     except ApiError as error:
@@ -160,7 +170,7 @@ def _pod_monitor(backend: KubernetesBackend, spec: JobSpec | None) -> Iterator[C
     yield Check("pod monitor", "ok", "installed")
 
 
-def _queue(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if k8s(spec).queue is None:
         return
     path = "/apis/kueue.x-k8s.io/v1beta1"
@@ -187,7 +197,7 @@ def _queue(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
         yield Check("quota", "ok" if fits else "missing", detail)
 
 
-def _nodes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if not spec.gpus:
         return
     amounts = []
@@ -201,7 +211,7 @@ def _nodes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
     yield Check("nodes", "ok" if fit >= needed else "missing", detail)
 
 
-def _volumes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     for volume in spec.volumes:
         path = f"/api/v1/namespaces/{backend.namespace}/persistentvolumeclaims/{volume.claim}"
         try:
@@ -221,7 +231,7 @@ def _volumes(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
             yield Check("volume", "missing", f"{detail}: {spec.nodes} nodes need ReadWriteMany")
 
 
-def _pull_secrets(backend: KubernetesBackend, spec: JobSpec) -> Iterator[Check]:
+def _pull_secrets(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     for name in k8s(spec).image_pull_secrets:
         try:
             backend.api.get(f"/api/v1/namespaces/{backend.namespace}/secrets/{name}", accept=METADATA)

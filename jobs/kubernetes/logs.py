@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.backend import PREFIX, of_rank
 from jobs.kubernetes.api import Api, ApiError
 from jobs.kubernetes.observe import host
 from jobs.manifest import get
 from jobs.status import Unreachable
 from training.contract import UserError
 
-PREFIX = re.compile(r"\[rank (\d+)\] ")
 MOST_PODS = 100
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
@@ -124,8 +123,6 @@ def _nanoseconds(stamp: str) -> str:
 
 def _pick(lines: Iterator[str], name: str, rank: int | None) -> Iterator[str]:
     for line in lines:
-        match = PREFIX.match(line)
-        if rank is None:
-            yield line if match else f"[{name}] {line}"
-        elif match and int(match[1]) == rank:
-            yield line[match.end() :]
+        found = of_rank(line, rank)
+        if found is not None:
+            yield found if rank is not None or PREFIX.match(line) else f"[{name}] {line}"

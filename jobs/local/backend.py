@@ -37,11 +37,6 @@ _RECORD: dict[str, Any] = {
 _OF_A_JOB = (contract.ENV_JOB, contract.ENV_LAUNCHER, contract.ENV_RESTARTS)
 
 
-def home() -> Path:
-    """Where this machine's jobs are kept."""
-    return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
-
-
 class LocalBackend(Backend):
     """See `Backend`."""
 
@@ -50,7 +45,7 @@ class LocalBackend(Backend):
     interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or home() / "local"
+        self.folder = folder or private.home() / "local"
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         return lock.held(self.folder, 30)

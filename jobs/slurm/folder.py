@@ -7,12 +7,11 @@ The nodes unpickle what lies in submitit/. So every folder is ours, mode 0700, a
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-from jobs import records
+from jobs import private, records
 from jobs.records import fits
 from jobs.slurm.task import note
 from training import files
@@ -24,7 +23,7 @@ SUBMITIT = "submitit"
 
 def home() -> Path:
     """`$LOCKSTEP_HOME/slurm`: it must lie on storage that the nodes share."""
-    return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep").absolute() / "slurm"
+    return private.home().absolute() / "slurm"
 
 
 _RECORD: dict[str, Any] = {
