@@ -6,9 +6,12 @@ Both listen to the run's events, so they show what events.jsonl holds, under the
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from training import config as configuration
@@ -86,7 +89,17 @@ def _tensorboard(config: Config, run: RunDirectory, step: int) -> Tracker:  # no
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
+    _after_the_second_of_the_last_file(run.path / TENSORBOARD)
     return _TensorBoard(SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1))
+
+
+def _after_the_second_of_the_last_file(folder: Path) -> None:
+    """TensorBoard reads its files by name, events.out.tfevents.SECOND.HOST.PID. Of two starts in one second the earlier
+    could come last, and what it was told to purge would be the later one's."""
+    stamps = [name.split(".")[3] for name in os.listdir(folder) if "tfevents" in name] if folder.is_dir() else []
+    last = max((int(stamp) for stamp in stamps if stamp.isdigit()), default=0)
+    while 0 <= last - int(time.time()) <= 1:  # further ahead is another machine's clock, which no wait mends
+        time.sleep(0.05)
 
 
 class _TensorBoard:
