@@ -42,7 +42,7 @@ class Attempts:
             raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
         self.used += killed
         if self.used > self.limit:
-            self._forget()
+            self.forget()
             return False
         self._begun = self.used
         self._write(running=True)
@@ -58,7 +58,7 @@ class Attempts:
         if code == EXIT_PREEMPTED:
             self._write(running=False, only_known=True)
         elif code != EXIT_FAILED or self.left <= 0:
-            self._forget()
+            self.forget()
         else:
             self.used += 1
             self._write(running=False, only_known=True)
@@ -84,7 +84,8 @@ class Attempts:
         except OSError as error:
             raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """The job has ended: the next one of this name begins anew."""
         if self._file is not None:
             for file in self._file.parent.glob("*.json"):
                 file.unlink(missing_ok=True)

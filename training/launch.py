@@ -8,6 +8,7 @@ carries its rank, and the exit code says what the cluster should do next.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -15,7 +16,6 @@ import shutil
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -25,14 +25,10 @@ import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
-from training import lines, scratch, stores
+from training import lines, rendezvous, scratch
 from training.attempts import Attempts
 from training.contract import (
     ENV_LAUNCHER,
@@ -45,7 +41,9 @@ from training.contract import (
     MASTER_PORT,
     UserError,
 )  # fmt: skip
+from training.ending import Ending
 from training.lifeline import FORWARDED
+from training.rendezvous import NotMet
 from training.world import cores
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
@@ -65,6 +63,21 @@ class Agent(LocalElasticAgent):
     finish_lines: Callable[[], None]
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
+    serves: bool
+    """The rendezvous is in this process."""
+    ending: Ending | None = None
+    """Of this round, where there are other nodes."""
+    _ended: RunResult | None = None
+    """How the ranks of this node have ended well."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.ending = self._ended = None
+        handler = worker_group.spec.rdzv_handler
+        with rendezvous.told(handler):
+            super()._rendezvous(worker_group)
+        store, nodes, node = worker_group.store, worker_group.group_world_size, worker_group.group_rank
+        assert store is not None and nodes is not None and node is not None
+        self.ending = Ending(handler, store, nodes, node, self.serves) if nodes > 1 else None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
@@ -84,8 +97,14 @@ class Agent(LocalElasticAgent):
 
     @property
     def done(self) -> bool:
-        """The ranks of this node have ended well; the launcher may still wait for the other nodes'."""
-        return self._worker_group.state == WorkerState.SUCCEEDED
+        """All ranks have ended well, those of the other nodes, too."""
+        return self._worker_group.state == WorkerState.SUCCEEDED or (self.ending is not None and self.ending.over)
+
+    @property
+    def _waits(self) -> bool:
+        """No rank of this node runs: they have ended, or the old ones are gone and the new ones wait for other nodes."""
+        ended = self.ending is not None and self.ending.done
+        return ended or self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
 
     def catch(self) -> None:
         _handle(self.caught, self._forward)
@@ -93,9 +112,7 @@ class Agent(LocalElasticAgent):
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
             self.signalled = number
-        # SUCCEEDED: in the exit barrier. STOPPED: the old ranks are gone, the new ones wait for other nodes.
-        waiting = self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
-        if self._pcontext is None or waiting:
+        if self._pcontext is None or self._waits:
             raise SignalException(f"signal {number}", signal.Signals(number))
         for pid in self._pcontext.pids().values():
             try:
@@ -115,6 +132,25 @@ class Agent(LocalElasticAgent):
         self._forward(wanted, frame)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._ended is None:
+            result = self._look(worker_group)
+            if result.state != WorkerState.SUCCEEDED or self.ending is None:
+                return result
+            self._ended = result
+        assert self.ending is not None
+        if not self.ending.reached():
+            return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
+        if self.ending.lost:
+            return RunResult(state=WorkerState.UNHEALTHY)
+        if self.ending.verdict is None:
+            return self._ended
+        self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED)
+
+    def _exit_barrier(self) -> None:
+        """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
+
+    def _look(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
@@ -172,7 +208,10 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
     parser.add_argument("--max-restarts", type=_count, default=env.get("PET_MAX_RESTARTS", "0"),
                         help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
-    parser.add_argument("--join-timeout", type=float, default=600.0, help="seconds to wait for the other nodes")
+    parser.add_argument("--join-timeout", type=_count, default="600", metavar="SECONDS",
+                        help="how long to wait for the other nodes (default 600)")  # fmt: skip
+    parser.add_argument("--linger", type=_count, default="0", metavar="SECONDS",
+                        help="stay so long after rank 0's node, for a cluster that ends the job with the first that leaves")  # fmt: skip
     parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
     parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
                         help=f"end the ranks after so long, saved, with exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
@@ -210,7 +249,7 @@ def _serves(env: Mapping[str, str]) -> bool | None:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text):
-        raise UserError(f"--max-restarts and --time-limit must be numbers from 0, got {text!r}")
+        raise UserError(f"--max-restarts, --time-limit and --linger must be numbers from 0, got {text!r}")
     return int(text)
 
 
@@ -226,48 +265,12 @@ def rank_count(text: str, command: list[str]) -> int:
     return int(text)
 
 
-def _node_range(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text)
-    if not match or int(match[2] or match[1]) < int(match[1]):
-        raise UserError(f"--nodes must be a number, or MIN:MAX with MIN ≤ MAX; got {text!r}")
-    return int(match[1]), int(match[2] or match[1])
-
-
-def _rendezvous(args: argparse.Namespace) -> RendezvousParameters:
-    low, high = _node_range(args.nodes)
-    endpoint, host = args.rendezvous, args.serve
-    if high > 1 and not endpoint:
-        raise UserError(f"--nodes {args.nodes} needs --rendezvous HOST:PORT, the same on every node")
-    job_id = args.job_id if high > 1 else uuid.uuid4().hex
-    if high == 1:
-        endpoint, host = "127.0.0.1:0", True
-    options = {"is_host": str(host).lower()} if host is not None else {}
-    return RendezvousParameters(
-        backend="c10d", endpoint=endpoint, run_id=job_id, min_nodes=low, max_nodes=high,
-        local_addr="127.0.0.1" if high == 1 else args.address,
-        join_timeout=args.join_timeout, last_call_timeout=3 if low < high else 1,
-        read_timeout=min(args.join_timeout, 60), **options,
-    )  # fmt: skip
-
-
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """torch's own rendezvous, but its store listens on the one address that was named."""
-    if not parameters.get_as_bool("is_host"):  # another node serves it, or the name alone tells
-        return get_rendezvous_handler(parameters)
-    try:
-        host, port = parse_rendezvous_endpoint(parameters.endpoint, MASTER_PORT)
-        store = stores.tcp_store(host, port, serves=True, seconds=float(parameters.get("read_timeout")))
-    except (ValueError, RuntimeError) as error:
-        raise RendezvousError(str(error)) from error
-    return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
-
-
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong words."""
     env = os.environ if env is None else env
     args, command = _parse(argv, env)
     ranks = rank_count(args.ranks, command)
-    parameters = _rendezvous(args)
+    parameters = rendezvous.parameters(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: there is no program {command[0]!r}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -279,16 +282,26 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     if not attempts.begin():
         print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    with scratch.folder("lockstep-") as logs, lines.whole() as finish_lines:
-        code = _run(args, command, ranks, parameters, logs, attempts, finish_lines)
+    try:
+        with scratch.folder("lockstep-") as logs, lines.whole() as finish_lines:
+            code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines)
+    except NotMet as error:
+        print(f"launch: {error}: given up", file=sys.stderr, flush=True)
+        attempts.forget()
+        return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
     attempts.end(code)
+    if ending is not None:
+        _handle(FORWARDED, _leave_while_waiting)
+        with contextlib.suppress(SignalException):
+            ending.leave(args.linger)
     return cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
     finish_lines: Callable[[], None],
-) -> int:  # fmt: skip
+) -> tuple[int, Ending | None]:  # fmt: skip
+    """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     # torch would catch what nohup has us ignore, and its children would no longer inherit that.
@@ -299,14 +312,15 @@ def _run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
             role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
-            rdzv_handler=_handler(parameters), max_restarts=attempts.left, monitor_interval=0.1,
+            rdzv_handler=rendezvous.connect(parameters), max_restarts=attempts.left, monitor_interval=0.1,
             local_addr=parameters.local_addr,
         )  # fmt: skip
         agent = Agent(
             spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
-            exit_barrier_timeout=args.grace, shutdown_timeout=args.grace,
+            shutdown_timeout=args.grace,
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
+        agent.serves = rendezvous.serves(parameters)
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
         agent.catch()
@@ -314,6 +328,8 @@ def _run(
         result = agent.run()
         _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
         code = exit_code(result)
+        if agent.ending is not None and agent.ending.verdict is not None:
+            code = agent.ending.verdict
         if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
             print(f"launch: {name} before a rank had begun", file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
@@ -321,20 +337,25 @@ def _run(
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
             print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
             code = EXIT_TIMED_OUT
+        if agent.ending is not None and code != EXIT_DONE:
+            agent.ending.failed(code)
         spec.rdzv_handler.shutdown()
     except SignalException as error:
         _handle(caught, signal.SIG_IGN)
         if agent is not None and agent.done:
-            return EXIT_DONE
+            return EXIT_DONE, None
         over = agent is not None and agent.timed_out
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
-        print(f"launch: {what} before the ranks had begun", file=sys.stderr, flush=True)
-        return EXIT_TIMED_OUT if over else EXIT_PREEMPTED
+        when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had begun"
+        print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
+        return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, None
+    except RendezvousTimeoutError:
+        raise NotMet(f"the nodes did not meet at {parameters.endpoint} within {args.join_timeout:g} s") from None
     except RendezvousError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
-    return code
+        return EXIT_FAILED, None
+    return code, agent.ending
 
 
 def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:

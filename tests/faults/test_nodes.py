@@ -1,0 +1,159 @@
+"""Nodes that meet late, and nodes that end at different times: none leaves before all are done, and waiting is no failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, clean_env, free_port, poll, started
+
+QUICK = "import sys; from training import launch, rendezvous; rendezvous.SAID_EVERY = 0.3; sys.exit(launch.main(sys.argv[1:]))"
+
+
+class Nodes:
+    """The launchers of one job, each with one rank: a shell program."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder, self.flags, self.port = folder, flags, free_port()
+        self.start = ["-m", "training", "launch"]
+
+    @contextlib.contextmanager
+    def node(self, number: int, program: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+        words = [
+            PYTHON, *self.start, "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{self.port}",
+            "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10", *self.flags, *flags,
+            "--", "sh", "-c", f"cd {self.folder}; {program}",
+        ]  # fmt: skip
+        with started(words, clean_env()) as process:
+            yield process
+
+    def seen(self, name: str) -> None:
+        poll((self.folder / name).exists, 60, name)
+
+
+def _end(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]:
+    output = process.communicate(timeout=seconds)[0]
+    return process.returncode, output
+
+
+WAIT = "while ! test -e go; do sleep 0.05; done; "
+
+
+def test_a_node_that_is_done_leaves_after_rank_0s_last_line(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, f"touch here; {WAIT} echo the last line") as first, nodes.node(1, "touch done") as second:
+        nodes.seen("here")
+        nodes.seen("done")
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1.5)
+        (tmp_path / "go").touch()
+        code, output = _end(first)
+        assert code == 0 and "[rank 0] the last line" in output.splitlines()
+        assert _end(second)[0] == 0
+
+
+@pytest.mark.parametrize("code", [2, 1])
+def test_a_late_failure_is_the_exit_code_of_every_node(tmp_path: Path, code: int) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, f"{WAIT} exit {code}") as first, nodes.node(1, "touch done") as second:
+        nodes.seen("done")
+        (tmp_path / "go").touch()
+        assert [_end(first)[0], _end(second)[0]] == [code, code]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_rank_0s_node_leaves_first_after_a_late_failure_too(tmp_path: Path, failing: int) -> None:
+    """A cluster ends the job with the first node that has failed, and takes the others away."""
+    nodes = Nodes(tmp_path, "--linger", "600")
+    programs = [f"touch done-{number}" for number in range(2)]
+    programs[failing] = f"{WAIT} exit 2"
+    with nodes.node(0, programs[0]) as first, nodes.node(1, programs[1]) as second:
+        nodes.seen(f"done-{1 - failing}")
+        (tmp_path / "go").touch()
+        assert _end(first)[0] == 2
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1)
+        second.send_signal(signal.SIGTERM)
+        assert _end(second, 20)[0] == 2
+
+
+def test_a_late_failure_that_is_started_again_starts_those_again_that_were_done(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "--max-restarts", "1")
+    program = f"test -e failed && exit 0; {WAIT} touch failed; exit 7"
+    with nodes.node(0, program) as first, nodes.node(1, "echo run >> runs; touch done") as second:
+        nodes.seen("done")
+        (tmp_path / "go").touch()
+        assert [_end(first)[0], _end(second)[0]] == [0, 0]
+    assert (tmp_path / "runs").read_text().split() == ["run", "run"]
+
+
+def test_a_node_that_waits_for_the_others_end_heeds_a_signal(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, f"{WAIT}") as first, nodes.node(1, "touch done") as second:
+        nodes.seen("done")
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1)
+        second.send_signal(signal.SIGTERM)
+        code, output = _end(second, 20)
+        assert code == 75 and "SIGTERM before all nodes had ended" in output
+        (tmp_path / "go").touch()
+        assert _end(first, 30)[0] == 0
+
+
+def test_a_node_that_lingers_heeds_a_signal(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, "true") as first, nodes.node(1, "true", "--linger", "600") as second:
+        assert _end(first)[0] == 0
+        second.send_signal(signal.SIGTERM)  # as an operator that has seen the first node completed
+        assert _end(second, 20)[0] == 0
+
+
+def test_an_elastic_job_goes_on_without_a_node_that_is_lost_at_the_end(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "--nodes", "1:2", "--max-restarts", "1")
+    with nodes.node(0, "echo $WORLD_SIZE >> worlds; touch done") as first:
+        with nodes.node(1, f"echo $$ > pid; {WAIT}") as second:
+            nodes.seen("done")
+            nodes.seen("pid")
+        second.wait(10)
+        assert _end(first, 90)[0] == 0
+    assert (tmp_path / "worlds").read_text().split()[-1] == "1"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_nodes_that_are_missing_are_told_and_given_up_once(tmp_path: Path, number: int) -> None:
+    counts = tmp_path / "restarts"
+    flags = ("--join-timeout", "3", "--exit-codes", "kubernetes", "--max-restarts", "3", "--restarts-dir", str(counts))
+    nodes = Nodes(tmp_path)
+    nodes.start = ["-c", QUICK]
+    with nodes.node(number, "true", *flags) as process:
+        code, output = _end(process)
+    assert code == 1, "a code of 128 or more has the pod started again"
+    said = r"1 of 2 nodes are here, 1 missing: waiting, \d s of 3 s" if number == 0 else r"nobody answers at 127\S+ yet"
+    assert re.search(said, output), output
+    assert output.rstrip().endswith("given up")
+    assert list(counts.iterdir()) == [], "it was no failure"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_may_be_late_without_a_restart(tmp_path: Path, late: int) -> None:
+    nodes = Nodes(
+        tmp_path, "--exit-codes", "kubernetes", "--max-restarts", "3", "--restarts-dir", str(tmp_path / "counts")
+    )
+    with nodes.node(1 - late, "touch begun-$RANK") as early:
+        poll(lambda: [*tmp_path.glob("counts/*.json")], 60, "the launcher")
+        with pytest.raises(subprocess.TimeoutExpired):
+            early.wait(2)
+        assert [json.loads(file.read_text()) for file in (tmp_path / "counts").iterdir()] == [
+            {"used": 0, "running": True}
+        ]
+        with nodes.node(late, "touch begun-$RANK") as other:
+            assert [_end(other)[0], _end(early)[0]] == [0, 0]
+    nodes.seen("begun-0")
+    nodes.seen("begun-1")
