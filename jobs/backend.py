@@ -60,6 +60,11 @@ class Found:
         except UserError:
             return None
 
+    def beside(self, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Its spec and another one, as plain values that can be compared."""
+        own = self.spec
+        return (self.plain, spec.plain()) if own is None else (own.record(), spec.record())
+
 
 class Backend(abc.ABC):
     """One place where jobs run. All methods that take a name raise `UserError` for a job that does not exist."""
@@ -206,7 +211,7 @@ class Backend(abc.ABC):
             return spec, found
         started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
         if found.hash != spec.hash() or started_over:
-            changed = "; ".join(differences(found.plain, spec.plain())[:8]) or "an earlier version of the same settings"
+            changed = "; ".join(differences(*found.beside(spec))[:8]) or "an earlier version of the same settings"
             raise UserError(
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
                 "or cancel it and submit with --replace"
@@ -299,13 +304,10 @@ class Backend(abc.ABC):
         status = self.observe(found)
         return status if status.final else self.stop(found)
 
-    def live(self, name: str) -> dict[str, Any]:
-        """The spec that the job was submitted with, as plain values."""
-        return self.require(name).plain
-
     def drift(self, spec: JobSpec) -> Lines:
-        """`changes` of the job of that name."""
-        return self.changes(self.require(spec.name), spec)
+        """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
+        found = self.require(spec.name)
+        return differences(*found.beside(spec)) or self.changes(found, spec)
 
     def summary(self, name: str) -> dict[str, Any]:
         """`summary.json` of the finished run. Raises `UserError` where there is none yet."""

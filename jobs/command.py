@@ -8,10 +8,19 @@ GRACE_MARGIN = 30
 """Seconds between the end of the ranks' grace and the cluster's SIGKILL: time to fsync and to unwind."""
 
 
-def launch(spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain") -> list[str]:
-    """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment."""
+def launch(
+    spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain", linger: int = 0
+) -> list[str]:
+    """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment.
+
+    Args:
+        linger: seconds that the other nodes stay after rank 0's.
+    """
     command = [python, "-m", "training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds)]
+    if spec.nodes > 1 or spec.elastic is not None:
+        command += ["--join-timeout", str(spec.join_seconds)]
+        command += ["--linger", str(linger)] if linger else []
     if exit_codes != "plain":
         # There the cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
         command += ["--exit-codes", exit_codes, "--restarts-dir", f"{run_dir}/restarts"]

@@ -8,7 +8,6 @@ from typing import Any
 
 from jobs import connect
 from jobs.backend import Backend, Mode
-from jobs.compare import differences
 from jobs.spec.model import JobSpec
 from jobs.status import Observer, Status, Submitted
 
@@ -53,8 +52,7 @@ def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submi
 
 def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
     """`name: submitted → file` for every setting that differs; where none does, what was changed in the live object."""
-    opened = _open(spec, backend)
-    return differences(opened.live(spec.name), spec.plain()) or opened.drift(spec)
+    return _open(spec, backend).drift(spec)
 
 
 def _open(spec: JobSpec, backend: str | Backend) -> Backend:

@@ -12,7 +12,7 @@ JOB = "lockstep/job"
 """Label of everything that belongs to a job; its value is the job's name."""
 HASH = "lockstep/spec-hash"
 SPEC = "lockstep/spec"
-"""Annotation that holds the spec a job was made from, for `diff`. It has references to secrets, no secrets."""
+"""Annotation that holds the spec that a job was made from, whole. It has references to secrets, no secrets."""
 MANAGED = {"app.kubernetes.io/managed-by": "lockstep"}
 
 Manifest = dict[str, Any]

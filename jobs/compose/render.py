@@ -87,7 +87,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
     own = ["--ranks", str(spec.ranks), "--nodes", str(low) if low == high else f"{low}:{high}"]
     own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if high > 1 else []
     own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]
-    text = json.dumps(spec.plain(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     service = {
         "image": spec.image,
         "hostname": node_name(spec, index),

@@ -175,7 +175,7 @@ class Api:
             token: str | None = None
             try:
                 while True:
-                    page = self.get(path, limit=PAGE, **{**query, "continue": token})
+                    page = self.get(path, **{"limit": PAGE, **query, "continue": token})
                     for item in page.get("items", []):
                         key = item.get("metadata", {}).get("uid") or item.get("metadata", {}).get("name", "")
                         if key not in seen:

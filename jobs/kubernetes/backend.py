@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
@@ -19,7 +20,6 @@ from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.observe import brief, explain
 from jobs.kubernetes.pod import CONTAINER, KUEUE_QUEUE
-from jobs.kubernetes.pytorchjob import has_master
 from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject
 from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
@@ -180,7 +180,7 @@ class KubernetesBackend(Cluster):
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         name = str(get(job, "metadata", "name"))
         pods = self._pods(name)
-        hosts = self._hosts(spec, job)
+        hosts = self._hosts(job)
         elastic = spec is not None and spec.elastic is not None
         ranks = spec.ranks if spec else 1
         found = explain(job, pods, [], None, hosts, ranks, elastic, time.time())
@@ -195,12 +195,12 @@ class KubernetesBackend(Cluster):
         return next((part.reason for part in status.ranks if part.state == "unknown"), "")
 
     def world(self, found: Found, spec: JobSpec | None) -> int:
-        return len(self._hosts(spec, found.record)) * (spec.ranks if spec else 1)
+        return len(self._hosts(found.record)) * (spec.ranks if spec else 1)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
         from jobs.kubernetes.logs import Reader
 
-        name, hosts = found.name, self._hosts(spec, found.record)
+        name, hosts = found.name, self._hosts(found.record)
         if rank is not None and spec is not None and not spec.elastic:
             hosts = [hosts[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
         gone_since: list[float] = []
@@ -215,7 +215,8 @@ class KubernetesBackend(Cluster):
 
         container = CONTAINER if found.record.get("kind") == "PyTorchJob" else "node"
         reader = Reader(
-            self.api, self.namespace, lambda: self._pods(name), over, min(self.interval, 2.0), container, self.lost_after
+            self.api, self.namespace, lambda: self._pods(name), partial(self._pod, found.record), over,
+            min(self.interval, 2.0), container, self.lost_after,
         )  # fmt: skip
         with explained(self.api.host):
             yield from reader.lines(hosts, rank, follow)
@@ -286,7 +287,10 @@ class KubernetesBackend(Cluster):
         with explained(self.api.host):
             for kind in KINDS:
                 try:
-                    found = _all(self.api.pages(self.path(kind), labelSelector=MANAGED_SELECTOR))
+                    found = _all(
+                        # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
+                        self.api.pages(self.path(kind), labelSelector=MANAGED_SELECTOR, resourceVersion="0", limit=None)
+                    )
                 except ApiError as error:
                     if error.status not in (403, 404):
                         raise
@@ -337,6 +341,20 @@ class KubernetesBackend(Cluster):
     def _pods(self, name: str) -> Manifests:
         return _all(self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB}={name}"))
 
+    def _pod(self, job: Manifest, host: str) -> Manifest | None:
+        """The pod of a host, alone: a job may have a thousand others."""
+        name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
+        if job.get("kind") == "TrainJob":  # its pods' names end in something random, their index says which they are
+            selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
+            return next(self.api.pages(path, labelSelector=selector), None)
+        try:
+            pod = self.api.get(f"{path}/{host}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+        return pod if get(pod, "metadata", "labels", JOB) == name else None
+
     def _events(self, about: str) -> Manifests:
         path = f"/api/v1/namespaces/{self.namespace}/events"
         found = _all(self.api.pages(path, fieldSelector=f"involvedObject.name={about}"))
@@ -354,17 +372,15 @@ class KubernetesBackend(Cluster):
         return None
 
     @staticmethod
-    def _hosts(spec: JobSpec | None, job: Manifest) -> Lines:
+    def _hosts(job: Manifest) -> Lines:
         """Host names in the order of ranks: the rendezvous sorts its nodes by their names, as text."""
         name = get(job, "metadata", "name")
         if job.get("kind") == "TrainJob":
             count = get(job, "spec", "trainer", "numNodes") or 1
             return sorted(f"{name}-node-0-{index}" for index in range(count))
-        workers = get(job, "spec", "pytorchReplicaSpecs", "Worker", "replicas") or 0
-        hosts = [f"{name}-worker-{index}" for index in range(workers)]
-        if spec is None or has_master(spec):
-            hosts.append(f"{name}-master-0")
-        return sorted(hosts)
+        replicas = get(job, "spec", "pytorchReplicaSpecs") or {}
+        counts = {kind: get(replica, "replicas") or 1 for kind, replica in replicas.items()}
+        return sorted(f"{name}-{kind.lower()}-{index}" for kind, count in counts.items() for index in range(count))
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"

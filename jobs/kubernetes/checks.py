@@ -15,6 +15,7 @@ from jobs.checks.rule import Finding
 from jobs.kubernetes.errors import ApiError
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.section import k8s
+from jobs.kubernetes.security_rules import unpublished
 from jobs.manifest import get, mappings
 from jobs.spec.model import JobSpec
 from training.contract import UserError
@@ -33,13 +34,14 @@ class Reached(Protocol):
 
 
 RIGHTS = (
-    ("create", "kubeflow.org", "pytorchjobs", ""), ("get", "kubeflow.org", "pytorchjobs", ""),
-    ("list", "kubeflow.org", "pytorchjobs", ""), ("watch", "kubeflow.org", "pytorchjobs", ""),
-    ("delete", "kubeflow.org", "pytorchjobs", ""), ("list", "", "pods", ""), ("get", "", "pods", "log"),
-    ("list", "", "events", ""), ("create", "networking.k8s.io", "networkpolicies", ""),
-    ("get", "networking.k8s.io", "networkpolicies", ""), ("patch", "networking.k8s.io", "networkpolicies", ""),
-    ("delete", "networking.k8s.io", "networkpolicies", ""),
+    ("list", "", "pods", ""), ("get", "", "pods", "log"), ("list", "", "events", ""),
+    ("create", "networking.k8s.io", "networkpolicies", ""), ("get", "networking.k8s.io", "networkpolicies", ""),
+    ("patch", "networking.k8s.io", "networkpolicies", ""),    ("delete", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip
+"""Beside those on the kind of job that is used."""
+JOB_VERBS = ("create", "get", "list", "watch", "delete")
+CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controller-manager"}
+"""Part of the name of each controller's image."""
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
@@ -67,7 +69,7 @@ def check(backend: Reached, spec: JobSpec | None, findings: list[Finding] | None
         partial(one, backend, spec) for one in (_who, _rights, _custom_resource, _operator, _pod_monitor)
     ]
     if spec is not None:
-        looks += [partial(one, backend, spec) for one in (_queue, _nodes, _volumes, _pull_secrets)]
+        looks += [partial(one, backend, spec) for one in (_runtime, _image, _queue, _nodes, _volumes, _pull_secrets)]
     for look in looks:
         found += _guarded(look)
     return [*found, *_rules(findings)]
@@ -94,9 +96,19 @@ def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: AR
     yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {backend.namespace}")
 
 
-def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
-    denied = []
-    for verb, group, resource, sub in RIGHTS:
+def rights(kind: str) -> list[tuple[str, str, str, str]]:
+    """(verb, group, resource, subresource) of all that lockstep calls for this kind of job."""
+    version, plural = KINDS[kind]
+    return [*((verb, version.partition("/")[0], plural, "") for verb in JOB_VERBS), *RIGHTS]
+
+
+def _kind(spec: JobSpec | None) -> str:
+    return k8s(spec).kind if spec else "PyTorchJob"
+
+
+def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
+    denied, wanted_rights = [], rights(_kind(spec))
+    for verb, group, resource, sub in wanted_rights:
         wanted = {
             "namespace": backend.namespace,
             "verb": verb,
@@ -113,11 +125,11 @@ def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa:
     if denied:
         yield Check("rights", "missing", f"may not {', '.join(denied)}: bind the Role of deploy/k8s/base/rbac.yaml")
     else:
-        yield Check("rights", "ok", f"all {len(RIGHTS)} that lockstep needs")
+        yield Check("rights", "ok", f"all {len(wanted_rights)} that lockstep needs")
 
 
 def _custom_resource(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
-    kind = k8s(spec).kind if spec else "PyTorchJob"
+    kind = _kind(spec)
     try:
         backend.api.get(backend.path(kind), limit=1)
     except ApiError as error:
@@ -128,19 +140,23 @@ def _custom_resource(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
     yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
 
 
-def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
+    kind = _kind(spec)
+    controller = CONTROLLERS[kind]
     for item in backend.api.pages("/apis/apps/v1/deployments"):
         for container in mappings(get(item, "spec", "template", "spec", "containers")):
-            if "training-operator" not in str(container.get("image")):
+            if controller not in str(container.get("image")):
                 continue
+            ready = int(get(item, "status", "readyReplicas") or 0)
+            state: Result = "ok" if ready else "missing"
+            yield Check("operator", state, f"{container['image']}, {ready} ready")
+            if kind == "TrainJob":
+                return
             words = [str(word) for key in ("command", "args") for word in container.get(key) or []]
             gang = next((word.partition("=")[2] for word in words if word.startswith("--gang-scheduler-name")), "")
             init = next(
                 (word.partition("=")[2] for word in words if word.startswith("--pytorch-init-container-image")), ""
             )
-            ready = int(get(item, "status", "readyReplicas") or 0)
-            state: Result = "ok" if ready else "missing"
-            yield Check("operator", state, f"{container['image']}, {ready} ready")
             if gang:
                 yield Check("gang scheduling", "ok", gang)
             else:
@@ -149,10 +165,53 @@ def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noq
                     "warning",
                     "off (no --gang-scheduler-name): set k8s.queue, or pods may start one by one",
                 )
-            public = "its default, from a public registry: air-gapped clusters need --pytorch-init-container-image, or k8s.master: false"
-            yield Check("init container", "ok" if init else "warning", init or public)
+            public = "its default, from a public registry: air-gapped clusters need --pytorch-init-container-image, or no k8s.master"
+            if spec is not None and k8s(spec).master:
+                yield Check("init container", "ok" if init else "warning", init or public)
             return
-    yield Check("operator", "cannot tell", "no deployment of an image named training-operator")
+    yield Check("operator", "cannot tell", f"no deployment of an image named {controller}")
+
+
+def _runtime(backend: Reached, spec: JobSpec) -> Iterator[Check]:
+    if k8s(spec).kind != "TrainJob":
+        return
+    name = k8s(spec).runtime
+    try:
+        runtime = backend.api.get(f"/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/{name}")
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        yield Check(
+            "runtime",
+            "missing",
+            f"no ClusterTrainingRuntime {name}: apply deploy/k8s/overlays/trainer, or set k8s.runtime",
+        )
+        return
+    nodes = [
+        item
+        for item in mappings(get(runtime, "spec", "template", "spec", "replicatedJobs"))
+        if item.get("name") == "node"
+    ]
+    job = get(nodes, 0, "template", "spec")
+    rules = mappings(get(job, "podFailurePolicy", "rules"))
+    final = any(2 in (get(rule, "onExitCodes", "values") or []) and rule.get("action") == "FailJob" for rule in rules)
+    lacks = [
+        text
+        for text, there in (
+            ("it retries wrong usage (no podFailurePolicy for exit code 2)", final),
+            ("its pods get a token", get(job, "template", "spec", "automountServiceAccountToken") is False),
+            ("finished jobs stay", get(runtime, "spec", "template", "spec", "ttlSecondsAfterFinished") is not None),
+        )
+        if not there
+    ]
+    yield Check("runtime", "warning" if lacks else "ok", f"{name}{': ' if lacks else ''}{', '.join(lacks)}")
+
+
+def _image(backend: Reached, spec: JobSpec) -> Iterator[Check]:
+    if not (problem := unpublished(spec)):
+        return
+    nodes = sum(1 for _ in backend.api.pages("/api/v1/nodes"))
+    yield Check("image", "missing" if nodes > 1 else "warning", f"{problem} (the cluster has {nodes} nodes)")
 
 
 def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001

@@ -188,11 +188,25 @@ def identity(subject: Subject) -> Iterator[str]:
                 yield f"{pod.replica}: the patch removed the label {label}, so the NetworkPolicy misses the pod"
 
 
+@rule("LS045", "warning", TRAINJOB)
+def plain_runtime(subject: Subject) -> Iterator[str]:
+    """Kubeflow's own runtime mounts a token, names no metrics ports, keeps finished jobs and retries wrong usage (exit 2)."""
+    if k8s(subject.spec).runtime == "torch-distributed":
+        yield (
+            "the runtime torch-distributed mounts a token, names no metrics ports, keeps finished jobs and retries wrong usage: "
+            "set k8s.runtime to lockstep, the one of deploy/k8s/components/trainer"
+        )
+
+
 @rule("LS036", kinds=TRAINJOB)
 def trainjob_limits(subject: Subject) -> Iterator[str]:
-    """TrainJob knows no elastic jobs and no TTL."""
+    """TrainJob knows no elastic jobs, and what its pods get beyond a patch stands in the runtime."""
     if subject.spec.elastic:
         yield "a TrainJob cannot be elastic: use k8s.kind PyTorchJob"
+    given = subject.spec.plain().get("k8s", {})
+    for name in ("priority_class", "image_pull_policy", "ttl", "master"):
+        if name in given:
+            yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"
     for patch in mappings(get(subject.job, "spec", "runtimePatches")):
         if not get(patch, "manager"):
             yield "a runtimePatch needs a manager"

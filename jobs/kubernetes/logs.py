@@ -27,6 +27,7 @@ class Reader:
 
     Args:
         pods: lists the job's pods.
+        pod: the pod of one host, None where there is none.
         over: whether the job has ended, or is lost.
         interval: seconds between two looks at a pod that has not started.
         patience: seconds without an answer of the server that are waited out while following.
@@ -35,6 +36,7 @@ class Reader:
     api: Api
     namespace: str
     pods: Callable[[], list[dict[str, Any]]]
+    pod: Callable[[str], dict[str, Any] | None]
     over: Callable[[], bool]
     interval: float
     container: str
@@ -82,8 +84,8 @@ class Reader:
         uid, last, silent_since = "", "", None
         while not self._stop.is_set():
             try:
-                over = self.over()  # asked before the pods, so that the last lines are read after the end
-                pod = next((pod for pod in self.pods() if host(pod) == name), None)
+                over = self.over()  # asked before the pod, so that the last lines are read after the end
+                pod = self.pod(name)
                 if pod is not None and get(pod, "status", "phase") not in ("Pending", None):
                     if get(pod, "metadata", "uid") != uid:
                         uid, last = str(get(pod, "metadata", "uid")), ""

@@ -18,6 +18,16 @@ RENDEZVOUS_PORT = 23456
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 
 
+LINGER_SECONDS = 30
+"""The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
+it has seen rank 0's pod."""
+
+
+def has_master(spec: JobSpec) -> bool:
+    """An elastic job has none: PET_NNODES counts the workers only, and any of them may leave."""
+    return spec.elastic is None and k8s(spec).master
+
+
 def labels(spec: JobSpec) -> dict[str, str]:
     return {JOB: spec.name, HASH: spec.hash(), **MANAGED}
 
@@ -59,14 +69,11 @@ def pod_spec(spec: JobSpec) -> Manifest:
 def container(spec: JobSpec) -> Manifest:
     ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
-    capabilities: Manifest = {"drop": ["ALL"]}
-    if k8s(spec).rdma:
-        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins memory
     return {
         "name": CONTAINER,
         "image": spec.image,
         "imagePullPolicy": k8s(spec).image_pull_policy,
-        "command": [_literal(word) for word in commands.launch(spec, spec.run_directory, exit_codes="kubernetes")],
+        "command": [_literal(word) for word in _command(spec)],
         "env": environment(spec),
         "ports": ports,
         "resources": resources(spec),
@@ -75,9 +82,18 @@ def container(spec: JobSpec) -> Manifest:
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
-            "capabilities": capabilities,
+            "capabilities": {
+                "drop": ["ALL"]
+            },  # RDMA needs none: what may be pinned is the container runtime's memlock limit
         },
     }
+
+
+def _command(spec: JobSpec) -> list[str]:
+    first_ends_it = k8s(spec).kind == "PyTorchJob" and not has_master(spec)
+    return commands.launch(
+        spec, spec.run_directory, exit_codes="kubernetes", linger=LINGER_SECONDS if first_ends_it else 0
+    )
 
 
 def environment(spec: JobSpec) -> list[Manifest]:

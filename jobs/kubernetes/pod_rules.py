@@ -148,7 +148,7 @@ def scraped(subject: Subject) -> Iterator[str]:
 
 @rule("LS025")
 def devices(subject: Subject) -> Iterator[str]:
-    """Devices are limits; RDMA needs IPC_LOCK, EFA needs huge pages."""
+    """Devices are limits; EFA needs huge pages."""
     for pod in subject.pods:
         limits = get(pod.container, "resources", "limits")
         limits = limits if isinstance(limits, dict) else {}
@@ -156,11 +156,29 @@ def devices(subject: Subject) -> Iterator[str]:
         if subject.spec.gpus and str(gpus) != str(subject.spec.gpus):
             yield f"{pod.replica}: limit of {k8s(subject.spec).gpu_resource} is {gpus!r}, gpus says {subject.spec.gpus}"
         fast = [str(name) for name in limits if str(name).startswith("rdma/") or str(name).endswith("/efa")]
-        added = get(pod.container, "securityContext", "capabilities", "add")
-        if fast and not (isinstance(added, list) and "IPC_LOCK" in added):
-            yield f"{pod.replica}: {fast[0]} without the capability IPC_LOCK: set k8s.rdma instead of a patch"
         if any(name.endswith("/efa") for name in fast) and not any(str(n).startswith("hugepages-") for n in limits):
             yield f"{pod.replica}: EFA without huge pages falls back to sockets: set k8s.hugepages to 5120Mi"
+
+
+@rule("LS041", "warning")
+def efa_in_the_image(subject: Subject) -> Iterator[str]:
+    """EFA is reached through libfabric, by a plugin of NCCL: without them in the image NCCL falls back to sockets."""
+    if any(name.endswith("/efa") for name in k8s(subject.spec).rdma):
+        yield (
+            f"image {subject.spec.image} must hold libfabric and aws-ofi-nccl for EFA, which Lockstep's own images do not: "
+            "build on one of AWS's, and look for `NET/OFI` in the log with k8s.nccl_debug INFO"
+        )
+
+
+@rule("LS043", "warning")
+def amounts_of_ranks(subject: Subject) -> Iterator[str]:
+    """Ranks that share a core slow each other down, and torch alone takes about half a gigabyte a rank, with a GPU two."""
+    spec = subject.spec
+    if spec.cpus < spec.ranks:
+        yield f"cpus {spec.cpus:g} for {spec.ranks} ranks a node: they share cores; raise cpus, or leave it out"
+    each, least = size_in_bytes(spec.memory) / spec.ranks, (4 << 30 if spec.gpus else 700 << 20)
+    if each < least:
+        yield f"memory {spec.memory} is {each / 2**20:.0f} MiB a rank, below {least >> 20}: raise memory, or leave it out"
 
 
 @rule("LS030")

@@ -22,7 +22,7 @@ def metadata(spec: JobSpec) -> Manifest:
     labels = pod.labels(spec)
     if queue := k8s(spec).queue:
         labels[pod.KUEUE_QUEUE] = queue
-    text = json.dumps(spec.plain(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return without_none(
         {"name": spec.name, "namespace": k8s(spec).namespace, "labels": labels, "annotations": {SPEC: text}}
     )
@@ -55,17 +55,12 @@ def _ttl(spec: JobSpec) -> int:
     return seconds(k8s(spec).ttl)
 
 
-def has_master(spec: JobSpec) -> bool:
-    """An elastic job has none: PET_NNODES counts the workers only, and any of them may leave."""
-    return spec.elastic is None and k8s(spec).master
-
-
 def _pods(spec: JobSpec) -> int:
     return spec.elastic.max_nodes if spec.elastic else spec.nodes
 
 
 def _elastic(spec: JobSpec) -> Manifest | None:
-    if has_master(spec):
+    if pod.has_master(spec):
         return None
     low, high = (spec.elastic.min_nodes, spec.elastic.max_nodes) if spec.elastic else (spec.nodes, spec.nodes)
     return {
@@ -86,7 +81,7 @@ def _replicas(spec: JobSpec) -> Manifest:
             },
         }
 
-    if not has_master(spec):
+    if not pod.has_master(spec):
         return {"Worker": replica(spec.nodes)}
     replicas = {"Master": replica(1)}
     if spec.nodes > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -40,6 +40,8 @@ class Toleration(Section):
 
 
 class Kubernetes(Section):
+    EARLIER: ClassVar = {1: {"master": True}}
+
     kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
     """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
     namespace: Label | None = None
@@ -62,8 +64,9 @@ class Kubernetes(Section):
     tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
     spread: Literal["required", "preferred", "none"] = "required"
     """One pod a host: always, where possible, or not at all. Without it two nodes of a job may share a machine."""
-    master: bool = True
-    """Render a Master replica. False: workers only, which needs no init container (it pulls a public image)."""
+    master: bool = False
+    """Render a Master replica beside the workers. The operator then gives each worker an init container, which a namespace
+    with PodSecurity `restricted` refuses, and which pulls a public image."""
     gpu_resource: Resource = "nvidia.com/gpu"
     rdma: dict[Resource, int] = Field(default_factory=dict)
     """RDMA devices a node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""

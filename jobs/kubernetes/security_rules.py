@@ -8,6 +8,7 @@ from jobs.checks.rule import SECRET
 from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject, rule
 from jobs.manifest import get, mappings
+from jobs.spec.model import JobSpec
 
 
 @rule("LS014")
@@ -39,6 +40,7 @@ def privileges(subject: Subject) -> Iterator[str]:
             wanted["allowPrivilegeEscalation: false"] = get(context, "allowPrivilegeEscalation") is False
             wanted["readOnlyRootFilesystem: true"] = get(context, "readOnlyRootFilesystem") is True
             wanted["all capabilities dropped"] = isinstance(dropped, list) and "ALL" in dropped
+            wanted["no capability added"] = not get(context, "capabilities", "add")
             wanted["no privileged container"] = not get(context, "privileged")
             missing = [name for name, present in wanted.items() if not present]
             if missing:
@@ -52,6 +54,32 @@ def image_tag(subject: Subject) -> Iterator[str]:
     if image and "@sha256:" not in image:
         loose = ":" not in image.rsplit("/", 1)[-1] or image.endswith(":latest")
         yield f"image {image} {'has no fixed tag' if loose else 'is a tag, which can move'}: best give a digest (name@sha256:…)"
+
+
+@rule("LS042")
+def image_registry(subject: Subject) -> Iterator[str]:
+    """A name without a registry means Docker Hub's own images. What was built on one machine is on no other."""
+    spec = subject.spec
+    if (spec.nodes > 1 or spec.elastic) and (problem := unpublished(spec)):
+        yield problem
+
+
+@rule("LS044", "warning")
+def image_of_one_node(subject: Subject) -> Iterator[str]:
+    """On one node an image may have been loaded by hand."""
+    if subject.spec.nodes == 1 and not subject.spec.elastic and (problem := unpublished(subject.spec)):
+        yield problem
+
+
+def unpublished(spec: JobSpec) -> str:
+    """What is wrong with an image that no registry has; "" where nothing is. A program may be one of Docker Hub's own."""
+    image = spec.image or ""
+    if not image or "/" in image or spec.command is not None or k8s(spec).image_pull_policy == "Never":
+        return ""
+    return (
+        f"image {image} names no registry, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "
+        "registry/name, or set k8s.image_pull_policy Never where it was loaded onto every node"
+    )
 
 
 @rule("LS031")

@@ -79,7 +79,7 @@ class LocalBackend(Backend):
         files.replace_json(
             folder / JOB,
             {
-                "spec": spec.plain(), "hash": spec.hash(), "run_dir": run_dir, "command": self._command(spec, run_dir),
+                "spec": spec.record(), "hash": spec.hash(), "run_dir": run_dir, "command": self._command(spec, run_dir),
                 "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + 30,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "job": records.identity(spec.name), "host": here(),

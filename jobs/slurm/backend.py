@@ -191,7 +191,7 @@ class SlurmBackend(Cluster):
             Path(run_dir).parent.mkdir(parents=True, exist_ok=True)  # a container mounts it
             written.append(
                 {
-                    "spec": spec.plain(), "hash": spec.hash(), "run_dir": run_dir, "submitit": str(submitit_folder),
+                    "spec": spec.record(), "hash": spec.hash(), "run_dir": run_dir, "submitit": str(submitit_folder),
                     "job_id": None, "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "since": time.time(), "comment": f"lockstep:{whole.hash()}", "array_name": whole.name,
                     "element": element if len(specs) > 1 else None,

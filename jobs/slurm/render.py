@@ -74,7 +74,6 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         "slurm_mem": f"{max(1, size_in_bytes(spec.memory) >> 20)}M",
         "slurm_comment": f"lockstep:{spec.hash()}",
         "slurm_signal_delay_s": spec.grace_seconds + MARGIN_SECONDS,
-        "slurm_wckey": settings.wckey,
         "slurm_partition": settings.partition,
         "slurm_account": settings.account,
         "slurm_qos": settings.qos,
@@ -94,7 +93,8 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         values["gpus_per_node"] = spec.gpus
     values |= _patch(settings.patch, more)
     values["slurm_additional_parameters"] = more
-    return {name: value for name, value in values.items() if value is not None}
+    wckey = {"slurm_wckey": settings.wckey}  # without a word submitit sends its own, which most sites refuse
+    return wckey | {name: value for name, value in values.items() if value is not None}
 
 
 def python(spec: JobSpec, folder: Path) -> str:

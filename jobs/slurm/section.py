@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 class Slurm(Section):
+    EARLIER: ClassVar = {1: {"wckey": "lockstep"}}
+
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
@@ -39,8 +41,8 @@ class Slurm(Section):
     """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
     array_parallelism: int = Field(default=256, ge=1, le=100000)
     """Runs of a sweep that may run at the same time."""
-    wckey: Word = "lockstep"
-    """Workload characterisation key, for clusters that ask for one."""
+    wckey: Word | None = None
+    """Workload characterisation key, for clusters that ask for one; others refuse any."""
     socket_interface: Device | None = None
     """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     ib_hca: Device | None = None

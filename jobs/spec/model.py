@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import Field, create_model, model_validator
 from typing_extensions import Self
@@ -40,6 +40,12 @@ from training.contract import METRICS_PORT, UserError
 _S = TypeVar("_S", bound=Section)
 
 MAX_CHARACTERS = 100_000
+VERSION = 2
+"""Of stored specs. It goes up where a default changes: `EARLIER` of that section then says what it was."""
+MAX_GPUS = 64
+"""A node."""
+CPUS_A_GPU, MEMORY_A_GPU = 4, 16
+"""Cores and GiB."""
 RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp")  # noqa: S108 - paths of the container
 """Where a container has something of its own."""
 
@@ -76,6 +82,8 @@ class SecretKey(Section):
 class _JobSpec(Section):
     """One job, for every backend."""
 
+    EARLIER: ClassVar = {1: {"cpus": 2, "memory": "4Gi"}}
+
     name: Label
     """Name of the job: the identity under which it is submitted, found, and cancelled."""
     recipe: str | None = Field(default=None, max_length=1024)
@@ -88,20 +96,23 @@ class _JobSpec(Section):
     """Container image, best by digest (Kubernetes, Compose)."""
     nodes: int = Field(default=1, ge=1, le=10000)
     """Machines (pods)."""
-    gpus: int = Field(default=0, ge=0, le=64)
+    gpus: int = Field(default=0, ge=0, le=MAX_GPUS)
     """GPUs a node; 0: train on the CPU."""
     ranks_per_node: int | None = Field(default=None, ge=1, le=256)
     """Processes a node; null: one a GPU, or one where there is none."""
     cpus: float = Field(default=2, gt=0, le=1024)
-    """CPU cores a node."""
+    """CPU cores a node. Left out where there are GPUs: 4 a GPU."""
     memory: Size = "4Gi"
-    """Memory a node, shared memory included."""
+    """Memory a node, shared memory included. Left out where there are GPUs: 16Gi a GPU."""
     shm: Size = "1Gi"
     """Shared memory (/dev/shm) a node: NCCL and data loaders need it."""
     time_limit: Duration = "24h"
     """Longest time the job may take, all restarts together. SLURM: of one start; who reaches it saves and is requeued."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """Restarts after failures, a node. Preemptions do not count; with SLURM every restart does (SLURM_RESTART_COUNT)."""
+    join_timeout: Duration | None = None
+    """How long a node waits for the others, which is no failure: a pod may be pulling its image. Null: time_limit less
+    grace_seconds."""
     grace_seconds: int = Field(default=60, ge=5, le=3600)
     """Seconds that a signalled rank has to save; the cluster waits 30 s longer before it kills."""
     elastic: Elastic | None = None
@@ -120,6 +131,15 @@ class _JobSpec(Section):
     """Environment variables whose values stay in the cluster's Secrets: references only."""
     metrics_port: int = Field(default=METRICS_PORT, ge=1024, le=65000)
     """Local rank i serves /metrics on this port + i."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _amounts(cls, values: Any) -> Any:
+        """A GPU waits for its data loader, and a node's share of cores and memory goes with its GPUs."""
+        gpus = values.get("gpus") if isinstance(values, dict) else None
+        if type(gpus) is not int or not 1 <= gpus <= MAX_GPUS:
+            return values
+        return {"cpus": float(CPUS_A_GPU * gpus), "memory": f"{MEMORY_A_GPU * gpus}Gi", **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -146,7 +166,7 @@ class _JobSpec(Section):
             raise ValueError(f"{taken[0]} is mounted already: choose another path for volumes and run_dir")
         if len(set(paths)) < len(paths):
             raise ValueError(f"two volumes are mounted at {next(p for p in paths if paths.count(p) > 1)}")
-        if len(json.dumps(self.plain())) > MAX_CHARACTERS:
+        if len(json.dumps(self.record())) > MAX_CHARACTERS:
             raise ValueError(f"is above {MAX_CHARACTERS} characters: it travels in an annotation of the job")
         if self.metrics_port + self.ranks > 65536:
             raise ValueError(f"metrics_port {self.metrics_port} + {self.ranks} ranks leaves the range of ports")
@@ -177,6 +197,11 @@ class _JobSpec(Section):
     def deadline_seconds(self) -> int:
         return seconds(self.time_limit)
 
+    @property
+    def join_seconds(self) -> int:
+        """How long a node waits for the others."""
+        return seconds(self.join_timeout) if self.join_timeout else max(60, self.deadline_seconds - self.grace_seconds)
+
     def assignments(self) -> list[str]:
         """`overrides` as the `name=value` texts that `training run --set` takes."""
         return [
@@ -196,6 +221,10 @@ class _JobSpec(Section):
     def plain(self) -> dict[str, Any]:
         """What was set, as plain values for YAML and JSON; defaults are left out."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+    def record(self) -> dict[str, Any]:
+        """Every setting as plain values, and the version: what is kept of a submitted job. `recorded` reads it."""
+        return {"version": VERSION, **self.model_dump(mode="json")}
 
     def hash(self) -> str:
         """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
@@ -231,6 +260,17 @@ class _JobSpec(Section):
     @classmethod
     def recorded(cls, name: str, values: dict[str, Any]) -> Self:
         """The spec that a job was submitted with. Raises `UserError` for one that this version does not understand."""
+        version = values.get("version", 1)  # the first one kept what was set, and no version
+        if version not in range(1, VERSION + 1):
+            raise UserError(
+                f"the spec that {name} was submitted with is of version {version!r}, known are 1 … {VERSION}: use the "
+                "lockstep that submitted it"
+            )
+        if version < VERSION:
+            values = cls.as_stored(values, version)
+            own = {part: kind.as_stored(values.get(part, {}), version) for part, kind in registry.sections().items()}
+            values = {**values, **{part: value for part, value in own.items() if value}}
+        values = {setting: value for setting, value in values.items() if setting != "version"}
         return specfile.validate(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str) -> None:

@@ -53,7 +53,7 @@ def lockstep(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return helpers.lockstep(tmp_path, *words, **places)
 
 
-def job(tmp_path: Path, text: str = "name: smoke\nrecipe: smoke\nimage: a:1\nnodes: 2\n") -> str:
+def job(tmp_path: Path, text: str = "name: smoke\nrecipe: smoke\nimage: registry.example/a:1\nnodes: 2\n") -> str:
     path = tmp_path / "job.yaml"
     path.write_text(text)
     return str(path)
@@ -78,14 +78,14 @@ def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> Non
 
 
 def test_flags_and_file_make_the_same_job(tmp_path: Path) -> None:
-    flags = ["--name", "smoke", "--recipe", "smoke", "--image", "a:1", "--nodes", "2"]
+    flags = ["--name", "smoke", "--recipe", "smoke", "--image", "registry.example/a:1", "--nodes", "2"]
     by_flags = lockstep(tmp_path, "render", "k8s", *flags).stdout
     assert by_flags == lockstep(tmp_path, "render", "k8s", job(tmp_path)).stdout
     mixed = lockstep(
         tmp_path,
         "render",
         "k8s",
-        job(tmp_path, "name: x\nrecipe: smoke\nimage: a:1\n"),
+        job(tmp_path, "name: x\nrecipe: smoke\nimage: registry.example/a:1\n"),
         "--name",
         "smoke",
         "--nodes",
@@ -126,7 +126,7 @@ def test_waits_that_end_first_say_124_or_3(server: ApiServer, tmp_path: Path) ->
     lockstep(tmp_path, "submit", "k8s", job(tmp_path))
     assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 124
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes"}
-    meta = {"name": "smoke-master-0", "labels": {"lockstep/job": "smoke"}}
+    meta = {"name": "smoke-worker-0", "labels": {"lockstep/job": "smoke"}}
     server.cluster.put("pods", {"metadata": meta, "status": {"phase": "Pending", "conditions": [scheduled]}})
     assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 3
     assert lockstep(tmp_path, "status", "k8s", "smoke").returncode == 3
@@ -150,10 +150,10 @@ def test_a_wait_says_on_stderr_what_changes(server: ApiServer, tmp_path: Path) -
         bound.start()
         assert waiting.stderr is not None
         assert waiting.stderr.readline().startswith("smoke: pending – ")
-        server.cluster.put("pods", pod("smoke-master-0", phase="Pending", conditions=[scheduled]))
+        server.cluster.put("pods", pod("smoke-worker-0", phase="Pending", conditions=[scheduled]))
         server.cluster.put("pytorchjobs", with_status("Created"))  # as its operator does when a pod changes
         assert waiting.stderr.readline() == "smoke: unschedulable – 0/2 pods are placed: 0/2 nodes\n"
-        for name in ("smoke-master-0", "smoke-worker-0"):
+        for name in ("smoke-worker-0", "smoke-worker-1"):
             server.cluster.put("pods", pod(name, phase="Running"))
         server.cluster.put("pytorchjobs", with_status("Running"))
         between = list(itertools.takewhile(lambda line: not line.startswith("smoke: running"), waiting.stderr))
@@ -200,7 +200,7 @@ def test_lint_and_schema(tmp_path: Path) -> None:
 
 def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> None:
     lockstep(tmp_path, "submit", "k8s", job(tmp_path))
-    name = "smoke-master-0"
+    name = "smoke-worker-0"
     server.cluster.put(
         "pods", {"metadata": {"name": name, "labels": {"lockstep/job": "smoke"}}, "status": {"phase": "Running"}}
     )

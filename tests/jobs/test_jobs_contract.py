@@ -40,7 +40,7 @@ class Bench:
 
     backend: Backend
     folder: Path
-    image: str = "local:1"
+    image: str = "registry.example/local:1"
     claim: str = "runs"
     before: frozenset[str] = frozenset()
     """Jobs of somebody else on the same engine."""
@@ -112,7 +112,8 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
     assert list(backend.logs("hello", rank=0)) == ["hello from 0"]
     assert [(row.name, row.state) for row in bench.listed()] == [("hello", "succeeded")]
-    assert backend.live("hello") == spec.plain()
+    assert backend.require("hello").plain == spec.record(), "what is kept is whole, and has a version"
+    assert backend.drift(spec) == []
     assert backend.cancel("hello").state == "succeeded", "what has ended stays as it is"
     with pytest.raises(UserError, match="--replace"):
         backend.submit(spec)
@@ -182,7 +183,7 @@ def test_unknown_names_are_one_line(bench: Bench) -> None:
         backend.status,
         backend.logs,
         backend.cancel,
-        backend.live,
+        backend.require,
         backend.summary,
         lambda n: backend.wait(n, 1),
     ):

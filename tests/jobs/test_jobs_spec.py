@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.command import rank
+from jobs.command import launch, rank
+from jobs.kubernetes.section import k8s
+from jobs.slurm.section import slurm
 from jobs.spec.model import JobSpec
 from jobs.spec.types import seconds, size_in_bytes
 from training.contract import UserError
@@ -122,3 +124,39 @@ def test_a_recipe_that_is_in_the_image_alone() -> None:
         JobSpec.of({"name": "mine", "recipe": "/app/mine.yaml", "image": "mine:1", "shards": "/data/shards"})
     with pytest.raises(UserError, match="cannot read /app/mine.yaml"):
         JobSpec.of({"name": "mine", "recipe": "/app/mine.yaml"})
+
+
+def test_a_stored_spec_is_read_with_the_defaults_that_it_was_made_with() -> None:
+    """Version 1 kept what was set, without a version. Since then some defaults have changed."""
+    sparse: dict[str, Any] = {"name": "old", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}}
+    old = JobSpec.recorded("old", sparse)
+    assert (k8s(old).master, k8s(old).queue, slurm(old).wckey) == (True, "gpu", "lockstep")
+    assert (old.cpus, old.memory) == (2, "4Gi")
+    new = JobSpec.of(sparse)
+    assert (k8s(new).master, slurm(new).wckey, new.cpus, new.memory) == (False, None, 16, "64Gi")
+    assert JobSpec.recorded("new", new.record()) == new
+    assert JobSpec.recorded("set", {**sparse, "k8s": {"master": False}, "cpus": 8}).cpus == 8, "what was set stays"
+
+
+@pytest.mark.parametrize("version", [3, 0, "2", None, [1]])
+def test_a_stored_spec_of_another_version_is_one_line(version: Any) -> None:
+    with pytest.raises(UserError, match=r"that old was submitted with is of version .*: use the lockstep that"):
+        JobSpec.recorded("old", {"name": "old", "recipe": "smoke", "version": version})
+
+
+@pytest.mark.parametrize(
+    ("given", "cpus", "memory"),
+    [({}, 2, "4Gi"), ({"gpus": 1}, 4, "16Gi"), ({"gpus": 8}, 32, "128Gi"), ({"gpus": 8, "cpus": 3}, 3, "128Gi")],
+)
+def test_amounts_that_are_not_given_follow_the_gpus(given: dict[str, Any], cpus: float, memory: str) -> None:
+    spec = JobSpec.of({"name": "a", "recipe": "smoke", **given})
+    assert (spec.cpus, spec.memory) == (cpus, memory)
+
+
+def test_nodes_wait_for_each_other_as_long_as_the_job_may_take() -> None:
+    assert JobSpec(name="a", recipe="smoke", time_limit="2h", grace_seconds=60).join_seconds == 7140
+    assert JobSpec(name="a", recipe="smoke", time_limit="1m").join_seconds == 60
+    spec = JobSpec(name="a", recipe="smoke", join_timeout="10m", nodes=2)
+    words = launch(spec, "/runs/a")
+    assert words[words.index("--join-timeout") + 1] == "600"
+    assert "--join-timeout" not in launch(spec.model_copy(update={"nodes": 1}), "/runs/a")

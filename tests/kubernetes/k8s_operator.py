@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from k8s_admission import INIT_CONTAINER, violations
 from k8s_server import Cluster
 
 from tests.processes import free_port
@@ -61,6 +62,10 @@ class Operator:
         self.cluster, self.folder, self.namespace = cluster, folder, namespace
         self.pods: dict[str, _Pod] = {}
         self.starts: dict[str, int] = {}
+        self.security = ""
+        """PodSecurity's level in the namespace."""
+        self.held: set[str] = set()
+        """Pods that are not there yet."""
         self._ports: dict[str, int] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -91,6 +96,8 @@ class Operator:
                 if finished:
                     if pod is not None and pod["status"]["phase"] in ("Running", "Pending"):
                         self._delete(name)  # cleanPodPolicy: Running
+                    continue
+                if pod is None and name in self.held:
                     continue
                 if pod is None:
                     self._create(job, replica, index, name, item["template"])
@@ -128,6 +135,8 @@ class Operator:
 
     def _create(self, job: dict[str, Any], replica: str, index: int, name: str, template: dict[str, Any]) -> None:
         job_name = job["metadata"]["name"]
+        if self._refused(job, replica, name, template["spec"]):
+            return
         port = self._ports.setdefault(job["metadata"]["uid"], free_port())
         node = index + (1 if replica == "Worker" and "Master" in job["spec"]["pytorchReplicaSpecs"] else 0)
         container = template["spec"]["containers"][0]
@@ -164,6 +173,21 @@ class Operator:
             },
             self.namespace,
         )  # fmt: skip
+
+    def _refused(self, job: dict[str, Any], replica: str, name: str, pod: dict[str, Any]) -> bool:
+        """Whether the namespace refuses the pod: an event says so, the job gets no condition, and it is tried again."""
+        if replica == "Worker" and "Master" in job["spec"]["pytorchReplicaSpecs"]:
+            pod = {**pod, "initContainers": [INIT_CONTAINER]}
+        found = violations(pod, self.security) if self.security else []
+        if found:
+            message = f'pods "{name}" is forbidden: violates PodSecurity "{self.security}:latest": {", ".join(found)}'
+            event = {
+                "metadata": {"name": f"{name}.refused"}, "type": "Warning", "reason": "FailedCreatePod", "message": message,
+                "involvedObject": {"name": job["metadata"]["name"], "uid": job["metadata"]["uid"]},
+                "lastTimestamp": datetime.now(timezone.utc).isoformat(),
+            }  # fmt: skip
+            self.cluster.put("events", event, self.namespace)
+        return bool(found)
 
     def _read(self, process: subprocess.Popen[bytes], lines: list[str]) -> None:
         assert process.stdout is not None

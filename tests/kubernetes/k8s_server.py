@@ -24,6 +24,7 @@ KINDS = {
     "localqueues": "LocalQueue", "clusterqueues": "ClusterQueue", "customresourcedefinitions": "CustomResourceDefinition",
     "deployments": "Deployment", "secrets": "Secret", "selfsubjectaccessreviews": "SelfSubjectAccessReview",
     "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor",
+    "clustertrainingruntimes": "ClusterTrainingRuntime",
 }  # fmt: skip
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"

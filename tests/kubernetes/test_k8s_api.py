@@ -20,7 +20,9 @@ from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
-SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
+SPEC = JobSpec.of(
+    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
+)  # fmt: skip
 JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
 
 

@@ -70,7 +70,7 @@ def test_every_file_is_part_of_a_kustomization() -> None:
 def test_the_examples_volumes_are_those_of_the_base() -> None:
     claims = {item["metadata"]["name"] for item in documents((DEPLOY / "base/volumes.yaml").read_text())}
     job = documents((DEPLOY / "example-pytorchjob.yaml").read_text())[1]
-    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     used = {item["persistentVolumeClaim"]["claimName"] for item in pod["volumes"] if "persistentVolumeClaim" in item}
     assert used == claims
 
@@ -90,14 +90,14 @@ def test_the_role_holds_what_doctor_asks_for() -> None:
 
 def test_the_role_holds_what_the_backend_calls(backend: KubernetesBackend, cluster: Cluster) -> None:
     """A job's whole life, request by request."""
-    spec = JobSpec(name="smoke", recipe="smoke", image="a:1", shards="/data/digits", k8s={"queue": "gpu"},
+    spec = JobSpec(name="smoke", recipe="smoke", image="registry.example/a:1", shards="/data/digits", k8s={"queue": "gpu"},
                    volumes=[{"claim": "data", "path": "/data"}])  # fmt: skip
     backend.prepare(spec)
     backend.submit(spec)
     backend.status("smoke")
     labels = {"lockstep/job": "smoke"}
-    cluster.put("pods", {"metadata": {"name": "smoke-master-0", "labels": labels}, "status": {"phase": "Running"}})
-    cluster.logs["smoke-master-0"] = ['2026-01-01T00:00:00Z [rank 0] {"event": "done", "steps": 3}']
+    cluster.put("pods", {"metadata": {"name": "smoke-worker-0", "labels": labels}, "status": {"phase": "Running"}})
+    cluster.logs["smoke-worker-0"] = ['2026-01-01T00:00:00Z [rank 0] {"event": "done", "steps": 3}']
     assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 1
     backend.wait("smoke", 2)
     backend.cancel("smoke")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 from k8s_server import Cluster
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.kubernetes.checks import check
 from jobs.spec.model import JobSpec
 
+ROOT = Path(__file__).parents[2]
+
 SPEC = JobSpec.of(
     {
-        "name": "big", "recipe": "resnet18", "image": "a:1", "nodes": 2, "gpus": 4,
-        "volumes": [{"claim": "runs", "path": "/runs"}], "k8s": {"queue": "gpu", "image_pull_secrets": ["pull"]},
+        "name": "big", "recipe": "resnet18", "image": "registry.example/a:1", "nodes": 2, "gpus": 4,
+        "volumes": [{"claim": "runs", "path": "/runs"}], "k8s": {"master": True, "queue": "gpu", "image_pull_secrets": ["pull"]},
     }
 )  # fmt: skip
 
@@ -76,6 +81,39 @@ def test_a_403_is_no_verdict(backend: KubernetesBackend, ready: Cluster) -> None
     ready.denied |= {"nodes", "deployments", "secrets", "clusterqueues", "podmonitors"}
     found = results(backend)
     assert [found[name] for name in ("nodes", "operator", "pull secrets", "pod monitor")] == ["cannot tell"] * 4
+
+
+def test_a_trainjobs_controller_and_runtime_are_looked_for(backend: KubernetesBackend, ready: Cluster) -> None:
+    spec = JobSpec.of(
+        {**SPEC.plain(), "k8s": {**SPEC.plain()["k8s"], "kind": "TrainJob", "runtime": "lockstep", "master": False}}
+    )
+
+    def found() -> dict[str, tuple[str, str]]:
+        return {item.name: (item.result, item.detail) for item in check(backend, spec, None)}
+
+    assert found()["operator"] == ("cannot tell", "no deployment of an image named trainer-controller-manager")
+    assert found()["runtime"][0] == "missing" and "deploy/k8s/overlays/trainer" in found()["runtime"][1]
+    pod = {
+        "spec": {"containers": [{"name": "m", "image": "ghcr.io/kubeflow/trainer/trainer-controller-manager:v2.1.0"}]}
+    }
+    ready.put("deployments", {"metadata": {"name": "t"}, "spec": {"template": pod}, "status": {"readyReplicas": 1}}, "")
+    (runtime,) = yaml.safe_load_all((ROOT / "deploy/k8s/components/trainer/runtime.yaml").read_text())
+    ready.put("clustertrainingruntimes", runtime, "")
+    assert found()["operator"][0] == "ok" and found()["runtime"] == ("ok", "lockstep")
+    assert "init container" not in found(), "that is the training-operator's"
+    ready.denied.add("delete trainjobs")
+    assert "delete trainjobs" in found()["rights"][1]
+    plain = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": {}}}}}]}
+    ready.put("clustertrainingruntimes", {**runtime, "spec": {"template": {"spec": plain}}}, "")
+    state, detail = found()["runtime"]
+    assert state == "warning" and all(word in detail for word in ("exit code 2", "a token", "finished jobs stay"))
+
+
+def test_an_image_without_a_registry_is_on_one_node_at_most(backend: KubernetesBackend, ready: Cluster) -> None:
+    spec = JobSpec.of({**SPEC.plain(), "image": "lockstep:cuda"})
+    assert [item.result for item in check(backend, spec, None) if item.name == "image"] == ["missing"]
+    ready.remove("nodes", "n1", "")
+    assert [item.result for item in check(backend, spec, None) if item.name == "image"] == ["warning"]
 
 
 def test_no_cluster_ends_the_checks(backend: KubernetesBackend, ready: Cluster) -> None:

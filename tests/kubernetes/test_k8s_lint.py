@@ -18,7 +18,7 @@ GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "image": "registry.example/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,
     "shards": "/data/cifar10",
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
-    "k8s": {"socket_interface": "eth0"},
+    "k8s": {"socket_interface": "eth0", "master": True},
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS014", {"env": {"HF_TOKEN": "abc"}}),
     ("LS015", {"patch": replica({"securityContext": {"runAsNonRoot": False}})}),
     ("LS015", {"container": {"securityContext": {"privileged": True}}}),
+    ("LS015", {"container": {"securityContext": {"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}}}),
     ("LS016", {"image": "registry.example/a:latest"}),
     ("LS017", {"container": {"readinessProbe": {"tcpSocket": {"port": 23456}}}}),
     ("LS018", {"patch": replica(restartPolicy="OnFailure")}),
@@ -85,10 +86,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS034", {"patch": replica({"volumes": []})}),
     ("LS035", {"recipe_file": True}),
     ("LS036", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "k8s": {"kind": "TrainJob"}}),
+    ("LS036", {"k8s": {"kind": "TrainJob", "priority_class": "high"}}),
+    ("LS036", {"k8s": {"kind": "TrainJob", "ttl": "1d"}}),
     ("LS037", {"k8s": {}}),
     ("LS038", {"shards": "/elsewhere"}),
     ("LS039", {"ranks_per_node": 2}),
     ("LS040", {"gpus": 16}),
+    ("LS041", {"k8s": {"rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"}}),
+    ("LS042", {"image": "lockstep:cuda"}),
+    ("LS043", {"cpus": 2, "memory": "64Gi"}),
+    ("LS043", {"cpus": 16, "memory": "8Gi"}),
+    ("LS044", {"image": "lockstep:cuda", "nodes": 1}),
+    ("LS045", {"k8s": {"kind": "TrainJob"}}),
 ]  # fmt: skip
 
 
@@ -117,6 +126,18 @@ def test_a_good_job_has_no_finding(tmp_path: Any) -> None:
 @pytest.mark.parametrize(("rule", "change"), CASES)
 def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any], tmp_path: Any) -> None:
     assert rule in findings(change, tmp_path)
+
+
+def test_an_image_that_is_on_every_node_already_needs_no_registry(tmp_path: Any) -> None:
+    loaded = {"image": "lockstep:cuda", "k8s": {**GOOD["k8s"], "image_pull_policy": "Never"}}
+    assert findings(loaded, tmp_path) == {"LS016"}, "a tag can move"
+    program = {"image": "python:3.11@sha256:" + "b" * 64, "recipe": None, "shards": None, "command": ["python", "x.py"]}
+    assert findings(program, tmp_path) == set(), "Docker Hub's own images are fine for a program"
+
+
+def test_rdma_needs_no_capability(tmp_path: Any) -> None:
+    """PodSecurity `baseline` refuses IPC_LOCK, and an ordinary user does not get it."""
+    assert findings({"k8s": {**GOOD["k8s"], "rdma": {"rdma/hca_shared": 1}}}, tmp_path) == set()
 
 
 def test_every_rule_is_provoked() -> None:

@@ -17,6 +17,7 @@ import yaml
 from crds import strip
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from k8s_admission import violations
 
 from jobs.checks.rule import errors
 from jobs.kubernetes import preparejob
@@ -40,13 +41,17 @@ GPU: dict[str, Any] = {
 }  # fmt: skip
 SPECS: dict[str, dict[str, Any]] = {
     "gpu": GPU,
-    "cpu": {"name": "small", "recipe": "smoke", "image": "lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
+    "cpu": {"name": "small", "recipe": "smoke", "image": "registry.example/lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
     "elastic": {**GPU, "name": "flex", "elastic": {"min_nodes": 1, "max_nodes": 4}},
     "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue", "topology": "required"}},
     "efa": {
         **GPU, "name": "efa", "k8s": {**GPU["k8s"], "rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"},
     },
-    "trainjob": {**GPU, "name": "second", "k8s": {**GPU["k8s"], "kind": "TrainJob"}},
+    "master": {**GPU, "name": "old", "k8s": {**GPU["k8s"], "master": True}},
+    "trainjob": {
+        **GPU, "name": "second",
+        "k8s": {"namespace": "team", "image_pull_secrets": ["pull"], "kind": "TrainJob", "runtime": "lockstep"},
+    },
 }  # fmt: skip
 
 
@@ -195,8 +200,10 @@ def test_the_example_does_not_drift() -> None:
 
 
 def test_what_the_kubelet_would_expand_is_escaped() -> None:
-    spec = JobSpec.of({"name": "a", "command": ["echo", "$(PATH) $HOME $$"], "image": "a:1", "env": {"A": "$(B)"}})
-    container = render(spec)[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    spec = JobSpec.of(
+        {"name": "a", "command": ["echo", "$(PATH) $HOME $$"], "image": "registry.example/a:1", "env": {"A": "$(B)"}}
+    )
+    container = render(spec)[1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert container["command"][-1] == "$$(PATH) $$HOME $$$$"
     assert {"name": "A", "value": "$$(B)"} in container["env"]
 
@@ -322,6 +329,14 @@ def _outcome(values: dict[str, Any]) -> str:
     return "valid"
 
 
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in ("trainjob", "master")])
+def test_the_default_passes_restricted(name: str) -> None:
+    *_, job = render(JobSpec.of(SPECS[name]))
+    pods = [item["template"]["spec"] for item in job["spec"]["pytorchReplicaSpecs"].values()]
+    assert len(pods) == 1, "a Master's workers get an init container, which is refused"
+    assert violations(pods[0], "restricted") == []
+
+
 def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
     """Its security context constraints refuse a fixed one; root stays refused by runAsNonRoot."""
     spec = JobSpec.of(
@@ -333,7 +348,7 @@ def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
         }
     )
     objects = render(spec)
-    context = objects[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["securityContext"]
+    context = objects[1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["securityContext"]
     assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     validate(objects)
     assert "LS015" not in {item.id for item in RULES.apply(spec, objects)}

@@ -13,7 +13,9 @@ from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
-SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
+SPEC = JobSpec.of(
+    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
+)  # fmt: skip
 UNSCHEDULABLE = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
 
@@ -27,7 +29,7 @@ def pod(cluster: Cluster, name: str = "smoke-master-0", phase: str = "Pending", 
 
 
 def container(**state: Any) -> list[dict[str, Any]]:
-    return [{"name": "pytorch", "image": "lockstep:1", "restartCount": 0, "state": state}]
+    return [{"name": "pytorch", "image": "registry.example/lockstep:1", "restartCount": 0, "state": state}]
 
 
 def condition(cluster: Cluster, *conditions: dict[str, str]) -> None:
@@ -156,7 +158,7 @@ def suspended(cluster: Cluster) -> None:
         (refused_pods, "pending", "exceeded quota", 0),
         (unschedulable, "unschedulable", f"0/2 pods are placed: {UNSCHEDULABLE}", 3),
         (unschedulable_event, "unschedulable", UNSCHEDULABLE, 3),
-        (bad_image, "pending", "image pull failed: lockstep:1 on smoke-master-0: no such host", 0),
+        (bad_image, "pending", "image pull failed: registry.example/lockstep:1 on smoke-master-0: no such host", 0),
         (bad_init_image, "pending", "image pull failed: alpine:3.10 on smoke-worker-0: dial tcp: i/o timeout", 0),
         (no_secret, "pending", 'smoke-master-0 cannot start: secret "wandb" not found', 0),
         (no_volume, "pending", "smoke-master-0: MountVolume.SetUp failed: timed out", 0),
@@ -245,7 +247,7 @@ def test_logs_of_a_rank_come_from_its_pod(backend: KubernetesBackend, cluster: C
 
 def test_an_elastic_rank_is_found_wherever_it_is(backend: KubernetesBackend, cluster: Cluster) -> None:
     spec = JobSpec(
-        name="smoke", recipe="smoke", image="a:1", nodes=2, ranks_per_node=1, elastic={"min_nodes": 1, "max_nodes": 2},
+        name="smoke", recipe="smoke", image="registry.example/a:1", nodes=2, ranks_per_node=1, elastic={"min_nodes": 1, "max_nodes": 2},
         volumes=[{"claim": "runs", "path": "/runs"}],
     )  # fmt: skip
     backend.submit(spec)

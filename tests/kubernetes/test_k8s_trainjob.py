@@ -10,13 +10,21 @@ from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
 
 SPEC = JobSpec.of(
-    {"name": "second", "recipe": "smoke", "image": "a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}
+    {
+        "name": "second",
+        "recipe": "smoke",
+        "image": "registry.example/a:1",
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "k8s": {"kind": "TrainJob"},
+    }
 )
 
 
 def pod(cluster: Cluster, index: int, phase: str = "Running") -> None:
     host = f"second-node-0-{index}"
-    meta = {"name": f"{host}-x7k2p", "labels": {"lockstep/job": "second"}}
+    labels = {"lockstep/job": "second", "batch.kubernetes.io/job-completion-index": str(index)}
+    meta = {"name": f"{host}-x7k2p", "labels": labels}
     status: dict[str, Any] = {
         "phase": phase,
         "containerStatuses": [{"name": "node", "restartCount": 0, "state": {"running": {}}}],

@@ -20,7 +20,9 @@ from jobs.status import Unreachable
 from tests.processes import PYTHON, ROOT, clean_env, free_port, run
 from training.contract import UserError
 
-SPEC = JobSpec(name="smoke", recipe="smoke", image="lockstep:1", nodes=2, ranks_per_node=2)
+SPEC = JobSpec.of(
+    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
+)  # fmt: skip
 OTHER = SPEC.model_copy(update={"nodes": 3})
 ROLE = next(
     item

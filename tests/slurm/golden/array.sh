@@ -18,7 +18,6 @@
 #SBATCH --requeue
 #SBATCH --signal=USR2@90
 #SBATCH --time=120
-#SBATCH --wckey=lockstep
 
 # setup
 # each task: ["run", "bag_of_tricks", "--run-dir", "/shared/runs/big", "--log-format", "json", "--set", "preempt.grace_seconds=60", "data.shards=/shared/shards/cifar10"]

@@ -12,7 +12,6 @@
 #SBATCH --requeue
 #SBATCH --signal=USR2@90
 #SBATCH --time=1440
-#SBATCH --wckey=lockstep
 
 # setup
 # each task: ["--", "./train.sh", "--text", "it's\n#SBATCH --uid=0"]

@@ -12,7 +12,6 @@
 #SBATCH --requeue
 #SBATCH --signal=USR2@90
 #SBATCH --time=1440
-#SBATCH --wckey=lockstep
 
 # setup
 # each task: ["run", "smoke", "--run-dir", "/shared/runs/small", "--log-format", "json", "--set", "preempt.grace_seconds=60"]
