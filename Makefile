@@ -33,7 +33,7 @@ help: ## list the targets
 $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade "pip>=25.1"
-	PYTHONWARNINGS=ignore $(RUN) -m pip install -q --group dev -e .
+	PYTHONWARNINGS=ignore $(RUN) -m pip install -q --group dev -e ".[train,k8s,slurm]"
 	@touch $(READY)
 
 setup: $(READY) ## create .venv and install everything (make train and make test do it by themselves)
@@ -157,7 +157,7 @@ test-image-cuda: $(READY) ## build the CUDA image and look into it (gigabytes)
 	$(RUN) -m pytest tests/containers -m cuda_image -s
 
 # uv resolves for the images' Python, not for this one. LOCK_FLAGS="--upgrade" takes newer versions.
-LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --excludes docker/excluded.txt --generate-hashes --no-emit-index-url \
+LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --excludes docker/excluded.txt --generate-hashes --no-emit-index-url \
   --python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock" $(LOCK_FLAGS)
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 

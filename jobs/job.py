@@ -10,6 +10,7 @@ from jobs import connect
 from jobs.backend import Backend, Mode
 from jobs.spec.model import JobSpec
 from jobs.status import Observer, Status, Submitted
+from training import extras
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach
     return start(spec, backend, mode)[0]
 
 
+@extras.explained()
 def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submitted]:
     """`submit`, with what became of it."""
     spec.check_training(spec.name)
@@ -50,6 +52,7 @@ def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submi
     return Job(done.name, opened), done
 
 
+@extras.explained()
 def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
     """`name: submitted → file` for every setting that differs; where none does, what was changed in the live object."""
     return _open(spec, backend).drift(spec)

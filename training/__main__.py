@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from training import extras
 from training.arguments import Parser
 from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words
 from training.files import keep_out_others
@@ -204,13 +205,14 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     try:
         check_words(argv)
         keep_out_others()
-        command, *words = _command(argv) or [""]
-        if command in _PARTS:
-            with signals_held_back() if command == "launch" else contextlib.nullcontext():
-                return int(importlib.import_module(f"training.{command}").main(words))
-        args = _parser().parse_args(argv)
-        action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
-        return action(args, env)
+        with extras.explained():
+            command, *words = _command(argv) or [""]
+            if command in _PARTS:
+                with signals_held_back() if command == "launch" else contextlib.nullcontext():
+                    return int(importlib.import_module(f"training.{command}").main(words))
+            args = _parser().parse_args(argv)
+            action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
+            return action(args, env)
     except UserError as error:
         rank = env.get("RANK", env.get("SLURM_PROCID", env.get("OMPI_COMM_WORLD_RANK", "0")))
         if not error.shared or rank == "0":

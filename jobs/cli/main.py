@@ -15,6 +15,7 @@ import typer
 from jobs.cli import files, names, top
 from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
+from training import extras
 from training.contract import EXIT_USAGE, VERSION, UserError, check_words
 from training.files import keep_out_others
 
@@ -114,8 +115,9 @@ def main() -> NoReturn:
     try:
         check_words(sys.argv)
         keep_out_others()
-        # Outside standalone mode typer hands the code of an Exit back instead of raising it.
-        code = app(spread(sys.argv[1:]), standalone_mode=False)
+        with extras.explained():
+            # Outside standalone mode typer hands the code of an Exit back instead of raising it.
+            code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print(f"error: {clean(str(error))}", file=sys.stderr)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)

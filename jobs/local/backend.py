@@ -25,7 +25,7 @@ from jobs.local.supervise import ENDED, RUNNING, alive, here, living, note_end, 
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Part, State, Status, Submitted
 from jobs.terminal import warn
-from training import contract, files
+from training import contract, extras, files
 from training.contract import UserError
 
 JOB, SUPERVISOR = "job.json", "supervisor.json"
@@ -66,6 +66,9 @@ class LocalBackend(Backend):
 
     def where(self, found: Found) -> str:
         return str(self.folder / found.name)
+
+    def refuse(self, spec: JobSpec) -> None:  # noqa: ARG002 - the launcher, which needs torch, starts a `command:`, too
+        extras.require("torch")
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         folder = self.folder / spec.name

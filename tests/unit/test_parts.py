@@ -191,7 +191,7 @@ def _imports(path: Path) -> set[str]:
 
 LEAVES = ("training/world.py", "training/data/order.py", "training/data/shards.py", "training/checkpoint.py")
 FORBIDDEN = {
-    "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."),
+    "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."), "training/extras.py": ("torch", "yaml"),
     "training/settings.py": ("torch",), "training/config.py": ("torch",), "training/sections.py": ("torch", "training."),
     "training/checkpoint.py": ("torch.distributed", "training.loop", "training.sync", "training.state"),
     "training/data/order.py": ("training.config", "training.world", "torch.distributed"),
@@ -214,7 +214,7 @@ def test_who_may_import_whom() -> None:
             assert not any(module.split(".")[0] == "jobs" for module in imports), name
         else:
             ours = {module for module in imports if module.startswith("training.")}
-            allowed = ("training.contract", "training.config", "training.settings", "training.files")
+            allowed = ("training.contract", "training.config", "training.settings", "training.files", "training.extras")
             assert all(module.startswith(allowed) for module in ours), (name, ours)
         if name not in ("training/__main__.py",):
             assert not any(module.startswith("training.loop") for module in imports), name

@@ -1,0 +1,206 @@
+"""What the dispatcher alone, and each extra of pyproject.toml, lets one do.
+
+An environment with some of the packages needs no index: it is made of links to those that are installed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.processes import ROOT, clean_env
+from training.extras import EXTRAS
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+Lockstep = Callable[..., "subprocess.CompletedProcess[str]"]
+MAIN = "from jobs.cli.main import main; main()"
+
+
+def declared(extra: str | None = None) -> set[str]:
+    """Distributions that the project, or one of its extras, names."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(text).name) for text in texts}
+
+
+def closure(names: set[str]) -> set[str]:
+    """Those distributions, and all that they depend on."""
+    found: set[str] = set()
+    while names:
+        name = names.pop()
+        found.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                names |= {canonicalize_name(wanted.name)} - found
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`installed("k8s")`: the Python of an environment with the dispatcher and this extra."""
+
+    @cache
+    def make(*extras: str) -> Path:
+        folder = tmp_path_factory.mktemp("-".join(["with", *extras]))
+        venv.create(folder, symlinks=True)
+        site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+        for name in closure(declared().union(*map(declared, extras))):
+            about = importlib.metadata.distribution(name)
+            for part in {file.parts[0] for file in about.files or []} - {"..", "__pycache__"}:
+                if not (site / part).exists():
+                    (site / part).symlink_to(Path(str(about.locate_file(part))))
+        (site / "lockstep.pth").write_text(f"{ROOT}\n")
+        return folder / "bin/python"
+
+    return make
+
+
+@pytest.fixture
+def started(installed: Callable[..., Path], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`started("k8s", words=[…])`: runs Python there, in an empty folder."""
+
+    def run(*extras: str, words: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+        settings = clean_env(PYTHONPATH="", LOCKSTEP_HOME=str(tmp_path / "home"), KUBECONFIG=str(tmp_path / "none"))
+        command = [str(installed(*extras)), *words]
+        return subprocess.run(
+            command, env={**settings, **env}, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+JOB = ["--recipe", "smoke", "--image", "lockstep@sha256:" + "0" * 64]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--help"], "Train PyTorch models"),
+        (["schema"], '"recipe"'),
+        (["render", "k8s", *JOB], "kind: PyTorchJob"),
+        (["render", "compose", *JOB], "services:"),
+        (["lint", *JOB], ""),
+        (["lint", "--rules"], "LS001"),
+        (["prepare", "k8s", str(ROOT / "job.yaml"), "--dry-run"], "kind: Job"),
+        (["list", "local"], "NAME"),
+        (["list", "slurm"], "NAME"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_the_dispatcher_alone(started: Lockstep, words: list[str], said: str) -> None:
+    done = started(words=["-c", MAIN, *words])
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("train", ["-c", MAIN, "run", "smoke"]),
+        ("train", ["-c", MAIN, "submit", "local", "--recipe", "smoke"]),
+        ("train", ["-m", "training", "run", "smoke"]),
+        ("train", ["-m", "training", "launch", "run", "smoke"]),
+        ("train", ["-m", "training", "shard", "smoke"]),
+        ("train", ["-m", "training", "toy"]),
+        ("k8s", ["-c", MAIN, "submit", "k8s", *JOB]),
+        ("k8s", ["-c", MAIN, "status", "k8s", "smoke"]),
+        ("k8s", ["-c", MAIN, "doctor", "k8s"]),
+        ("slurm", ["-c", MAIN, "submit", "slurm", "--recipe", "smoke"]),
+        ("slurm", ["-c", MAIN, "render", "slurm", "--recipe", "smoke"]),
+        ("slurm", ["-c", MAIN, "lint", "--backend", "slurm", "--recipe", "smoke"]),
+    ],
+    ids=lambda value: " ".join(value[2:4]) if isinstance(value, list) else value,
+)
+def test_a_missing_extra_is_one_line_that_names_it(
+    started: Lockstep, extra: str, words: list[str], tmp_path: Path
+) -> None:
+    done = started(words=words)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    assert done.returncode == 2 and len(errors) == 1, done.stdout + done.stderr
+    assert errors[0].startswith(f"error: this needs Lockstep's extra [{extra}]")
+    assert errors[0].endswith(f"run pip install '.[{extra}]' in Lockstep's checkout")
+    assert not (tmp_path / "runs").exists() and not list(tmp_path.glob("home/*/smoke"))
+
+
+def test_a_driver_of_ones_own_is_told_too(started: Lockstep) -> None:
+    program = (
+        "from jobs import JobSpec, submit; from training.contract import user_errors\n"
+        "with user_errors(): submit(JobSpec(name='a', recipe='smoke', image='a@sha256:' + '0' * 64), backend='k8s')"
+    )
+    done = started(words=["-c", program])
+    assert done.returncode == 2 and done.stderr.startswith("error: this needs Lockstep's extra [k8s]"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "content", ["import no_such_module", "from kubernetes import client", "import kubernetes._native"]
+)
+def test_a_package_that_is_there_and_broken_is_not_called_missing(
+    started: Lockstep, tmp_path: Path, content: str
+) -> None:
+    for package in ("kubernetes", "urllib3"):
+        (tmp_path / f"broken/{package}").mkdir(parents=True)
+        (tmp_path / f"broken/{package}/__init__.py").write_text(content)
+    done = started(words=["-c", MAIN, "status", "k8s", "smoke"], PYTHONPATH=str(tmp_path / "broken"))
+    assert done.returncode == 1 and "Traceback" in done.stderr and "extra [" not in done.stderr, done.stderr
+
+
+def test_with_its_extra_a_backend_answers(started: Lockstep) -> None:
+    done = started("k8s", words=["-c", MAIN, "status", "k8s", "smoke"])
+    assert done.returncode == 2 and "cannot read the kubeconfig" in done.stderr, done.stderr
+    done = started("slurm", words=["-c", MAIN, "render", "slurm", "--recipe", "smoke"])
+    assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
+
+
+def test_every_module_of_the_dispatcher_loads_with_its_extras(started: Lockstep) -> None:
+    program = (
+        "import importlib, pkgutil, jobs\n"
+        "names = [one.name for one in pkgutil.walk_packages(jobs.__path__, 'jobs.')]\n"
+        "for name in names: importlib.import_module(name)\n"
+        "print(len(names))"
+    )
+    done = started("k8s", "slurm", words=["-c", program])
+    assert done.returncode == 0 and int(done.stdout) > 40, done.stderr
+
+
+def imported(package: str) -> Iterator[tuple[str, str]]:
+    """(file, package) of what is imported, in functions too."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for name in names:
+                yield str(path.relative_to(ROOT)), name.split(".")[0]
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A package that only another one brings may go with its next version."""
+    distributions = importlib.metadata.packages_distributions()
+
+    def declared_as(package: str) -> set[str]:
+        return {canonicalize_name(name) for name in distributions.get(package, [])}
+
+    known = sys.stdlib_module_names | {"jobs", "training", "triton"}  # torch's builds for GPUs bring triton
+    for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "tensorboard", "wandb"))):
+        allowed = declared().union(*map(declared, extras))
+        for file, name in imported(package):
+            if name not in known:
+                assert declared_as(name) & allowed, f"{file} imports {name}, which pyproject.toml does not declare"
+    for extra, packages in EXTRAS.items():
+        assert {one for package in packages for one in declared_as(package)} == declared(extra), extra
