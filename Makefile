@@ -22,7 +22,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help shell setup train test coverage test-fast lint bench bench-gpu clean
-.PHONY: test-exercises test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: test-exercises test-floors test-sync test-k8s test-prometheus test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
@@ -75,6 +75,9 @@ test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 
 test-faults-long: $(READY) ## the same with 50 random scenarios, and 300 pairs of starts with --fresh
 	LOCKSTEP_SCENARIOS=50 LOCKSTEP_FRESH=300 $(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/faults
+
+test-floors: $(READY) ## what dispatching needs, in the lowest versions that pyproject.toml allows (skips without a package index)
+	$(RUN) -m pytest tests/floors -rs
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/exercises
@@ -162,7 +165,6 @@ LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --exclude
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
 lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEELS= a page or folder with torch's +cpu builds
-	$(RUN) -m pip install -q "uv>=0.9.8"
 	$(LOCK) -o docker/requirements-cuda.txt
 	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
 

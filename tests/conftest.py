@@ -4,19 +4,20 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 # Before torch is loaded: a test computes in one thread. Two workers with two each would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import pytest
-import torch
 
 from tests.processes import clean_env
-from tests.runs import LOSSY_START, Job, tensors
 
-Undisturbed: TypeAlias = Callable[..., dict[str, torch.Tensor]]
+if TYPE_CHECKING:
+    import torch
+
+Undisturbed: TypeAlias = Callable[..., "dict[str, torch.Tensor]"]
 """`undisturbed(ranks, strategy="flat")`: every tensor of the last checkpoint of a run that nothing happened to."""
 
 hypothesis.settings.register_profile("lockstep", deadline=None, derandomize=bool(os.environ.get("CI")), database=None)
@@ -32,6 +33,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Undisturbed:
     """Each reference is computed once, when a test first asks for it."""
+    from tests.runs import LOSSY_START, Job, tensors  # torch: the tests of the dispatcher alone do without
 
     @cache
     def state(ranks: int, strategy: str = "flat") -> dict[str, torch.Tensor]:
