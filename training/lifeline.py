@@ -34,5 +34,7 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
         parent = os.getppid()
-    if parent == 1 and int(launcher) != 1:  # it died before we asked, and init has taken us
+    # It died before we asked, and init has taken us, or a supervisor in its place. A parent of 0 is in another PID
+    # namespace, where the launcher's number means nothing.
+    if parent not in (0, int(launcher)) and (parent == 1 or not os.path.exists(f"/proc/{launcher}")):
         os.kill(os.getpid(), signal.SIGTERM)

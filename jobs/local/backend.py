@@ -21,7 +21,9 @@ from typing import Any
 from jobs import command as commands
 from jobs import lock, private, records
 from jobs.backend import Backend, Found, check_name, of_rank
-from jobs.local.supervise import ENDED, RUNNING, alive, here, living, note_end, signal_all, start_ticks
+from jobs.local import processes
+from jobs.local.processes import alive, living, start_ticks
+from jobs.local.supervise import ENDED, RUNNING, here, note_end
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Part, State, Status, Submitted
 from jobs.terminal import warn
@@ -83,7 +85,7 @@ class LocalBackend(Backend):
             folder / JOB,
             {
                 "spec": spec.record(), "hash": spec.hash(), "run_dir": run_dir, "command": self._command(spec, run_dir),
-                "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + 30,
+                "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + commands.GRACE_MARGIN,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "job": records.identity(spec.name), "host": here(),
             },
@@ -143,6 +145,8 @@ class LocalBackend(Backend):
         if ended is None:  # the supervisor was killed, too, so the first to find no rank any more notes the end
             ended = note_end(folder, record, None)
         code, reason = ended["code"], str(ended.get("reason") or "")
+        if code is None and cancelled:
+            return answer("cancelled", "cancelled")
         if code is None:
             return answer(
                 "lost", "the processes are gone and left no exit code: the machine restarted, or they were killed"
@@ -166,11 +170,13 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _supervised(folder: Path) -> bool:
-        for file in (SUPERVISOR, RUNNING):
-            process = records.process(folder / file)
-            if process is not None and alive(process["pid"], process["ticks"]):
-                return True
-        return False
+        return any(LocalBackend._process(folder / file) is not None for file in (SUPERVISOR, RUNNING))
+
+    @staticmethod
+    def _process(file: Path) -> int | None:
+        """The process of that record; None where there is none, or it has ended."""
+        known = records.process(file)
+        return known["pid"] if known is not None and alive(known["pid"], known["ticks"]) else None
 
     @staticmethod
     def _being_submitted(folder: Path) -> bool:
@@ -214,24 +220,29 @@ class LocalBackend(Backend):
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]
+        if self._process(folder / SUPERVISOR) is not None:
+            deadline += processes.KILL_SECONDS  # it kills, after the grace
         signalled = False
         while not self.status(found.name).final and time.monotonic() < deadline:
-            process = records.process(folder / RUNNING)
-            if process is not None and not signalled:
+            launcher = records.process(folder / RUNNING)
+            if launcher is not None and not signalled:
                 signalled = True
-                if alive(process["pid"], process["ticks"]):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process["pid"], signal.SIGTERM)
-                else:  # its launcher is gone, and ranks of it live
-                    signal_all(record["job"], signal.SIGTERM)
+                told = [known for file in (SUPERVISOR, RUNNING) if (known := self._process(folder / file)) is not None]
+                # Where both are gone, ranks of it live.
+                processes.send(told[:1] or living(record["job"]), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
+        known = self._process(folder / SUPERVISOR)
+        supervisor = [known] if known is not None else []
         if not self.status(found.name).final:
-            process = records.process(folder / RUNNING)
-            if process is not None and alive(process["pid"], process["ticks"]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process["pid"], signal.SIGKILL)
-            signal_all(record["job"], signal.SIGKILL)
-        return self.wait(found.name, 10)
+            processes.kill(record["job"], *supervisor)
+        status = self.wait(found.name, processes.KILL_SECONDS)
+        if not status.final:
+            left = living(record["job"], *supervisor) or supervisor
+            raise UserError(
+                f"{found.name} has not ended: {processes.described(left)} lives on (state D: the kernel holds it, often "
+                f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {found.name}` says so"
+            )
+        return status
 
     def list(self) -> list[Listed]:
         if not self.folder.exists():

@@ -1,12 +1,14 @@
-"""python -m jobs.local.supervise FOLDER: keeps a local job's process, its time limit and its exit code.
+"""python -m jobs.local.supervise FOLDER: keeps a local job's processes, its time limit and its exit code.
 
-Somebody must be there to collect the exit code when the command that submitted the job is long gone.
+Somebody must be there to collect the exit code when the command that submitted the job is long gone. A TERM or INT is
+handed on to the launcher, and begins the end of the job: what lives after the grace is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -14,56 +16,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from jobs import records
+from jobs.local.processes import POLL_SECONDS, adopt_orphans, kill, living, send, start_ticks
 from training import contract, files
 
 RUNNING = "running.json"
 ENDED = "ended.json"
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot: tells it from a later one with the same id (Linux)."""
-    fields = _stat(pid)
-    return int(fields[19]) if len(fields) > 19 else None
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-    except OSError:
-        return []
-
-
-def alive(pid: int, ticks: int | None) -> bool:
-    """Whether that very process still runs."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError, OverflowError):
-        return False
-    fields = _stat(pid)
-    if fields[:1] == ["Z"]:  # ended; only nobody has asked for its exit code yet
-        return False
-    return ticks is None or start_ticks(pid) == ticks
-
-
-def living(job: str) -> list[int]:
-    """The processes of a job: what has its identity in its environment, whoever started it (Linux). Not this one."""
-    mark, found = f"{contract.ENV_JOB}={job}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if mark in path.read_bytes().split(b"\0") and _stat(int(path.parent.name))[:1] not in ([], ["Z"]):
-                found.append(int(path.parent.name))
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def signal_all(job: str, number: int) -> None:
-    """To every process of the job that lives."""
-    for pid in living(job):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 def note_end(folder: Path, job: dict[str, Any], code: int | None, timed_out: bool = False) -> dict[str, Any]:
@@ -92,43 +53,54 @@ def here() -> str:
 def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_bytes())
     env = {**os.environ, "PATH": contract.search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
-    child = subprocess.Popen(job["command"], env=env, start_new_session=True)
-
-    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, forward)
-    files.replace_json(folder / RUNNING, {"pid": child.pid, "ticks": start_ticks(child.pid)})
-    timed_out = False
-    try:
-        code = child.wait(job["time_limit"])
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        code = end(child, job["grace"])
-    see_ended(job["job"], job["grace"])
+    adopt_orphans()
+    launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # not before: the launcher would inherit it
+    files.replace_json(folder / RUNNING, {"pid": launcher.pid, "ticks": start_ticks(launcher.pid)})
+    code, timed_out = see_to_its_end(launcher, job["job"], job["time_limit"], job["grace"])
     note_end(folder, job, code, timed_out)
     return 0
 
 
-def see_ended(job: str, grace: float) -> None:
-    """Waits for the ranks that a killed launcher left: they save. After the grace they are killed."""
-    deadline = time.monotonic() + grace
-    while living(job):
-        if time.monotonic() >= deadline:
-            signal_all(job, signal.SIGKILL)
-        time.sleep(0.05)
+def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
+    """Returns when no process of the job lives: the launcher's exit code, and whether the time limit ended the job.
+
+    Whoever asks for the end, and the time limit, begin the grace; what a killed launcher left has it, too, to save.
+    """
+    limit, deadline, asked, told = time.monotonic() + time_limit, math.inf, False, set[int]()
+    timed_out = False
+    while True:
+        _reap(launcher)
+        now, rest = time.monotonic(), []
+        if launcher.returncode is not None:
+            rest = living(job, os.getpid())
+            if not rest:
+                return launcher.returncode, timed_out
+            deadline = min(deadline, now + grace)
+            if asked:  # the launcher has told its ranks, and nobody what these have started
+                send([pid for pid in rest if pid not in told], signal.SIGTERM)
+                told.update(rest)
+        elif now >= limit and not asked:
+            timed_out = asked = True
+            deadline = now + grace
+            send([launcher.pid], signal.SIGTERM)
+        if now >= deadline:
+            kill(job, os.getpid())  # what lives even then is waited for: until then the job has not ended
+        # Nobody tells when a process ends that is no child of this one.
+        seconds = POLL_SECONDS if rest else max(POLL_SECONDS, (deadline if asked else limit) - now)
+        heard = signal.sigtimedwait(_HEARD, seconds)
+        if heard is not None and heard.si_signo != signal.SIGCHLD:
+            asked, deadline = True, min(deadline, time.monotonic() + grace)
+            if launcher.returncode is None:
+                send([launcher.pid], heard.si_signo)
 
 
-def end(child: subprocess.Popen[bytes], grace: float) -> int:
-    """TERM, the grace, then KILL for the whole session."""
-    child.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return child.wait(grace)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    return child.wait()
+def _reap(launcher: subprocess.Popen[bytes]) -> None:
+    """Takes the exit codes of the launcher and of orphans, which nobody asks for."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == launcher.pid:
+                launcher.returncode = os.waitstatus_to_exitcode(ended[1])
 
 
 if __name__ == "__main__":

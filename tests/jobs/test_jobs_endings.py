@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jobs.local.backend import LocalBackend
-from jobs.local.supervise import living
+from jobs.local.processes import living
 from jobs.spec.model import JobSpec
 from tests.events import events
 from tests.jobs.helpers import lockstep
