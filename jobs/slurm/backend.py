@@ -23,7 +23,7 @@ from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.private import check, make
 from jobs.slurm import checks, logs, observe, query, render, rules
-from jobs.slurm.folder import ENDED, SUBMITIT, Folder, cancelled, ends, home
+from jobs.slurm.folder import ENDED, SUBMITIT, Folder, cancelled, ends, home, saved
 from jobs.slurm.query import ask
 from jobs.slurm.section import slurm
 from jobs.slurm.send import send
@@ -243,6 +243,7 @@ class SlurmBackend(Cluster):
             cancelled(record).exists(),
             record["since"],
             time.time(),
+            saved(record),
         )
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError):

@@ -66,6 +66,13 @@ def ends(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return found
 
 
+def saved(record: dict[str, Any]) -> set[int]:
+    """The starts after which the job had saved and got further: they do not count against `max_restarts`."""
+    mark = f"{record['job_id']}_saved_"
+    found = (path.name.removeprefix(mark) for path in Path(record["submitit"]).glob(f"{mark}*"))
+    return {int(number) for number in found if number.isdecimal()}
+
+
 def cancelled(record: dict[str, Any]) -> Path:
     return note(Path(record["submitit"]), str(record["job_id"]), "cancelled")
 

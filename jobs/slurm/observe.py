@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from jobs.slurm import reasons
@@ -18,7 +19,8 @@ Ends = dict[int, dict[str, Any]]
 
 
 def explain(
-    spec: JobSpec, found: Found | None, ends: Ends, said: dict[str, Any] | None, cancelled: bool, since: float, now: float
+    spec: JobSpec, found: Found | None, ends: Ends, said: dict[str, Any] | None, cancelled: bool, since: float, now: float,
+    free: Collection[int] = (),
 ) -> Status:  # fmt: skip
     """The status.
 
@@ -27,11 +29,14 @@ def explain(
         said: status.json of this job; None where it has none (yet).
         cancelled: somebody asked lockstep to cancel it.
         since: seconds since the epoch when it was submitted.
+        free: starts after which it had saved and got further, which do not count against `max_restarts`.
     """
     total = spec.nodes * spec.ranks
     latest = max((int(end.get("restart", 0)) for end in ends.values()), default=0)
     restarts = max(found.restarts if found else 0, latest)
     ends = {rank: end for rank, end in ends.items() if int(end.get("restart", 0)) == restarts}
+    failures = restarts - sum(start < restarts for start in free)
+    used_up = restarts not in free and failures >= spec.max_restarts
     if said is not None and said.get("code") is not None and said.get("restart", restarts) != restarts:
         said = None  # an earlier start wrote it; this one ended before it could
 
@@ -44,7 +49,7 @@ def explain(
             return answer("pending", "SLURM does not know it yet")
         if code is None:
             return answer("lost", "SLURM no longer knows the job, and it left no result")
-        return _ended(answer, code, said, ends, spec, cancelled, restarts)
+        return _ended(answer, code, said, ends, spec, cancelled, used_up)
     if found.state == "PENDING":
         return answer(*reasons.pending(found.reason, found.partition, found.job_id, restarts))
     if found.state in ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"):
@@ -56,7 +61,7 @@ def explain(
     settled = now - (found.ended or since) >= SETTLE_SECONDS
     if code == EXIT_DONE:
         return answer("succeeded", str((said or {}).get("reason") or "complete"), EXIT_DONE)
-    if found.state in _COMES_BACK and found.requeue and restarts < spec.max_restarts and not settled and not cancelled:
+    if found.state in _COMES_BACK and found.requeue and not used_up and not settled and not cancelled:
         return answer("restarting", f"{_plain(found)}: SLURM starts it again")
     if found.state == "COMPLETED":
         missing = sorted(set(range(total)) - set(ends))
@@ -75,22 +80,21 @@ def explain(
     if found.state == "OUT_OF_MEMORY":
         return answer("failed", "was killed for memory: raise memory, or lower the batch size", 1)
     if found.state in ("NODE_FAIL", "BOOT_FAIL"):
-        used = " (max_restarts is used up)" if restarts >= spec.max_restarts else ""
+        used = " (max_restarts is used up)" if used_up else ""
         return answer("lost", f"{_plain(found)}, and the job was not started again{used}")
-    return _ended(answer, code if code is not None else found.exit_code or 1, said, ends, spec, cancelled, restarts)
+    return _ended(answer, code if code is not None else found.exit_code or 1, said, ends, spec, cancelled, used_up)
 
 
 def _ended(
-    answer: Any, code: int, said: dict[str, Any] | None, ends: Ends, spec: JobSpec, cancelled: bool, restarts: int
+    answer: Any, code: int, said: dict[str, Any] | None, ends: Ends, spec: JobSpec, cancelled: bool, used_up: bool
 ) -> Status:  # fmt: skip
     if code == EXIT_DONE:
         return answer("succeeded", "complete", code)
     if cancelled:
         return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
     if code == EXIT_PREEMPTED:
-        spent = (
-            f"all {spec.max_restarts} restarts are used up" if restarts >= spec.max_restarts else "it was not requeued"
-        )
+        left = f"all {spec.max_restarts} restarts are used up, by failures or starts that got no further"
+        spent = left if used_up else "it was not requeued"
         return answer("preempted", f"saved, and {spent}: submit it again to go on", code)
     return answer("failed", cause(ends, said) or f"exit code {code}", code)
 

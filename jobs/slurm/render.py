@@ -85,7 +85,7 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         "slurm_setup": _setup(spec, folder),
         "slurm_teardown": _teardown(spec, folder),
         # Since 22.05 srun does not take it over from sbatch; without it all of a node's ranks share one core.
-        "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *_container_flags(spec, folder)],
+        "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *container(spec, folder)[0]],
     }
     if spec.gpus and settings.gpu_type:
         values["slurm_gres"] = f"gpu:{settings.gpu_type}:{spec.gpus}"
@@ -97,16 +97,28 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
     return wckey | {name: value for name, value in values.items() if value is not None}
 
 
+def interpreter(spec: JobSpec) -> str:
+    """The Python that runs the tasks: on the node, or in the image."""
+    return slurm(spec).python or (sys.executable if slurm(spec).container is None else "python")
+
+
 def python(spec: JobSpec, folder: Path) -> str:
     """The shell words before `-u -m submitit.core._submit` on a node."""
+    held = ["sh", "-c", HOLD, "held", interpreter(spec)]
+    return shlex.join([*container(spec, folder)[1], *held])
+
+
+def container(spec: JobSpec, folder: Path) -> tuple[list[str], list[str]]:
+    """What has a program run in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
     settings = slurm(spec)
-    interpreter = settings.python or (sys.executable if settings.container is None else "python")
-    held = shlex.join(["sh", "-c", HOLD, "held", interpreter])
-    if settings.container != "apptainer":
-        return held
-    binds = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
-    gpus = ["--nv"] if spec.gpus else []
-    return f"{shlex.join(['apptainer', 'exec', *gpus, '--bind', binds, str(settings.image or spec.image)])} {held}"
+    image = str(settings.image or spec.image)
+    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
+    if settings.container == "pyxis":
+        return [f"--container-image={image}", f"--container-mounts={mounts}"], []
+    if settings.container == "apptainer":
+        gpus = ["--nv"] if spec.gpus else []
+        return [], ["apptainer", "exec", *gpus, "--bind", mounts, image]
+    return [], []
 
 
 def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:
@@ -151,11 +163,10 @@ def preparation(spec: JobSpec) -> JobSpec:
     """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec that names no shards."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /shared/shards")
-    interpreter = slurm(spec).python or (sys.executable if slurm(spec).container is None else "python")
     limit = min(spec.deadline_seconds, 6 * 3600)
     return JobSpec.of(
         {
-            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter),
+            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter(spec)),
             "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
             "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
             "run_dir": spec.shards, "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
@@ -192,9 +203,10 @@ def _teardown(spec: JobSpec, folder: Path) -> list[str]:
         "again=no",
         "# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.",
         f'[ -e "{note}_requeue_$restarts" ] && again=yes',
+        f'saved=$(ls "{note}"_saved_* 2>/dev/null | wc -l)',
         "# The signal came while a task was being started, before anything could hold it back. Nothing is lost.",
         f'tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && '
-        f'[ "$restarts" -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && again=yes',
+        f'[ $((restarts - saved)) -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && again=yes',
         'if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi',
         "exit $code",
     ]
@@ -204,13 +216,6 @@ def _mounts(spec: JobSpec, folder: Path) -> list[str]:
     run = Path(spec.run_directory_here).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
     return list(dict.fromkeys([*own, *slurm(spec).mounts]))
-
-
-def _container_flags(spec: JobSpec, folder: Path) -> list[str]:
-    if slurm(spec).container != "pyxis":
-        return []
-    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
-    return [f"--container-image={slurm(spec).image or spec.image}", f"--container-mounts={mounts}"]
 
 
 def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -92,9 +92,9 @@ def slurm_literal_secret(subject: Subject) -> Iterator[str]:
 
 @rule("LS108", "warning")
 def restarts(subject: Subject) -> Iterator[str]:
-    """Every restart counts with SLURM, preemptions and time limits too."""
+    """A preemption or time limit counts where the job has saved nothing new."""
     if subject.spec.max_restarts == 0:
-        yield "max_restarts is 0: the first preemption or time limit ends the job (saved, but not started again)"
+        yield "max_restarts is 0: the first failure ends the job, and so does a preemption before its first checkpoint"
 
 
 @rule("LS109", "warning")

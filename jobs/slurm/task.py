@@ -3,6 +3,9 @@
 The rank's exit code is all it goes by: 0 done, 2 wrong usage (final), 75 saved, anything else a failure. By the time
 a rank ends with 75 the checkpoint is on the disk. Rank 0 then asks for the requeue, while the tasks of the other ranks
 wait: none of them leaves before, which would end the job.
+
+`max_restarts` counts failures. SLURM counts every start (SLURM_RESTART_COUNT); rank 0 notes those after which the job
+saved and got further. Only a note makes a start free: what cannot be told apart, counts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from training import contract, files
@@ -35,7 +37,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def note(folder: Path, job_id: str, what: str) -> Path:
-    """Notes lie beside submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`."""
+    """Notes lie beside submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
     return folder / f"{job_id}_{what}"
 
 
@@ -56,20 +58,25 @@ class TrainingTask:
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank to its end. Rank 0 returns `summary.json`; an end that is none leaves the process."""
         here = _Here.read()
-        if here.restarts > self.max_restarts:
+        if here.failures > self.max_restarts:
             said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
             saved = isinstance(said, dict) and (said.get("code"), said.get("job", "")) == (EXIT_PREEMPTED, self.job)
             code = EXIT_PREEMPTED if saved else EXIT_FAILED
-            self._leave(here, code, f"restarted {self.max_restarts} times, no more")
+            self._leave(here, code, f"restarted {self.max_restarts} times after failures, no more")
+        checkpoint = self._checkpoint()
         begun = [log.stat().st_size if log.exists() else 0 for log in here.logs]  # what earlier starts have said
-        code = self._run_rank(here)
+        code, asked = self._run_rank(here)
         if code == EXIT_DONE:
             self._note(here, code, "")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
         reason = _last_error(here.logs, begun)
         self._note(here, code, reason)
-        may = code != EXIT_USAGE and here.restarts < self.max_restarts and not here.cancelled
-        if may and code != EXIT_PREEMPTED and here.refused():
+        if code == EXIT_PREEMPTED and here.rank == 0 and self._got_further(checkpoint, asked):
+            here.note_saved()
+        may = code != EXIT_USAGE and here.failures + (not here.saved(here.restarts)) <= self.max_restarts
+        if code == EXIT_PREEMPTED and here.rank != 0:
+            may = True  # rank 0 judges; should it leave, SLURM ends this one
+        if here.cancelled or (may and code != EXIT_PREEMPTED and here.refused()):
             may = False
         if may and (code != EXIT_PREEMPTED or here.rank == 0):
             _requeue(here, code)
@@ -77,11 +84,34 @@ class TrainingTask:
             _hold(REQUEUE_SECONDS + HOLD_SECONDS)
         self._leave(here, code, reason)
 
-    def _run_rank(self, here: _Here) -> int:
+    def _checkpoint(self) -> tuple[int, int]:
+        """The folder of checkpoints (its inode: a fresh start has another one) and the step of the newest one."""
+        folder = Path(self.run_dir) / contract.CHECKPOINTS
+        try:
+            steps = [int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(r"step-(\d+)", name))]
+            return folder.stat().st_ino, max(steps, default=0)
+        except OSError:
+            return 0, 0
+
+    def _got_further(self, before: tuple[int, int], asked: bool) -> bool:
+        """Whether a start that saved did so behind where it began: else a time limit below the start-up has no end.
+
+        Of another program nothing is known but that a signal had asked it to save, and that it says it has.
+        """
+        if self.words[0] == "--":
+            return asked
+        now = self._checkpoint()
+        return now[1] > (before[1] if now[0] == before[0] else 0)
+
+    def _run_rank(self, here: _Here) -> tuple[int, bool]:
+        """The rank's exit code, and whether a signal had asked for its end. In place of submitit's handlers, which
+        would requeue before the ranks have agreed on a step.
+        """
         ours = self.words[0] != "--"
         command = [sys.executable, "-u", "-m", "training", *self.words] if ours else self.words[1:]
+        heard = set[int]()
         for number in (*ASKING, signal.SIGCONT):
-            signal.signal(number, _nothing)
+            signal.signal(number, lambda number, frame: heard.add(number))  # noqa: ARG005 - the handler's signature
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
         signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -99,7 +129,7 @@ class TrainingTask:
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
         code = child.wait()
-        return 128 - code if code < 0 else code
+        return 128 - code if code < 0 else code, not heard.isdisjoint(ASKING)
 
     def _environment(self, here: _Here, ours: bool) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
@@ -178,12 +208,25 @@ class _Here:
             time.sleep(0.2)
 
     @property
+    def failures(self) -> int:
+        """How many of the earlier starts count."""
+        return sum(not self.saved(start) for start in range(self.restarts))
+
+    def saved(self, start: int) -> bool:
+        """Whether that start ended saved and got further: a preemption, a time limit."""
+        return note(self.folder, self.job_id, f"saved_{start}").exists()
+
+    def note_saved(self) -> None:
+        try:
+            note(self.folder, self.job_id, f"saved_{self.restarts}").touch()
+        except OSError as error:
+            print(
+                f"warning: cannot note that the job saved, so it counts: {error.strerror}", file=sys.stderr, flush=True
+            )
+
+    @property
     def cancelled(self) -> bool:
         return note(self.folder, self.job_id, "cancelled").exists()
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """In place of submitit's handlers, which would requeue before the ranks have agreed on a step."""
 
 
 def _requeue(here: _Here, code: int) -> None:

@@ -109,7 +109,7 @@ class _JobSpec(Section):
     time_limit: Duration = "24h"
     """Longest time the job may take, all restarts together. SLURM: of one start; who reaches it saves and is requeued."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """Restarts after failures, a node. Preemptions do not count; with SLURM every restart does (SLURM_RESTART_COUNT)."""
+    """Restarts after failures, a node. Preemptions do not count; with SLURM one counts that saved nothing new."""
     join_timeout: Duration | None = None
     """How long a node waits for the others, which is no failure: a pod may be pulling its image. Null: time_limit less
     grace_seconds."""

@@ -23,7 +23,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Pa
 
 def test_the_time_limit(bench: Bench, undisturbed: Path) -> None:
     """SLURM's own clock: it looks every 30 s, and signals up to 30 s before the lead that the script asks for."""
-    job = Training(bench, "limited")
+    job = Training(bench, "limited", max_restarts=0)
     job.hold.reached()
     bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "timelimit=1")
     job.saves()
@@ -35,7 +35,7 @@ def test_the_time_limit(bench: Bench, undisturbed: Path) -> None:
 
 
 def test_a_higher_partition_preempts(bench: Bench, undisturbed: Path) -> None:
-    job = Training(bench, "low")
+    job = Training(bench, "low", max_restarts=0)
     job.hold.reached()
     urgent = {"partition": "urgent", "exclusive": True}
     bench.backend.submit(bench.command("high", "print('urgent work')", nodes=2, ranks_per_node=1, slurm=urgent))
@@ -138,18 +138,58 @@ def _stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str) -> None
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
 
 
-def test_restarts_are_used_up(bench: Bench) -> None:
-    """The job ends saved and in a known state; submitted again, it goes on."""
-    job = Training(bench, "spent", epochs=2, nodes=1, max_restarts=0)
+def test_a_job_is_preempted_more_often_than_it_may_fail(bench: Bench, undisturbed: Path) -> None:
+    job = Training(bench, "moved", max_restarts=0)
+    for start in (0, 1):
+        job.hold.reached()
+        bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
+        poll(lambda: len(job.saved_at()) == start + 1, 60, "the checkpoint")
+        job.hold.at(job.hold.number + 1)  # where the next start stands still
+    found = job.ends_like(undisturbed)
+    assert found.ranks[0].restarts == 2 and job.resumed_at() == job.saved_at(), found
+
+
+def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
+    """As where the time limit is shorter than the start-up. The job ends saved; submitted again, it goes on."""
+    job = Training(bench, "spent", epochs=2, nodes=1, max_restarts=1)
     job.hold.reached()
-    bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
+    log = bench.backend.folder / f"spent/submitit/{job.job_id}_0_log.out"
+    for start in (1, 2, 3):
+        bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
+        if start == 3:
+            break
+        bench.becomes("spent", "restarting")
+        poll(lambda: log.read_text().count("Loading pickle") == start + 1, 60, "the next start")
     found = bench.wait("spent")
-    assert (found.state, found.code) == ("preempted", 75), found
-    assert found.reason == "saved, and all 0 restarts are used up: submit it again to go on"
+    assert (found.state, found.code, found.ranks[0].restarts) == ("preempted", 75, 2), found
+    assert found.reason == (
+        "saved, and all 1 restarts are used up, by failures or starts that got no further: submit it again to go on"
+    )
     job.hold.let_go()
     bench.backend.submit(job.spec, "replace")
     assert bench.wait("spent", 90).state == "succeeded"
     assert job.saved_at() and job.resumed_at() == job.saved_at()
+
+
+def test_what_counts_of_another_program(bench: Bench) -> None:
+    """A 75 that a signal had asked for is free, one that came unasked counts, and so does a crash."""
+    begun = bench.folder / "begun"
+    program = f"""
+import os, signal, sys
+start = int(os.environ["LOCKSTEP_RESTARTS"])
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+open(f"{begun}-{{start}}", "w").close()
+while start < 2:
+    signal.pause()
+sys.exit(75 if start == 2 else 7)
+"""
+    bench.backend.submit(bench.command("own", program, ranks_per_node=1, max_restarts=1))
+    for start in (0, 1):
+        poll(Path(f"{begun}-{start}").exists, 60, f"start {start}")
+        bench.cluster.ask("scancel", "--signal=USR2", bench.backend.job_id("own"))
+        bench.becomes("own", "restarting")
+    found = bench.wait("own", 90)
+    assert (found.state, found.reason, found.ranks[0].restarts) == ("failed", "rank 0 on node1: exit code 7", 3), found
 
 
 def test_without_scontrol_the_script_asks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def test_the_node_that_failed_may_come_back() -> None:
         "a node failed (node2), and the job was not started again (max_restarts is used up)",
         4,
     )
+    assert told(used, free={1})[0] == "restarting", "one of the three starts before had saved"
     never = Found("7", "PREEMPTED", ended=NOW - 1, requeue=False)
     assert told(never)[0] == "preempted"
 

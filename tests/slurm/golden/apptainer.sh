@@ -34,7 +34,8 @@ code=$?
 again=no
 # A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.
 [ -e "/shared/lockstep/slurm/big/submitit/${job}_requeue_$restarts" ] && again=yes
+saved=$(ls "/shared/lockstep/slurm/big/submitit/${job}"_saved_* 2>/dev/null | wc -l)
 # The signal came while a task was being started, before anything could hold it back. Nothing is lost.
-tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && [ "$restarts" -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${job}_cancelled" ] && again=yes
+tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && [ $((restarts - saved)) -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${job}_cancelled" ] && again=yes
 if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi
 exit $code
