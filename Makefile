@@ -160,7 +160,7 @@ test-image-cuda: $(READY) ## build the CUDA image and look into it (gigabytes)
 	$(RUN) -m pytest tests/containers -m cuda_image -s
 
 # uv resolves for the images' Python, not for this one. LOCK_FLAGS="--upgrade" takes newer versions.
-LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --excludes docker/excluded.txt --generate-hashes --no-emit-index-url \
+LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --extra slurm --excludes docker/excluded.txt --generate-hashes --no-emit-index-url \
   --python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock" $(LOCK_FLAGS)
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 

@@ -12,14 +12,22 @@ from pathlib import Path
 
 from jobs.checks.check import Check
 from jobs.private import make
+from jobs.slurm import render
 from jobs.slurm.folder import home
 from jobs.slurm.query import ask, one_line
 from jobs.slurm.section import Slurm, slurm
 from jobs.spec.model import JobSpec
 from jobs.status import Unreachable
+from training import contract
 from training.contract import UserError
 
 NODE_SECONDS = 60
+IMAGE_SECONDS = 600
+PROGRAM = (
+    "import sys, submitit.core._submit, jobs.slurm.task, training.contract as c; "
+    "print(c.VERSION, *(open(name).read() for name in sys.argv[1:]))"
+)
+"""What a task imports, its version, and whether it sees our files."""
 
 
 def check(spec: JobSpec | None) -> list[Check]:
@@ -163,7 +171,7 @@ def _setting(name: str) -> str:
 
 
 def _folder(spec: JobSpec | None) -> Iterator[Check]:
-    """Writes a file here and has a node read it, with the interpreter that the job will use."""
+    """Writes a file here and has a node read it, with the interpreter, and in the image, that the job will use."""
     places = [make(home())]
     if spec is not None:
         run = Path(spec.run_directory_here).parent
@@ -173,34 +181,44 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     files = [place / f".doctor-{word}" for place in places]
     for file in files:
         file.write_text(word, encoding="utf-8")
-    inside = spec is None or slurm(spec).container is None
-    python = (slurm(spec).python if spec is not None else None) or sys.executable
-    program = "import sys, submitit, jobs.slurm.task; print(*(open(name).read() for name in sys.argv[1:]))"
     own = slurm(spec) if spec is not None else Slurm()
+    python = render.interpreter(spec) if spec is not None else sys.executable
+    options, words = render.container(spec, home()) if spec is not None else ([], [])
+    where = f"{python} in {own.image or spec.image}" if spec is not None and own.container is not None else python
     flags = (("-p", own.partition), ("-A", own.account), ("--qos", own.qos))
-    wanted = [word for flag, value in flags if value for word in (flag, value)]
-    command = [python, "-c", program] if inside else ["cat"]
-    if spec is not None and inside and (slurm(spec).modules or slurm(spec).setup):
-        before = [f"module load {shlex.quote(name)}" for name in slurm(spec).modules] + list(slurm(spec).setup)
+    options += [word for flag, value in flags if value for word in (flag, value)]
+    command = [*words, python, "-c", PROGRAM]
+    if own.container != "pyxis" and (own.modules or own.setup):  # what the batch script does, outside the image
+        before = [f"module load {shlex.quote(name)}" for name in own.modules] + list(own.setup)
         command = ["bash", "-lc", "\n".join([*before, f'exec {shlex.join(command)} "$@"']), "doctor"]
+    # An image may have to be brought to the node first.
+    bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
         told = ask(
-            "srun", "-N1", "-n1", "-t", "1", f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor", *wanted,
-            *command, *map(str, files), seconds=NODE_SECONDS,
+            "srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
+            *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:
-        yield Check("node", "cannot tell", f"no node was free within {NODE_SECONDS} s")
+        yield Check("node", "cannot tell", f"no node was free, or answered, within {bound} s")
         return
     finally:
         for file in files:
             file.unlink(missing_ok=True)
-    if told.returncode == 0 and told.stdout.split() == [word] * len(files):
-        yield Check("node", "ok", f"sees {', '.join(map(str, places))}{f' and runs {python}' if inside else ''}")
+    seen = ", ".join(map(str, places))
+    version, *read = told.stdout.split() or [""]
+    if told.returncode == 0 and read == [word] * len(files):
+        if version == contract.VERSION:
+            yield Check("node", "ok", f"sees {seen} and runs {where}")
+        else:
+            yield Check(
+                "node", "missing", f"{where} has Lockstep {version}, and here is {contract.VERSION}: use the same"
+            )
     elif "Unable to allocate" in told.stderr or "immediate" in told.stderr.lower():
         yield Check("node", "cannot tell", f"no node was free: {one_line(told.stderr)}")
     else:
         last = told.stderr.strip().splitlines() or ["it read something else"]
         errors = [line for line in last if "Error" in line] or last
-        yield Check(
-            "node", "missing", f"a node cannot use {', '.join(map(str, places))} with {python}: {errors[0][:200]}"
-        )
+        detail = f"a node cannot use {seen} with {where}: {errors[0][:200]}"
+        if own.container is not None and "No module named" in errors[0]:
+            detail += "; the image needs Lockstep and submitit, as those of docker/ have"
+        yield Check("node", "missing", detail)

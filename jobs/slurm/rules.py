@@ -142,3 +142,15 @@ def memory_of_ranks(subject: Subject) -> Iterator[str]:
     each = size_in_bytes(subject.spec.memory) / subject.spec.ranks
     if each < 700 << 20:
         yield f"memory {subject.spec.memory} is {each / 2**20:.0f} MiB a rank, torch alone takes about 500: raise memory"
+
+
+@rule("LS115")
+def image_without_submitit(subject: Subject) -> Iterator[str]:
+    """A task in the image is submitit's. What a folder holds shows from here; of a file or a name `doctor` finds out."""
+    image = slurm(subject.spec).image or subject.spec.image
+    if slurm(subject.spec).container is None or not image or not (Path(image) / "usr").is_dir():
+        return
+    places = ("opt/venv", "usr", "usr/local", "opt/conda")
+    packages = [path for place in places for path in Path(image).glob(f"{place}/lib/python3*/*-packages/")]
+    if packages and not any((path / "submitit").is_dir() for path in packages):
+        yield f"{image} lacks submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -223,6 +224,38 @@ def test_doctor(bench: Bench) -> None:
     results = {item["name"]: item["result"] for item in json.loads(done.stdout)}
     assert done.returncode == 1 and results["partition"] == results["gpus"] == "missing"
     assert results["account"] == ("missing" if bench.cluster.accounting else "cannot tell")
+
+
+def test_doctor_tries_the_image(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the words of the batch script: an image without submitit, one of another version, and no pyxis to run any."""
+    inside = "print('0.0.1', *(open(name).read() for name in sys.argv[1:]))"
+    for name, program in (
+        ("lacking", "sys.modules['submitit'] = None; exec(sys.argv.pop(1))"),
+        ("older", f"sys.argv.pop(1); {inside}"),
+        ("sound", "exec(sys.argv.pop(1))"),
+    ):
+        python = bench.folder / name
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && shift\nexec {PYTHON} -c "import sys; {program}" "$@"\n')
+        python.chmod(0o755)
+    stand_in = bench.folder / "apptainer"  # the words behind the image, run on the node
+    stand_in.write_text('#!/bin/sh\nwhile [ "$1" != /images/none.sif ]; do shift; done; shift\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bench.folder}:{os.environ['PATH']}")
+
+    def node(**slurm: str) -> tuple[str, str]:
+        spec = bench.command("ask", "print()", slurm={"image": "/images/none.sif", **slurm})
+        done = lockstep("doctor", "slurm", str(bench.file(spec)), "--json")
+        found = next(item for item in json.loads(done.stdout) if item["name"] == "node")
+        return found["result"], found["detail"]
+
+    result, detail = node(container="apptainer", python=str(bench.folder / "sound"))
+    assert result == "ok" and "sound in /images/none.sif" in detail
+    result, detail = node(container="apptainer", python=str(bench.folder / "lacking"))
+    assert result == "missing" and "submitit" in detail and "the image needs Lockstep and submitit" in detail, detail
+    result, detail = node(container="apptainer", python=str(bench.folder / "older"))
+    assert result == "missing" and "has Lockstep 0.0.1, and here is" in detail, detail
+    result, detail = node(container="pyxis")
+    assert result == "missing" and "--container-image" in detail, detail
 
 
 def test_what_is_refused_takes_nothing_away(bench: Bench) -> None:

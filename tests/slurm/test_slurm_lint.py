@@ -32,6 +32,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS113", {"env": {"WORLD_SIZE": "8"}}),
     ("LS113", {"env": {"SLURM_NTASKS": "8"}}),
     ("LS114", {"memory": "2Gi"}),
+    ("LS115", {"slurm": {"container": "apptainer", "image": "IMAGE"}}),
 ]
 
 
@@ -47,8 +48,25 @@ def test_a_sound_job_provokes_none() -> None:
 
 
 @pytest.mark.parametrize(("rule", "change"), CASES)
-def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any]) -> None:
+def test_the_rule_finds_its_footgun(
+    rule: str, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _packages(tmp_path).mkdir(parents=True)
     assert rule in findings(change)
+
+
+def _packages(folder: Path) -> Path:
+    """Those of an image that is a folder."""
+    (folder / "IMAGE/usr").mkdir(parents=True)
+    return folder / "IMAGE/opt/venv/lib/python3.11/site-packages"
+
+
+def test_an_image_with_submitit_and_one_that_cannot_be_seen_are_sound(tmp_path: Path) -> None:
+    (_packages(tmp_path) / "submitit").mkdir(parents=True)
+    for image in (str(tmp_path / "IMAGE"), "/images/lockstep.sif", "registry/lockstep:1"):
+        slurm = {**GOOD["slurm"], "container": "apptainer", "image": image}
+        assert findings({"slurm": slurm}) == []
 
 
 def test_every_rule_is_provoked() -> None:
