@@ -104,8 +104,13 @@ def test_the_driver_submits_again_after_a_preemption_and_shows_a_traceback(bench
     spec = training(bench, "again", nodes=1, max_restarts=0, env=hold.env)
     with started([*DRIVER, str(bench.file(spec)), "--poll", "0.5"], dict(os.environ)) as driver:
         hold.reached()
-        bench.cluster.ask("scancel", "--signal=USR2", bench.backend.job_id("again"))
+        job_id = bench.backend.job_id("again")
+        log = bench.backend.folder / f"again/submitit/{job_id}_0_log.out"
+        bench.cluster.ask("scancel", "--signal=USR2", job_id)
         poll(lambda: events(path, "preempted"), 60, "the signal and the checkpoint")
+        # SLURM starts it again. A signal before it gets any further ends it for good, as max_restarts is 0.
+        poll(lambda: log.read_text().count("Loading pickle") == 2, 60, "the next start")
+        bench.cluster.ask("scancel", "--signal=USR2", job_id)
         hold.let_go()
         said, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, said
