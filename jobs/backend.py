@@ -72,8 +72,6 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     places: ClassVar[Mapping[str, str]] = {}
     """Flags that say where the cluster is → the settings of job.yaml that say it, too."""
-    arrays: ClassVar[bool] = False
-    """Whether many runs can be submitted as one."""
     secrets_from: ClassVar[str | None] = "set it in the environment"
     """Where the values of `secrets` come from, as advice; None where the cluster keeps them."""
     interval: float = 1.0
@@ -183,8 +181,10 @@ class Backend(abc.ABC):
             return self.create(*placed)
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
-        """Submits the runs of a sweep."""
+        """Submits the runs of a sweep, one by one where the backend knows no arrays. Raises `UserError` before the first."""
         del name
+        for spec in specs:
+            self.refuse(spec)
         return [self.submit(spec, mode) for spec in specs]
 
     def check_secrets(self, spec: JobSpec) -> None:

@@ -46,9 +46,9 @@ class Cluster(Backend):
         """Writes the recipe's shards, or submits what does. Raises `UserError`."""
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - of a sweep, for one with arrays
-        """What `lockstep render` prints: as text, and as plain values."""
-        found = cls.manifests(spec)
+    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - for a backend with arrays
+        """What `lockstep render` prints of a job, or of the runs of a sweep: as text, and as plain values."""
+        found = [manifest for run in runs for manifest in cls.manifests(run)]
         return to_yaml(found), found
 
     @classmethod

@@ -28,16 +28,7 @@ from jobs.terminal import say, show, warn
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Backend as JobBackend
     from jobs.backend import Mode
-
-
-def _check_sweep(found: type[JobBackend], sweep: list[str] | None) -> None:
-    from jobs import registry
-
-    if sweep and not found.arrays:
-        others = [name for name in registry.packages() if registry.backend(name).arrays]
-        raise UserError(f"--sweep belongs to {', '.join(others)}, not to {found.name}")
 
 
 def render(
@@ -60,7 +51,6 @@ def render(
     from jobs import sweep as sweeps
 
     found = connect.cluster(backend, "render")
-    _check_sweep(found, sweep)
     values = options.parse(
         sets,
         name=name,
@@ -155,7 +145,6 @@ def submit(
     from jobs.cluster import Cluster
 
     found = registry.backend(backend)
-    _check_sweep(found, sweep)
     flags: dict[str, str | None] = {
         **options.flags(backend, namespace=namespace, context=context),
         "run_dir": run_dir,

@@ -27,7 +27,9 @@ Profile = Annotated[str | None, typer.Option(help="Cluster profile: a name, or a
 Sweep = Annotated[
     list[str] | None,
     typer.Option(
-        "--sweep", metavar="NAME=A,B,…", help="One run for each value (slurm: a job array); repeat for a grid."
+        "--sweep",
+        metavar="NAME=A,B,…",
+        help="One run for each value: a job array with slurm, else a job each; repeat for a grid.",
     ),
 ]
 Sets = Annotated[

@@ -62,7 +62,6 @@ class SlurmBackend(Cluster):
     """
 
     name = "slurm"
-    arrays = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, folder: Path | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:

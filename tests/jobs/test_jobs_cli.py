@@ -77,6 +77,20 @@ def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> Non
         assert shown["metadata"]["labels"] == sent["metadata"]["labels"]
 
 
+def test_a_sweep_is_a_job_for_each_run_where_there_are_no_arrays(server: ApiServer, tmp_path: Path) -> None:
+    sweep = ("--sweep", "lr=0.1,0.2")
+    rendered = json.loads(lockstep(tmp_path, "render", "k8s", job(tmp_path), *sweep, "--json").stdout)
+    assert [item["metadata"]["name"] for item in rendered if item["kind"] == "PyTorchJob"] == ["smoke-0", "smoke-1"]
+    done = lockstep(tmp_path, "submit", "k8s", job(tmp_path), *sweep)
+    assert done.returncode == 0, done.stderr
+    live = [server.cluster.get("pytorchjobs", f"smoke-{number}") for number in range(2)]
+    specs = [json.loads(item["metadata"]["annotations"]["lockstep/spec"]) for item in live if item is not None]
+    assert [spec["overrides"] for spec in specs] == [{"lr": 0.1}, {"lr": 0.2}]
+    bare = job(tmp_path, "name: other\nrecipe: smoke\nimage: lockstep:1\nnodes: 2\n")
+    refused = lockstep(tmp_path, "submit", "k8s", bare, *sweep)
+    assert refused.returncode == 2 and server.cluster.get("pytorchjobs", "other-0") is None, "all or none"
+
+
 def test_flags_and_file_make_the_same_job(tmp_path: Path) -> None:
     flags = ["--name", "smoke", "--recipe", "smoke", "--image", "registry.example/a:1", "--nodes", "2"]
     by_flags = lockstep(tmp_path, "render", "k8s", *flags).stdout
@@ -224,7 +238,6 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
             "unknown setting 'lrr'; did you mean 'lr'?",
         ),
         (["render", "local", "--recipe", "smoke"], "render knows k8s, slurm and compose"),
-        (["submit", "local", "--recipe", "smoke", "--sweep", "lr=1,2"], "--sweep belongs to slurm, not to local"),
         (["render", "slurm", "--recipe", "smoke", "--profile", "none"], "there is no profile 'none'"),
         (["status", "slurm", "nothing"], "there is no SLURM job nothing"),
         (["submit", "local", "--recipe", "smoke", "--new", "--replace"], "exclude each other"),

@@ -155,3 +155,21 @@ def test_a_submitted_job_has_a_directory_of_its_own(backend: LocalBackend, tmp_p
         os.umask(before)
     written = [path for path in (tmp_path / "runs").rglob("*") if not path.is_symlink()]
     assert len(written) > 20 and [path for path in written if path.stat().st_mode & 0o002] == []
+
+
+def test_a_sweep_on_this_machine_ends_in_a_table(tmp_path: Path, backend: LocalBackend) -> None:
+    values = {
+        "name": "grid",
+        "recipe": "smoke",
+        "max_restarts": 0,
+        "overrides": {**_overrides(tmp_path), "model": "tests.nets:SmallConv"},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(values))
+    done = lockstep(
+        tmp_path, "submit", "local", "job.yaml", "--sweep", "lr=0.1,0.001", "--wait", "100", PYTHONPATH=str(ROOT)
+    )
+    assert done.returncode == 0, done
+    lines = [line.split()[:3] for line in done.stdout.splitlines()]
+    assert lines == [["NAME", "LR", "STATE"], ["grid-0", "0.1000", "succeeded"], ["grid-1", "0.001", "succeeded"]]
+    refused = lockstep(tmp_path, "submit", "local", "job.yaml", "--sweep", "lr=0.1,0.001")
+    assert refused.returncode == 2 and "grid-0 has already finished" in refused.stderr
