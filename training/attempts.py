@@ -13,6 +13,9 @@ from pathlib import Path
 from training import files
 from training.contract import EXIT_FAILED, EXIT_PREEMPTED, UserError
 
+PREFIX = "lockstep-restarts-"
+"""Of the files' names: the folder may hold others, which are left alone."""
+
 
 class Attempts:
     """The count of one node. Without a folder it lives as long as the process.
@@ -25,7 +28,7 @@ class Attempts:
     def __init__(self, folder: Path | None, node: str, limit: int) -> None:
         self.limit = limit
         self.used = self._begun = 0
-        self._file = folder / f"{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.json" if folder is not None else None
+        self._file = folder / f"{PREFIX}{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.json" if folder is not None else None
 
     @property
     def left(self) -> int:
@@ -87,5 +90,5 @@ class Attempts:
     def forget(self) -> None:
         """The job has ended: the next one of this name begins anew."""
         if self._file is not None:
-            for file in self._file.parent.glob("*.json"):
+            for file in self._file.parent.glob(f"{PREFIX}*.json"):
                 file.unlink(missing_ok=True)

@@ -61,12 +61,14 @@ def detect(env: Mapping[str, str]) -> World:
         )
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
+    mpi = next(((launcher, names) for launcher, names in _MPI.items() if names[0] in env), None)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
-        return _from_slurm(env)
-    for prefix, names in _MPI.items():
-        if names[0] in env:
-            return _from_mpi(env, prefix, names)
-    return World()
+        # mpirun inside an allocation: its ranks inherit what the step that started it was told. Where srun itself speaks
+        # PMI, both say the same, and SLURM says more.
+        told = (env["SLURM_PROCID"], env.get(_tasks(env)))
+        if mpi is None or told == (env[mpi[1][0]], env.get(mpi[1][1])):
+            return _from_slurm(env)
+    return World() if mpi is None else _from_mpi(env, *mpi)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
@@ -93,9 +95,13 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
     return _checked(rank, size, local_rank, local_size, node, nodes, master, launcher, ("RANK", "WORLD_SIZE"))
 
 
+def _tasks(env: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
 def _from_slurm(env: Mapping[str, str]) -> World:
     rank = _number(env, "SLURM_PROCID", "")
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    tasks = _tasks(env)
     size = _number(env, tasks, "srun sets it")
     node = _number(env, "SLURM_NODEID", "") if "SLURM_NODEID" in env else 0
     per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(size))))
@@ -271,6 +277,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
     if world.master is not None:  # for what else of torch reads them
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
@@ -291,6 +298,11 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     finally:
         gc.collect()  # networks that hold the group
         dist.destroy_process_group()
+        for name, value in before.items():  # else the next one would take these for its launcher's words
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _store(world: World, timeout: float) -> dist.Store:

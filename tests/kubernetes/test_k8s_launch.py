@@ -50,7 +50,7 @@ def test_wrong_usage_is_final_and_clears_the_counts_of_all_nodes(tmp_path: Path)
 
 
 def test_a_count_cut_off_by_a_kill_counts_as_one(tmp_path: Path) -> None:
-    (tmp_path / "n-0.json").write_text('{"used": ')
+    (tmp_path / "lockstep-restarts-n-0.json").write_text('{"used": ')
     attempts = Attempts(tmp_path, "n-0", limit=2)
     assert attempts.begin() and attempts.used == 1
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from training.contract import UserError
-from training.world import World, choose_device, detect, host_list, set_threads, tasks_per_node
+from training.world import World, choose_device, detect, host_list, joined, set_threads, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3",
@@ -44,6 +46,9 @@ def test_nothing_set_is_one_rank() -> None:
         ({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}, (3, 4, 1, 2, 1, 2), ("x", 9)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, 0, 1), None),
         (MPI, (1, 2, 1, 2, 0, 1), None),
+        # mpirun in an allocation of one task, and srun that speaks PMI itself
+        ({**SLURM, **MPI, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2, 1, 2, 0, 1), None),
+        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2, 1, 2), ("node07", 12000 + 41 * 7)),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0, 1, 0, 1), None),  # a batch script without srun
     ],
 )  # fmt: skip
@@ -108,3 +113,18 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="3 ranks on this node, but only 2 GPUs"):
         choose_device(World(local_rank=2, local_size=3, size=3), "auto")
     assert choose_device(World(local_rank=2, local_size=3, size=3), "cpu") == torch.device("cpu")
+
+
+def test_a_second_group_of_one_process_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first sets for torch would else be taken for a launcher's word: two ranks of a node would both be its first."""
+    for name in TORCHRUN | SLURM | MPI:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    before = dict(os.environ)
+    for _ in range(2):
+        with joined() as world:
+            assert (world.launcher, world.local_rank) == ("Open MPI", 0)
+            assert os.environ["RANK"] == "0"
+        changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+        assert changed <= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
