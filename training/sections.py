@@ -117,6 +117,8 @@ class Optim:
         at_least(self, 1, "normalise_every")
         for name, own in self.groups.items():
             _check_group(name, own)
+        if self.normalise_every != 1 and self.name != "muon":
+            raise ValueError(f"normalise_every={self.normalise_every} has no use with {self.name}: it is muon's")
         at_least(self, 0, "lr", "momentum", "weight_decay", "reference_batch_size", "clip")
         if self.bias_lr_factor <= 0 or self.schedule_scale <= 0:
             raise ValueError("bias_lr_factor and schedule_scale must be above 0")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -142,6 +143,26 @@ def test_adam_is_torchs_with_the_decay_in_the_gradient() -> None:
             stepped.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+def test_a_group_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
+    model = torch.nn.Sequential(OrderedDict(stem=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2)))
+    settings = config.load("smoke", ["optim.groups={haed: {lr: 0.1}}"])
+    with pytest.raises(UserError, match=r"optim.groups.haed: no parameter .* did you mean 'head'\?"):
+        optim.build(model.parameters(), settings, 512, model)
+
+
+def test_adam_takes_a_groups_momentum_as_its_first_beta() -> None:
+    model = torch.nn.Sequential(OrderedDict(stem=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2)))
+    settings = config.load("smoke", ["optim.name=adam", "optim.groups={head: {momentum: 0.5}}"])
+    optimizer = optim.build(model.parameters(), settings, 512, model)
+    betas = {group.get("part", ""): group["betas"] for group in optimizer.param_groups}
+    assert betas == {"": (0.9, 0.999), "head": (0.5, 0.999)}
+
+
+def test_a_setting_that_the_optimizer_has_no_use_for_is_refused() -> None:
+    with pytest.raises(UserError, match="normalise_every=3 has no use with sgd: it is muon's"):
+        config.load("smoke", ["optim.name=sgd", "optim.normalise_every=3"])
 
 
 def test_groups_biases_and_decay_that_follows_the_batch() -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from training import settings
 from training.config import Config, Optim
+from training.contract import UserError
 from training.optim.muon import Muon
 from training.optim.nesterov import Nesterov
 from training.optim.schedules import piecewise_linear
@@ -22,6 +24,9 @@ def build(
     Each name in `optim.groups` takes the parameters that have it in their dotted name in `model` out of these two into a
     group of its own. With a summed loss the weight decay that was tuned at `reference_batch_size` grows with the batch,
     as the gradient does.
+
+    Raises:
+        UserError: no parameter has that name.
     """
     optim = config.optim
     growth = global_batch / optim.reference_batch_size if optim.reference_batch_size else 1.0
@@ -30,6 +35,8 @@ def build(
     named = {parameter: name.split(".") for name, parameter in model.named_parameters()} if model is not None else {}
     groups = []
     for part, own in optim.groups.items():
+        if model is not None:
+            _check_part(part, {name for parts in named.values() for name in parts})
         members = [p for p in trained if part in named.get(p, ())]
         trained = [p for p in trained if part not in named.get(p, ())]
         groups.append({
@@ -47,7 +54,9 @@ def build(
     if optim.name == "muon":
         return Muon(groups, lr=optim.lr, momentum=optim.momentum, normalise_every=optim.normalise_every)
     if optim.name == "adam":
-        return Adam(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
+        for group in groups:  # what the others call momentum is Adam's first beta
+            group["betas"] = (group.pop("momentum", optim.momentum), 0.999)
+        return Adam(groups, lr=optim.lr, fused=True)
     # Fused, it goes through the memory once instead of four times. torch has no such kernel for sharded parameters
     # (DTensor, whose import would be half a second of every start).
     sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
@@ -55,6 +64,12 @@ def build(
     if not sharded:
         sgd.register_step_pre_hook(_start_momentum)
     return sgd
+
+
+def _check_part(part: str, known: set[str]) -> None:
+    if part not in known:
+        near = settings.nearest(part, known)
+        raise UserError(f"optim.groups.{part}: no parameter of the model has {part!r} in its dotted name{near}")
 
 
 def _start_momentum(sgd: torch.optim.Optimizer, *_: object) -> None:
