@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,23 @@ def test_damaged_cifar10(tmp_path: Path, damage: object, message: str) -> None:
     with pytest.raises(UserError) as caught:
         sources.load("cifar10", tmp_path, False, {})
     assert message in str(caught.value)
+
+
+def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
+    """And without the source's files the shards that were made of them are all there is."""
+    folder = tmp_path / "cifar-10-batches-bin"
+    _binary_cifar(folder)
+    data = Data(source="cifar10", root=str(tmp_path), num_shards=2)
+    first = Manifest.read(shards.prepare(data)).checksum
+    assert Manifest.read(shards.prepare(data)).checksum == first
+    batch = folder / "data_batch_2.bin"
+    content = bytearray(batch.read_bytes())
+    content[100] ^= 1
+    batch.write_bytes(content)
+    second = Manifest.read(shards.prepare(data)).checksum
+    assert second != first
+    shutil.rmtree(folder)
+    assert Manifest.read(shards.prepare(data)).checksum == second
 
 
 class _Bomb:

@@ -32,6 +32,8 @@ from training.data import sources
 from training.data.order import bounds
 
 MANIFEST = "manifest.json"
+MADE_FROM = "made-from.json"
+"""Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
 _FORMAT = 1
 _SPLITS = ("train", "test")
 
@@ -111,7 +113,9 @@ class Manifest:
         return cls(directory, source, [str(name) for name in classes], shape, splits)
 
 
-def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Manifest:
+def write(
+    raw: sources.Raw, directory: Path, source: str, num_shards: int, made_from: dict[str, list[int]] | None = None
+) -> Manifest:
     """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
 
     Raises:
@@ -139,6 +143,8 @@ def write(raw: sources.Raw, directory: Path, source: str, num_shards: int) -> Ma
             "format": _FORMAT, "source": source, "classes": raw.classes,
             "shape": list(raw.train[0].shape[1:]), "splits": splits,
         }  # fmt: skip
+        if made_from:
+            (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         staging.rename(directory)
     except (OSError, safetensors.SafetensorError) as error:  # a full disk comes as either
@@ -163,7 +169,7 @@ def prepare(data: Data) -> Path:
     if data.shards is not None:
         return Path(data.shards)
     directory = cache_directory(data)
-    if (directory / MANIFEST).exists():
+    if _usable(directory, data):
         return directory
     if not Path(data.root).is_dir() and not data.download and data.source not in sources.GENERATED:
         raise UserError(
@@ -175,9 +181,12 @@ def prepare(data: Data) -> Path:
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
             for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
                 shutil.rmtree(left, ignore_errors=True)
-            if not (directory / MANIFEST).exists():
+            if not _usable(directory, data):
+                stamps = _stamps(data)
                 raw = sources.load(data.source, Path(data.root), data.download, data.options, data.split)
-                write(raw, directory, data.source, data.num_shards)
+                if directory.exists():
+                    shutil.rmtree(directory)  # who trains on it has its files mapped
+                write(raw, directory, data.source, data.num_shards, stamps or _stamps(data))
     except filelock.Timeout:
         raise UserError(
             f"another process has held {lock} for {data.prepare_timeout:.0f} s: see what it does, "
@@ -189,6 +198,23 @@ def prepare(data: Data) -> Path:
             "or data.shards at ready shards"
         ) from None
     return directory
+
+
+def _stamps(data: Data) -> dict[str, list[int]]:
+    """Name below data.root → [size, mtime in ns] of the source's files; none of a generated source, or where they are gone."""
+    root, found = Path(data.root), {}
+    for path in sources.FILES[data.source](root) if data.source in sources.FILES else ():
+        about = path.stat()
+        found[str(path.relative_to(root))] = [about.st_size, about.st_mtime_ns]
+    return found
+
+
+def _usable(directory: Path, data: Data) -> bool:
+    """Whether shards are there, made from the source's files as they are. Without these files they are all there is."""
+    if not (directory / MANIFEST).exists():
+        return False
+    stamps, before = _stamps(data), files.read_json(directory / MADE_FROM)
+    return not stamps or before is None or before == stamps  # an earlier version has kept none
 
 
 @dataclass(frozen=True, slots=True)

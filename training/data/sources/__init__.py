@@ -13,17 +13,23 @@ import filelock
 from training import settings
 from training.contract import UserError
 from training.data.sources.cifar10 import cifar10
+from training.data.sources.cifar10 import files_of as cifar10_files
 from training.data.sources.fashion_mnist import fashion_mnist
+from training.data.sources.fashion_mnist import files_of as fashion_mnist_files
 from training.data.sources.generated import classification, digits, synthetic
 from training.data.sources.raw import Raw
 
-__all__ = ["GENERATED", "SOURCES", "Raw", "load", "load_once"]
+__all__ = ["FILES", "GENERATED", "SOURCES", "Raw", "load", "load_once"]
 
 SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": digits, "synthetic": synthetic, "classification": classification,
     "cifar10": cifar10, "fashion_mnist": fashion_mnist,
 }  # fmt: skip
 
+FILES: dict[str, Callable[[Path], list[Path]]] = {
+    "cifar10": cifar10_files, "fashion_mnist": fashion_mnist_files,
+}  # fmt: skip
+"""The files that a source reads, where it reads some."""
 GENERATED = frozenset({"digits", "synthetic", "classification"})
 """Sources that need no folder of their own."""
 

@@ -43,6 +43,14 @@ def cifar10(root: Path, download: bool) -> Raw:
     return _cifar10_python(folder)
 
 
+def files_of(root: Path) -> list[Path]:
+    """The files below `root` that `cifar10` reads; none where they are not there."""
+    for folder in (root / "cifar-10-batches-bin", root):
+        if (folder / "test_batch.bin").exists():
+            return sorted(folder.glob("*_batch*.bin"))
+    return sorted((root / "cifar-10-batches-py").glob("*_batch*"))
+
+
 def _cifar10_binary(folder: Path) -> Raw:
     def read(name: str) -> tuple[np.ndarray, np.ndarray]:
         path = folder / name

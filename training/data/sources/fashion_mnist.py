@@ -32,8 +32,7 @@ def fashion_mnist(root: Path, download: bool) -> Raw:
     Where they are in none of these and `download` allows it, torchvision fetches them. The files hold no code and are
     read as they are; their sizes, counts and labels are checked.
     """
-    folders = [root, root / "FashionMNIST" / "raw", root / "fashion-mnist"]
-    folder = next((place for place in folders if _find(place, _FILES["train"][0])), None)
+    folder = _folder(root)
     if folder is None:
         if not download:
             raise UserError(
@@ -43,8 +42,20 @@ def fashion_mnist(root: Path, download: bool) -> Raw:
         from torchvision.datasets import FashionMNIST
 
         fetch(FashionMNIST, "Fashion-MNIST", root, "the four idx files")
-        folder = folders[1]
+        folder = root / "FashionMNIST" / "raw"
     return Raw(_split(folder, *_FILES["train"]), _split(folder, *_FILES["test"]), CLASSES)
+
+
+def files_of(root: Path) -> list[Path]:
+    """The files below `root` that `fashion_mnist` reads; none where they are not there."""
+    folder = _folder(root)
+    names = [name for pair in _FILES.values() for name in pair] if folder is not None else []
+    return [path for name in names if folder is not None and (path := _find(folder, name)) is not None]
+
+
+def _folder(root: Path) -> Path | None:
+    folders = (root, root / "FashionMNIST" / "raw", root / "fashion-mnist")
+    return next((place for place in folders if _find(place, _FILES["train"][0])), None)
 
 
 def _find(folder: Path, name: str) -> Path | None:
