@@ -138,6 +138,9 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
             model.head.bias[0] += 1e-3
     elif what == "NAN":  # poisons this rank's gradient of one parameter, from here on
         model.head.bias.register_hook(lambda grad: grad * float("nan"))
+    elif what == "NANWEIGHT":  # as an update that overflowed
+        with torch.no_grad():
+            model.head.bias[0] = float("nan")
     elif what == "NANINPUT":  # and here what the batch statistics and the loss are made of
         return x * float("nan")
     elif what == "HOLD":

@@ -74,6 +74,8 @@ class Config:
     """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
+    nonfinite_limit: int = field(default=100, metadata=FREE)
+    """Steps in a row that `nonfinite: skip` may leave out; one more ends the run: its weights are lost, not one gradient."""
     check_closeness: int = field(default=0, metadata=FREE)
     """Steps between two checks that all ranks hold the same parameters; a difference ends the run and is named. 0: never."""
     deterministic: bool = False
@@ -107,7 +109,7 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "epochs", "accumulate")
-        at_least(self, 0, "threads", "seed", "check_closeness")
+        at_least(self, 0, "threads", "seed", "check_closeness", "nonfinite_limit")
         at_least(self, 1, "collective_timeout")
         if self.collective_timeout > 1e6:
             raise ValueError(f"collective_timeout must be at most 1e6 seconds, got {self.collective_timeout}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.config import Log
+from training.files import json_text
 from training.lines import say
 from training.world import World
 
@@ -58,7 +58,7 @@ class Console:
     def on_event(self, event: dict[str, Any]) -> None:
         if self.log.format == "json":
             if self.world.leader:
-                say(json.dumps(event, ensure_ascii=False))
+                say(json_text(event))
         elif event["event"] == "score":
             say(
                 f"step {event['step']:5d} | train_loss {event['train_loss']:7.4f} | test_loss {event['test_loss']:7.4f}"

@@ -13,6 +13,14 @@ from training.data.augment import draw_keys
 from training.data.loader import Batch
 from training.exchange import all_gather_trees
 from training.step import Step
+from training.world import World
+
+
+def finite_everywhere(model: nn.Module, world: World) -> bool:
+    """Whether every parameter is finite, on every rank: a strategy may have given each its own part. Collective."""
+    own = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+    finite = bool(torch.stack([torch.isfinite(value).all() for value in own]).all()) if own else True
+    return all(all_gather_trees(finite, world))
 
 
 def diagnose(step: Step, batch: Batch, epoch: int) -> str:

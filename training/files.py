@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -54,11 +55,27 @@ def write_durable(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that every parser reads: NaN and infinity, which it has no word for, are null."""
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def replace_json(path: Path, value: Any) -> None:
     """Replaces a JSON file at once. Raises `OSError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_durable(temporary, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+        write_durable(temporary, (json_text(value, indent=1) + "\n").encode())
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -118,6 +118,8 @@ class _Loop:
         self.p, self.began = prepared, began
         self.config, self.world, self.state = prepared.config, prepared.world, prepared.state
         self.times: Times = {}
+        self.left_out = 0
+        """Steps in a row whose gradient was not finite."""
         stop_file = None if prepared.run is None else prepared.run.path / contract.STOP_FILE
         self.consensus = Consensus(self.world, signals, stop_file)
         self.heartbeat = Heartbeat(self.world)
@@ -156,8 +158,9 @@ class _Loop:
             if decision.stop:
                 batches.close() if hasattr(batches, "close") else None
                 return self._preempted()
-            if self.saver.due_by_step() or (decision.save and self.saver.steps_since > 1):
-                self.saver.save()
+            due = self.saver.due_by_step() or (decision.save and self.saver.steps_since > 1)
+            if due and (lost := self._save()):
+                return lost
             clock.begin()
             batch = next(batches)
             clock.data_ready()
@@ -171,6 +174,14 @@ class _Loop:
                 if self.config.nonfinite == "stop":
                     return Ending(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
                 p.console.warn(f"left out {reason}")
+                self.left_out += 1
+                if self.left_out > self.config.nonfinite_limit:
+                    return Ending(
+                        EXIT_FAILED,
+                        f"{self.left_out} steps in a row were left out (nonfinite_limit), the last one at {reason}",
+                    )
+            else:
+                self.left_out = 0
             cursor.step += 1
             if self.state.ema:
                 self.state.ema.update(p.steps_done)
@@ -244,7 +255,17 @@ class _Loop:
         p.event("epoch", **values)
         settings = self.config.checkpoint
         if last or settings.every_steps == 0 or self.saver.due_by_step() or (settings.keep_best and best):
-            self.saver.save(score.accuracy if score else None)
+            return self._save(score.accuracy if score else None)
+        return None
+
+    def _save(self, accuracy: float | None = None) -> Ending | None:
+        """Saves; weights that are lost end the run instead, so that the newest checkpoint is a good one. Collective."""
+        if self.config.nonfinite != "ignore" and not divergence.finite_everywhere(self.state.model, self.world):
+            return Ending(
+                EXIT_FAILED,
+                f"a weight is NaN or infinite after step {self.p.steps_done}: not saved; the last checkpoint is good",
+            )
+        self.saver.save(accuracy)
         return None
 
     def _preempted(self) -> Ending:
@@ -253,8 +274,8 @@ class _Loop:
         state.clock.settle()
         p.metrics.preempted()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
-        if self.config.checkpoint.on_signal:
-            self.saver.save()
+        if self.config.checkpoint.on_signal and (lost := self._save()):
+            return lost
         saved = self.saver.durable(self.config.preempt.grace_seconds)
         who = self.consensus.reason or "another rank"
         p.event("preempted", step=p.steps_done, reason=who, saved=saved)

@@ -8,7 +8,6 @@ The same command on the same directory resumes. A directory of another config is
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import subprocess
@@ -126,7 +125,7 @@ class RunDirectory:
         try:
             with (self.path / contract.EVENTS_FILE).open("ab+") as file:
                 torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-                file.write(b"\n" * torn + json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+                file.write(b"\n" * torn + files.json_text(entry).encode() + b"\n")
         except OSError as error:
             self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
         for listener in self.listeners:

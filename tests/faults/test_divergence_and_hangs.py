@@ -52,6 +52,32 @@ def test_a_nan_step_can_be_left_out(job: Job) -> None:
     assert job.steps()[0] == FINAL
 
 
+def test_steps_that_are_left_out_in_a_row_have_a_limit(job: Job) -> None:
+    job.words += ["nonfinite=skip", "nonfinite_limit=3"]
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:NAN")
+    assert done.code == 1, done.output
+    assert [event["step"] for event in events(job.run_dir, "nonfinite")] == [9, 10, 11, 12]
+    assert "4 steps in a row were left out (nonfinite_limit), the last one at step 12: rank 1" in done.output
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_weights_that_are_lost_become_no_checkpoint(job: Job, undisturbed: Undisturbed, nonfinite: str) -> None:
+    """One rank's, too: the replicas are not looked at here. What was saved before goes on to the weights of the calm run."""
+    job.words.append(f"nonfinite={nonfinite}")
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:NANWEIGHT")
+    assert done.code == 1, done.output
+    told = "a weight is NaN or infinite after step" if nonfinite == "skip" else "the run diverged at step 9"
+    assert told in done.output
+    newest = tensors(job.run_dir, job.steps()[0])
+    assert all(bool(torch.isfinite(tensor).all()) for name, tensor in newest.items() if "rng" not in name)
+    for line in (job.run_dir / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    if nonfinite == "skip":
+        return  # its steps 9 to 12 are left out in the checkpoint, as they were
+    assert job.go().code == 0
+    assert_same(job.run_dir, undisturbed(2))
+
+
 def test_a_rank_that_stops_is_named_with_its_last_step(job: Job, undisturbed: Undisturbed) -> None:
     job.words.append("collective_timeout=5")
     done = job.go(grace=2, LOCKSTEP_TEST_FATE="1:9:STOP")
