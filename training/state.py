@@ -135,7 +135,8 @@ def _check_history(history: Any) -> None:
         isinstance(history, dict) and all(_count(v) or name == "class_accuracy" for name, v in history.items()),
         "history",
     )
-    by_class = history.get("class_accuracy") or {}
+    by_class = history.get("class_accuracy")
+    by_class = {} if by_class is None else by_class  # what it may be instead need not have a truth
     _expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
 
 

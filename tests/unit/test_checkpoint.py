@@ -194,5 +194,6 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
         "trained_seconds": 1.0, "history": {"train_loss": float("nan"), "test_loss": float("inf"), "accuracy": None},
     }  # fmt: skip
     assert checked({"shared": shared, "ranks": [rank]})["ranks"] == [rank]
-    with pytest.raises(ValueError, match="its history is not what a run saves"):
-        checked({"shared": {**shared, "history": {"train_loss": "x"}}, "ranks": [rank]})
+    for history in ({"train_loss": "x"}, {"class_accuracy": torch.zeros(2)}, {"class_accuracy": ["cat"]}):
+        with pytest.raises(ValueError, match="its history is not what a run saves"):
+            checked({"shared": {**shared, "history": history}, "ranks": [rank]})
