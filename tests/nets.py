@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +105,11 @@ def watch_writes() -> None:
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             touched[0] += 1
-            if touched[0] == int(number) and not _happened_before():
+            if what == "HANG" and threading.current_thread().name.startswith("checkpoint"):
+                time.sleep(
+                    3600
+                )  # a server that does not answer the writer of checkpoints, as long as this process lives
+            elif touched[0] == int(number) and not _happened_before():
                 os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
             return function(*args)
 

@@ -123,7 +123,7 @@ class _Loop:
         stop_file = None if prepared.run is None else prepared.run.path / contract.STOP_FILE
         self.consensus = Consensus(self.world, signals, stop_file)
         self.heartbeat = Heartbeat(self.world)
-        self.saver = Saver(prepared)
+        self.saver = Saver(prepared, lambda: signals.since if signals is not None else None)
         self.reading = Reading(self.state.losses)
         with together(self.world):
             self.evaluator = Evaluator(self.config, self.world, prepared.manifest)
@@ -269,6 +269,7 @@ class _Loop:
         return None
 
     def _preempted(self) -> Ending:
+        self.saver.leaving()
         self.consensus.settle()
         p, state = self.p, self.state
         state.clock.settle()
@@ -276,7 +277,7 @@ class _Loop:
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if self.config.checkpoint.on_signal and (lost := self._save()):
             return lost
-        saved = self.saver.durable(self.config.preempt.grace_seconds)
+        saved = self.saver.durable()
         who = self.consensus.reason or "another rank"
         p.event("preempted", step=p.steps_done, reason=who, saved=saved)
         if not saved:

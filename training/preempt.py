@@ -60,6 +60,11 @@ class Signals:
         # Whoever started us may have held signals back, so that none is lost while torch is being imported.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in ASKING])
 
+    @property
+    def since(self) -> float | None:
+        """When the first one came (`time.monotonic`); None: none has."""
+        return self._first if self.received is not None else None
+
     def _watch(self) -> None:
         while numbers := os.read(self._read, 64):
             for number in numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -13,13 +14,23 @@ from training.checkpoint import SaveResult, Writer
 from training.setup import Prepared
 from training.state import gather
 
+LOOK_SECONDS = 0.25
+"""Between two looks whether it is time to leave, while a save is waited for."""
+
 
 class Saver:
-    """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused."""
+    """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
 
-    def __init__(self, prepared: Prepared) -> None:
+    Args:
+        asked_to_leave: when this rank was asked to (`time.monotonic`), None: it was not. From then on a disk that does not
+            answer is waited for no longer than the grace.
+    """
+
+    def __init__(self, prepared: Prepared, asked_to_leave: Callable[[], float | None] = lambda: None) -> None:
+        self._asked_to_leave = asked_to_leave
+        self._leaving_since: float | None = None
         settings = prepared.config.checkpoint
-        self.p, self.settings = prepared, settings
+        self.p, self.settings, self._grace = prepared, settings, prepared.config.preempt.grace_seconds
         self.failures = 0
         self._writer = None
         if prepared.run is not None:
@@ -51,33 +62,44 @@ class Saver:
         self._reap()
         gathered = gather(self.p.state, everywhere=self.settings.write == "node")
         self._last_step, self._last_time = self.p.steps_done, time.monotonic()
-        if self._writer is not None and gathered is not None:
+        if self._writer is not None and gathered is not None and not self._hangs:  # else it would wait behind that one
             self._future = self._writer.save(self.p.steps_done, gathered, score)
             self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(time.perf_counter() - began, 6))
 
-    def durable(self, timeout: float | None = None) -> bool:
-        """Waits for the last save; whether it is on the disk everywhere it should be. Collective.
+    def leaving(self) -> None:
+        """The ranks have agreed to leave: every wait from here on ends with the grace."""
+        self._leaving_since = self._leaving_since or time.monotonic()
 
-        Args:
-            timeout: seconds after which a disk that does not answer counts as one that refused.
-        """
-        self._reap(timeout)
+    def durable(self) -> bool:
+        """Waits for the last save; whether it is on the disk everywhere it should be. Collective."""
+        self._reap()
         ok = torch.tensor(int(not self._last_failed))
         dist.all_reduce(ok, dist.ReduceOp.MIN)
         return bool(ok)
 
-    def _reap(self, timeout: float | None = None) -> None:
+    def _result(self, future: Future[SaveResult]) -> SaveResult:
+        """Waits for a save, on the way out no longer than the rest of the grace. Raises `FutureTimeout`, `OSError`."""
+        while True:
+            asked = [since for since in (self._asked_to_leave(), self._leaving_since) if since is not None]
+            left = min(asked) + self._grace - time.monotonic() if asked else LOOK_SECONDS
+            try:
+                return future.result(max(0.0, min(left, LOOK_SECONDS)))
+            except FutureTimeout:
+                if left <= LOOK_SECONDS and asked:
+                    raise
+
+    def _reap(self) -> None:
         """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
         if self._future is None:
             return
         try:
-            result = self._future.result(timeout)
+            result = self._result(self._future)
         except (OSError, FutureTimeout) as error:
             self.p.metrics.checkpoint_failed("timeout" if isinstance(error, FutureTimeout) else "disk")
             self.failures += 1
             self._last_failed = True
             self._hangs = isinstance(error, FutureTimeout)
-            reason = str(error) or f"the disk did not answer for {timeout} s"
+            reason = str(error) or f"the disk did not answer within the grace of {self._grace:g} s"
             self.p.event("checkpoint_failed", reason=reason, failures=self.failures)
             self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {reason}")
         else:
@@ -91,7 +113,7 @@ class Saver:
     def close(self) -> None:
         """Sees the last save end, unless its time was over before: that one leaves a file that the next start removes."""
         if self._writer is not None:
+            self._reap()
             if not self._hangs:
                 self._writer.wait()
-                self._reap()
             self._writer.close(wait=not self._hangs)

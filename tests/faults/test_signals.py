@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Undisturbed
-from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, run, started
+from tests.processes import PYTHON, ROOT, clean_env, poll, run, started
 from tests.runs import FINAL, Job, assert_same
 from training import contract
 
@@ -86,35 +86,20 @@ def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
     assert launcher.returncode == 0 and job.steps()[0] == FINAL, output
 
 
-def test_a_signal_to_a_node_whose_ranks_have_ended_well(tmp_path: Path) -> None:
-    """Its launcher still waits for the other node's: it has succeeded, and says so."""
-    go_on, port = tmp_path / "go-on", free_port()
-    program = (
-        "import os, pathlib, time\n"
-        "print('rank', os.environ['RANK'], flush=True)\n"
-        f"while os.environ['RANK'] == '1' and not os.path.exists({str(go_on)!r}): time.sleep(0.05)\n"
-        f"pathlib.Path({str(tmp_path)!r}, 'over-' + os.environ['RANK'] + '.' + str(os.getppid())).touch()\n"
-    )
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
-    words = ["--grace", "30", "--", PYTHON, "-c", program]
-    with (
-        started([*command, "--serve", *words], clean_env()) as one,
-        started([*command, "--no-serve", *words], clean_env()) as two,
-    ):
-        poll(lambda: list(tmp_path.glob("over-0.*")), what="the end of rank 0")
-        ended = next(node for node in (one, two) if (tmp_path / f"over-0.{node.pid}").exists())
-        poll(lambda: not _children(ended.pid), 20, "the end of the first node's ranks")
-        time.sleep(0.5)  # its launcher looks every tenth of a second
-        ended.send_signal(signal.SIGTERM)
-        if ended is two:
-            assert ended.wait(20) == 0, ended.communicate()[0]
-        go_on.touch()
-        outputs = [node.communicate(timeout=60)[0] for node in (one, two)]
-    assert ended.returncode == 0, outputs
-
-
-def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def test_a_disk_that_hangs_keeps_a_rank_no_longer_than_its_grace(job: Job, undisturbed: Undisturbed) -> None:
+    """The second save waits for the first, which never ends; the checkpoint before them is what is gone on from."""
+    job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]
+    held = job.run_dir.parent / "held"
+    fate = {"LOCKSTEP_TEST_WRITE": "0:HANG", "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    with started(job.command(), job.env(**fate)) as launcher:
+        poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "the disk did not answer within the grace of 3 s" in output, output
+    assert time.monotonic() - began < 3 + 9, "the rest is the ranks' and the launcher's end"
+    job.assert_gone()
+    _continue(job, undisturbed)
 
 
 def test_a_signal_during_start_up_does_not_wait_for_a_peer_that_has_died(job: Job) -> None:

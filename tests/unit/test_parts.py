@@ -283,12 +283,17 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
         config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
         metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: told.append(kind),
     )  # fmt: skip
-    saver = Saver(prepared)
+    prepared.config.preempt.grace_seconds = 0.3
+    asked: list[float] = []
+    saver = Saver(prepared, lambda: asked[0] if asked else None)
     assert saver._writer is not None
     saver._future = saver._writer.save(3, {"a": torch.ones(2)})
     try:
-        saver._reap(0.1)
+        threading.Timer(0.5, lambda: asked.append(time.monotonic())).start()
+        began = time.monotonic()
+        saver._reap()
         saver.close()
+        assert time.monotonic() - began < 5, "a signal that comes while it waits starts the grace"
         assert told[0] == "checkpoint_failed" and "did not answer" in told[1]
         assert not answer.is_set() and saver._future is None, "it has not waited for the disk"
     finally:
