@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
+from jobs import registry
 from jobs.compare import differences
 from jobs.spec.model import JobSpec
 from jobs.status import GOES_ON, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
@@ -63,7 +64,9 @@ class Found:
     def beside(self, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
         """Its spec and another one, as plain values that can be compared."""
         own = self.spec
-        return (self.plain, spec.plain()) if own is None else (own.record(), spec.record())
+        if own is None:
+            return self.plain, spec.record() if "version" in self.plain else spec.plain()
+        return own.record(), spec.record()
 
 
 class Backend(abc.ABC):
@@ -210,7 +213,7 @@ class Backend(abc.ABC):
         if mode == "replace" and status.final:
             return spec, found
         started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
-        if found.hash != spec.hash() or started_over:
+        if not self._same(found, spec) or started_over:
             changed = "; ".join(differences(*found.beside(spec))[:8]) or "an earlier version of the same settings"
             raise UserError(
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
@@ -225,6 +228,16 @@ class Backend(abc.ABC):
                 "--replace deletes it and submits again, --new takes a numbered name"
             )
         return spec, self.gone_on(found, spec)
+
+    def _same(self, found: Found, spec: JobSpec) -> bool:
+        """Whether it is the job that was submitted. Where that can be read, by its settings: defaults may have changed since,
+        and the hash knows only what was set. Those of other backends have no part in it."""
+        own = found.spec
+        if own is None:
+            return found.hash == spec.hash()
+        others = {"fresh", *registry.sections()} - {self.name}
+        old, new = ({k: v for k, v in one.record().items() if k not in others} for one in (own, spec))
+        return old == new
 
     def require(self, name: str) -> Found:
         """The job of that name. Raises `UserError` where there is none."""

@@ -34,6 +34,8 @@ ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m training launch`."""
 ENV_JOB = "LOCKSTEP_JOB"
 """Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
+OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS)
+"""What marks the processes of a job; one that they submit does not inherit it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -112,6 +113,8 @@ class Agent(LocalElasticAgent):
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
             self.signalled = number
+        if self._waits and not (self.ours or number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)):
+            return
         if self._pcontext is None or self._waits:
             raise SignalException(f"signal {number}", signal.Signals(number))
         for pid in self._pcontext.pids().values():
@@ -141,7 +144,10 @@ class Agent(LocalElasticAgent):
         if not self.ending.reached():
             return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
         if self.ending.lost:
-            return RunResult(state=WorkerState.UNHEALTHY)
+            print(
+                "launch: a node was lost before its end: the ranks start again without it", file=sys.stderr, flush=True
+            )
+            return RunResult(state=WorkerState.UNHEALTHY if self._remaining_restarts > 0 else WorkerState.FAILED)
         if self.ending.verdict is None:
             return self._ended
         self._remaining_restarts = 0
@@ -249,7 +255,9 @@ def _serves(env: Mapping[str, str]) -> bool | None:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text):
-        raise UserError(f"--max-restarts, --time-limit and --linger must be numbers from 0, got {text!r}")
+        raise UserError(
+            f"--max-restarts, --time-limit, --join-timeout and --linger must be whole numbers from 0, got {text!r}"
+        )
     return int(text)
 
 
@@ -282,32 +290,40 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     if not attempts.begin():
         print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
         return EXIT_FAILED
+    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
+    caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with scratch.folder("lockstep-") as logs, lines.whole() as finish_lines:
-            code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines)
+            code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
         print(f"launch: {error}: given up", file=sys.stderr, flush=True)
         attempts.forget()
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
-    attempts.end(code)
+    if ending is not None and ending.final:
+        attempts.forget()
+    else:
+        attempts.end(code)
     if ending is not None:
-        _handle(FORWARDED, _leave_while_waiting)
+        _handle(caught, _leave_while_waiting)
         with contextlib.suppress(SignalException):
             ending.leave(args.linger)
+        _handle(caught, signal.SIG_IGN)
+    if ending is not None and ending.final:
+        return code  # another node has ended the job with it
     return cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
-    finish_lines: Callable[[], None],
+    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...],
 ) -> tuple[int, Ending | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
-    caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
-    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
+    began = time.monotonic()
     torchs = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if signal.Signals[name] in caught]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*torchs, "SIGQUIT"])
-    _handle(caught, _leave_while_waiting)
+    _handle((*caught, signal.SIGALRM), _leave_while_waiting)
+    signal.setitimer(signal.ITIMER_REAL, args.time_limit)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
@@ -324,7 +340,7 @@ def _run(
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
         agent.catch()
-        agent.limit(args.time_limit)
+        agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()
         _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
         code = exit_code(result)
@@ -338,13 +354,15 @@ def _run(
             print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
             code = EXIT_TIMED_OUT
         if agent.ending is not None and code != EXIT_DONE:
-            agent.ending.failed(code)
+            agent.ending.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
         spec.rdzv_handler.shutdown()
     except SignalException as error:
         _handle(caught, signal.SIG_IGN)
         if agent is not None and agent.done:
             return EXIT_DONE, None
-        over = agent is not None and agent.timed_out
+        over = error.sigval == signal.SIGALRM if agent is None else agent.timed_out
+        if agent is not None and agent.ending is not None:
+            agent.ending.stay()
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
         when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had begun"
         print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
@@ -373,4 +391,7 @@ def _too_early(result: RunResult, signalled: int | None) -> str:
 
 
 def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    for other in (*FORWARDED, signal.SIGALRM):  # the second of two at once would end what the first has begun
+        if signal.getsignal(other) is _leave_while_waiting:
+            signal.signal(other, signal.SIG_IGN)
     raise SignalException(f"signal {number}", signal.Signals(number))

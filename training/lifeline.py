@@ -36,5 +36,6 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
         parent = os.getppid()
     # It died before we asked, and init has taken us, or a supervisor in its place. A parent of 0 is in another PID
     # namespace, where the launcher's number means nothing.
-    if parent not in (0, int(launcher)) and (parent == 1 or not os.path.exists(f"/proc/{launcher}")):
+    gone = os.path.exists("/proc/self") and not os.path.exists(f"/proc/{launcher}")
+    if parent not in (0, int(launcher)) and (parent == 1 or gone):
         os.kill(os.getpid(), signal.SIGTERM)

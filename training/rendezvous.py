@@ -66,9 +66,17 @@ def parameters(args: argparse.Namespace) -> RendezvousParameters:
 def serves(wanted: RendezvousParameters) -> bool:
     """Whether this node serves the store where the nodes meet."""
     host = wanted.get_as_bool("is_host")
-    return (
-        _matches_machine_hostname(parse_rendezvous_endpoint(wanted.endpoint, MASTER_PORT)[0]) if host is None else host
-    )
+    return _matches_machine_hostname(_endpoint(wanted)[0]) if host is None else host
+
+
+def _endpoint(wanted: RendezvousParameters) -> tuple[str, int]:
+    """Raises `UserError`."""
+    try:
+        host, port = parse_rendezvous_endpoint(wanted.endpoint, MASTER_PORT)
+        host.encode("idna")
+    except ValueError as error:  # of the encoding, too
+        raise UserError(f"--rendezvous {wanted.endpoint!r} is not HOST:PORT: {error}") from None
+    return host, port
 
 
 def connect(wanted: RendezvousParameters) -> RendezvousHandler:
@@ -79,17 +87,17 @@ def connect(wanted: RendezvousParameters) -> RendezvousHandler:
         RendezvousError: this node should serve it, and cannot.
     """
     timeout = float(wanted.get("join_timeout"))
-    host, port = parse_rendezvous_endpoint(wanted.endpoint, MASTER_PORT)
+    host, port = _endpoint(wanted)
     served_here = serves(wanted)
     began = time.monotonic()
     said = began
     problem = ""
-    while time.monotonic() - began <= timeout:
+    while True:
         try:
             if not served_here:
                 # Asked in Python first: a signal ends this wait at once, and not the one in torch's store.
                 socket.create_connection((host, port), 5).close()
-            return _handler(wanted, host, port)
+            return _handler(wanted, host, port, served_here)
         except RendezvousConnectionError as error:
             if served_here:
                 raise
@@ -97,6 +105,8 @@ def connect(wanted: RendezvousParameters) -> RendezvousHandler:
         except OSError as error:
             problem = error.strerror or str(error)
         now = time.monotonic()
+        if now - began >= timeout:
+            raise NotMet(f"nobody has answered at {wanted.endpoint} for {timeout:g} s: {problem}")
         if now - said >= SAID_EVERY:
             said = now
             say(
@@ -104,16 +114,17 @@ def connect(wanted: RendezvousParameters) -> RendezvousHandler:
                 sys.stderr,
             )
         time.sleep(min(1.0, max(0.0, timeout - (now - began))))
-    raise NotMet(f"nobody has answered at {wanted.endpoint} for {timeout:g} s: {problem}")
 
 
-def _handler(wanted: RendezvousParameters, host: str, port: int) -> RendezvousHandler:
+def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bool) -> RendezvousHandler:
     """torch's own rendezvous, but its store listens on the one address that was named."""
-    if not wanted.get_as_bool("is_host"):  # another node serves it, or the name alone tells
+    if not served_here:
         return get_rendezvous_handler(wanted)
     try:
         store = stores.tcp_store(host, port, serves=True, seconds=float(wanted.get("read_timeout")))
     except (ValueError, RuntimeError) as error:
+        if wanted.get_as_bool("is_host") is None:  # the name alone told, and another process of this machine was first
+            return get_rendezvous_handler(wanted)
         raise RendezvousError(str(error)) from error
     return create_handler(store, C10dRendezvousBackend(store, wanted.run_id), wanted)
 

@@ -7,6 +7,7 @@ Both listen to the run's events, so they show what events.jsonl holds, under the
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import uuid
@@ -96,8 +97,9 @@ def _tensorboard(config: Config, run: RunDirectory, step: int) -> Tracker:  # no
 def _after_the_second_of_the_last_file(folder: Path) -> None:
     """TensorBoard reads its files by name, events.out.tfevents.SECOND.HOST.PID. Of two starts in one second the earlier
     could come last, and what it was told to purge would be the later one's."""
-    stamps = [name.split(".")[3] for name in os.listdir(folder) if "tfevents" in name] if folder.is_dir() else []
-    last = max((int(stamp) for stamp in stamps if stamp.isdigit()), default=0)
+    names = os.listdir(folder) if folder.is_dir() else []
+    stamps = [match[1] for name in names if (match := re.match(r"events\.out\.tfevents\.([0-9]{1,12})\.", name))]
+    last = max(map(int, stamps), default=0)
     while 0 <= last - int(time.time()) <= 1:  # further ahead is another machine's clock, which no wait mends
         time.sleep(0.05)
 

@@ -56,9 +56,9 @@ def render_prepare(spec: JobSpec) -> Manifest:
         raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /data/shards")
     if not on_volume(spec, spec.shards):
         raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
-    writable = spec.model_copy(
+    writable = spec.on_cpu().model_copy(
         update={
-            "nodes": 1, "gpus": 0, "ranks_per_node": 1, "elastic": None,
+            "nodes": 1, "ranks_per_node": 1, "elastic": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
         }
     )  # fmt: skip

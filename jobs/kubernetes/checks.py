@@ -34,7 +34,7 @@ class Reached(Protocol):
 
 
 RIGHTS = (
-    ("list", "", "pods", ""), ("get", "", "pods", "log"), ("list", "", "events", ""),
+    ("list", "", "pods", ""), ("get", "", "pods", ""), ("get", "", "pods", "log"), ("list", "", "events", ""),
     ("create", "networking.k8s.io", "networkpolicies", ""), ("get", "networking.k8s.io", "networkpolicies", ""),
     ("patch", "networking.k8s.io", "networkpolicies", ""),    ("delete", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip

@@ -18,9 +18,9 @@ def render(spec: JobSpec) -> list[Manifest]:
         raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
     if spec.image is None:
         raise UserError("image is not set: add it to the job, or pass --image")
-    writable = spec.model_copy(
+    writable = spec.on_cpu().model_copy(
         update={
-            "nodes": 1, "gpus": 0, "ranks_per_node": 1, "elastic": None,
+            "nodes": 1, "ranks_per_node": 1, "elastic": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
             "k8s": k8s(spec).model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
         }

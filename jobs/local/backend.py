@@ -36,7 +36,6 @@ SUBMISSION_SECONDS = 60
 _RECORD: dict[str, Any] = {
     "spec": dict, "hash": str, "run_dir": str, "grace": (int, float), "created": str, "job": str, "host": str,
 }  # fmt: skip
-_OF_A_JOB = (contract.ENV_JOB, contract.ENV_LAUNCHER, contract.ENV_RESTARTS)
 
 
 class LocalBackend(Backend):
@@ -91,7 +90,7 @@ class LocalBackend(Backend):
             },
         )  # fmt: skip
         # Where a job submits this one, it is none of that one's processes.
-        env = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+        env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jobs.local.supervise", str(folder)], env=env,

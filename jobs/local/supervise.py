@@ -53,6 +53,7 @@ def here() -> str:
 def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_bytes())
     env = {**os.environ, "PATH": contract.search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nobody would hear of the launcher's end
     adopt_orphans()
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # not before: the launcher would inherit it
@@ -97,10 +98,13 @@ def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: floa
 
 def _reap(launcher: subprocess.Popen[bytes]) -> None:
     """Takes the exit codes of the launcher and of orphans, which nobody asks for."""
-    with contextlib.suppress(ChildProcessError):
+    try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == launcher.pid:
                 launcher.returncode = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:  # there is no child any more
+        if launcher.returncode is None:
+            launcher.returncode = contract.EXIT_FAILED
 
 
 if __name__ == "__main__":

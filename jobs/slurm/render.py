@@ -163,7 +163,7 @@ def preparation(spec: JobSpec) -> JobSpec:
     """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec that names no shards."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /shared/shards")
-    limit = min(spec.deadline_seconds, 6 * 3600)
+    limit, spec = min(spec.deadline_seconds, 6 * 3600), spec.on_cpu()
     return JobSpec.of(
         {
             "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter(spec)),

@@ -148,9 +148,14 @@ def memory_of_ranks(subject: Subject) -> Iterator[str]:
 def image_without_submitit(subject: Subject) -> Iterator[str]:
     """A task in the image is submitit's. What a folder holds shows from here; of a file or a name `doctor` finds out."""
     image = slurm(subject.spec).image or subject.spec.image
-    if slurm(subject.spec).container is None or not image or not (Path(image) / "usr").is_dir():
+    if slurm(subject.spec).container is None or not image:
         return
     places = ("opt/venv", "usr", "usr/local", "opt/conda")
-    packages = [path for place in places for path in Path(image).glob(f"{place}/lib/python3*/*-packages/")]
-    if packages and not any((path / "submitit").is_dir() for path in packages):
+    try:
+        inside = Path(image) if (Path(image) / "usr").is_dir() else None
+        packages = [path for place in places if inside for path in inside.glob(f"{place}/lib/python3*/*-packages/")]
+        lacks = packages and not any((path / "submitit").is_dir() for path in packages)
+    except OSError:  # a name that is no path, or one that the nodes alone may read
+        return
+    if lacks:
         yield f"{image} lacks submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"

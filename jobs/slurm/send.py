@@ -11,7 +11,7 @@ from pathlib import Path
 from jobs.slurm import query, render
 from jobs.slurm.task import TrainingTask
 from jobs.spec.model import JobSpec
-from training.contract import UserError
+from training.contract import OF_A_JOB, UserError
 
 
 def send(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | None) -> list[str]:
@@ -25,7 +25,10 @@ def send(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | No
 
     executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_python=render.python(spec, folder))
     try:
-        executor.update_parameters(**render.parameters(spec, folder, after))
+        values = render.parameters(spec, folder, after)
+        executor.update_parameters(**values)
+        # It leaves out what is None, and then sends a key of its own, which most sites refuse.
+        executor._executor.parameters["wckey"] = values["slurm_wckey"]
     except (TypeError, ValueError, NameError) as error:
         raise UserError(f"slurm.patch: {str(error).splitlines()[0]}") from None
     with _clean_environment():
@@ -43,10 +46,11 @@ def send(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | No
 
 @contextlib.contextmanager
 def _clean_environment() -> Iterator[None]:
-    """sbatch reads SBATCH_* above the script, and an outer job's SLURM_* would contradict the new one's."""
+    """sbatch reads SBATCH_* above the script, and an outer job's SLURM_* would contradict the new one's; what marks the
+    processes of an outer job would mark the new one's."""
     away = {
         name: value for name, value in os.environ.items()
-        if name.startswith(("SBATCH_", "SLURM_")) and name not in ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT")
+        if name in OF_A_JOB or (name.startswith(("SBATCH_", "SLURM_")) and name not in ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT"))
     }  # fmt: skip
     for name in away:
         del os.environ[name]

@@ -79,6 +79,11 @@ class SecretKey(Section):
     """Key within it."""
 
 
+def _amounts_of(gpus: int) -> dict[str, Any]:
+    """What a node with so many GPUs gets where nothing is said."""
+    return {"cpus": float(CPUS_A_GPU * gpus), "memory": f"{MEMORY_A_GPU * gpus}Gi"}
+
+
 class _JobSpec(Section):
     """One job, for every backend."""
 
@@ -139,7 +144,7 @@ class _JobSpec(Section):
         gpus = values.get("gpus") if isinstance(values, dict) else None
         if type(gpus) is not int or not 1 <= gpus <= MAX_GPUS:
             return values
-        return {"cpus": float(CPUS_A_GPU * gpus), "memory": f"{MEMORY_A_GPU * gpus}Gi", **values}
+        return {**_amounts_of(gpus), **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -168,6 +173,8 @@ class _JobSpec(Section):
             raise ValueError(f"two volumes are mounted at {next(p for p in paths if paths.count(p) > 1)}")
         if len(json.dumps(self.record())) > MAX_CHARACTERS:
             raise ValueError(f"is above {MAX_CHARACTERS} characters: it travels in an annotation of the job")
+        if self.join_timeout is not None and seconds(self.join_timeout) > self.deadline_seconds:
+            raise ValueError(f"join_timeout {self.join_timeout} is above time_limit {self.time_limit}")
         if self.metrics_port + self.ranks > 65536:
             raise ValueError(f"metrics_port {self.metrics_port} + {self.ranks} ranks leaves the range of ports")
         return self
@@ -202,6 +209,13 @@ class _JobSpec(Section):
         """How long a node waits for the others."""
         return seconds(self.join_timeout) if self.join_timeout else max(60, self.deadline_seconds - self.grace_seconds)
 
+    def on_cpu(self) -> Self:
+        """The same without GPUs, for what needs none; amounts that followed them follow."""
+        derived = _amounts_of(self.gpus)
+        followed = [name for name in ("cpus", "memory") if getattr(self, name) == derived.get(name)]
+        fields = type(self).model_fields
+        return self.model_copy(update={"gpus": 0, **{name: fields[name].default for name in followed}})
+
     def assignments(self) -> list[str]:
         """`overrides` as the `name=value` texts that `training run --set` takes."""
         return [
@@ -219,8 +233,9 @@ class _JobSpec(Section):
         return configuration.load(self.recipe, self.assignments())
 
     def plain(self) -> dict[str, Any]:
-        """What was set, as plain values for YAML and JSON; defaults are left out."""
-        return self.model_dump(mode="json", exclude_defaults=True)
+        """What was set, as plain values for YAML and JSON; defaults are left out, but for amounts that follow the GPUs."""
+        amounts = {"cpus": self.cpus, "memory": self.memory} if self.gpus else {}
+        return {**self.model_dump(mode="json", exclude_defaults=True), **amounts}
 
     def record(self) -> dict[str, Any]:
         """Every setting as plain values, and the version: what is kept of a submitted job. `recorded` reads it."""
@@ -270,7 +285,11 @@ class _JobSpec(Section):
             values = cls.as_stored(values, version)
             own = {part: kind.as_stored(values.get(part, {}), version) for part, kind in registry.sections().items()}
             values = {**values, **{part: value for part, value in own.items() if value}}
-        values = {setting: value for setting, value in values.items() if setting != "version"}
+        # Without the settings of a backend that is no longer installed: no other one's job needs them.
+        values = {
+            setting: value for setting, value in values.items()
+            if setting != "version" and (setting in cls.model_fields or not isinstance(value, dict))
+        }  # fmt: skip
         return specfile.validate(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str) -> None:

@@ -115,6 +115,79 @@ def test_a_node_that_lingers_heeds_a_signal(tmp_path: Path) -> None:
         assert _end(second, 20)[0] == 0
 
 
+def test_two_signals_at_once_change_nothing_at_the_end(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, "true") as first, nodes.node(1, "true", "--linger", "600") as second:
+        assert _end(first)[0] == 0
+        second.send_signal(signal.SIGTERM)
+        second.send_signal(signal.SIGHUP)
+        code, output = _end(second, 20)
+    assert code == 0 and "Traceback" not in output, output
+
+
+def test_a_program_that_needs_longer_to_save_is_not_cut_off(tmp_path: Path) -> None:
+    """The rendezvous goes with its node, and a launcher that loses it ends its ranks."""
+    nodes = Nodes(tmp_path)
+    quick, slow = ("trap '{}exit 75' TERM; touch here-$RANK; while :; do sleep 0.05; done" for _ in range(2))
+    with nodes.node(0, quick.format("")) as first, nodes.node(1, slow.format("sleep 4; touch saved; ")) as second:
+        nodes.seen("here-0")
+        nodes.seen("here-1")
+        for node in (first, second):
+            node.send_signal(signal.SIGTERM)
+        assert [_end(first)[0], _end(second)[0]] == [75, 75]
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_server_that_no_longer_answers_keeps_no_signal_waiting(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, "touch here; sleep 600") as first, nodes.node(1, "touch done") as second:
+        nodes.seen("here")
+        nodes.seen("done")
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1)
+        first.send_signal(signal.SIGSTOP)  # as a machine that is gone
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                second.wait(1)
+            second.send_signal(signal.SIGTERM)
+            assert _end(second, 90)[0] == 75
+        finally:
+            first.send_signal(signal.SIGCONT)
+
+
+def test_an_elastic_job_that_may_not_restart_fails_with_the_node_that_is_lost(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "--nodes", "1:2")
+    with nodes.node(0, "touch done") as first:
+        with nodes.node(1, f"touch here; {WAIT}"):
+            nodes.seen("done")
+            nodes.seen("here")
+        code, output = _end(first, 90)
+    assert code == 1 and "a node was lost before its end" in output
+
+
+def test_a_final_failure_is_final_on_every_node(tmp_path: Path) -> None:
+    """With restarts of its own left, a node that has not failed would be started again for a job that is over."""
+    nodes = Nodes(tmp_path, "--exit-codes", "kubernetes", "--max-restarts", "1")
+    with nodes.node(0, "echo >> runs; touch done") as first, nodes.node(1, f"{WAIT} exit 7") as second:
+        nodes.seen("done")
+        (tmp_path / "go").touch()
+        assert [_end(first)[0], _end(second)[0]] == [1, 1]
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.2:99999", "127.0.0.2:abc", "a..b:29400"])
+def test_an_endpoint_that_is_none_is_wrong_usage(tmp_path: Path, endpoint: str) -> None:
+    for number in (0, 1):
+        with Nodes(tmp_path).node(number, "true", "--rendezvous", endpoint) as process:
+            code, output = _end(process)
+        assert code == 2 and "is not HOST:PORT" in output and "Traceback" not in output, output
+
+
+def test_the_time_limit_counts_while_the_others_are_looked_for(tmp_path: Path) -> None:
+    with Nodes(tmp_path).node(1, "true", "--time-limit", "2", "--join-timeout", "60") as process:
+        code, output = _end(process, 40)
+    assert code == 124 and "the time limit of 2 s is over" in output
+
+
 def test_an_elastic_job_goes_on_without_a_node_that_is_lost_at_the_end(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "--nodes", "1:2", "--max-restarts", "1")
     with nodes.node(0, "echo $WORLD_SIZE >> worlds; touch done") as first:

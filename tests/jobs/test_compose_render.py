@@ -324,7 +324,7 @@ def test_docker_reads_it(engine: str, name: str, tmp_path: Path) -> None:  # noq
         spec = JobSpec.of(SPECS[name])
         node = found["services"]["node-0"]
         assert node["mem_limit"] == str(compose.render(spec)["services"]["node-0"]["mem_limit"])
-        assert json.loads(node["labels"]["lockstep/spec"].replace("$$", "$")) == spec.plain()
+        assert json.loads(node["labels"]["lockstep/spec"].replace("$$", "$")) == spec.record()
     else:
         assert all(service["read_only"] and service["cap_drop"] == ["ALL"] for service in found["services"].values())
 

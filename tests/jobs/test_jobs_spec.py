@@ -14,6 +14,7 @@ from jobs.kubernetes.section import k8s
 from jobs.slurm.section import slurm
 from jobs.spec.model import JobSpec
 from jobs.spec.types import seconds, size_in_bytes
+from jobs.sweep import expand
 from training.contract import UserError
 
 BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
@@ -160,3 +161,22 @@ def test_nodes_wait_for_each_other_as_long_as_the_job_may_take() -> None:
     words = launch(spec, "/runs/a")
     assert words[words.index("--join-timeout") + 1] == "600"
     assert "--join-timeout" not in launch(spec.model_copy(update={"nodes": 1}), "/runs/a")
+
+
+@pytest.mark.parametrize("given", [{"gpus": 4, "cpus": 2}, {"gpus": 4, "memory": "4Gi"}, {"gpus": 4}, {"cpus": 2}])
+def test_plain_values_make_the_same_spec_again(given: dict[str, Any]) -> None:
+    """Also where an amount that was set is the default of a job without GPUs."""
+    spec = JobSpec.of({"name": "a", "recipe": "smoke", **given})
+    assert JobSpec.of(spec.plain()) == spec
+    assert [(run.cpus, run.memory) for run in expand(spec, {"lr": [0.1]})] == [(spec.cpus, spec.memory)]
+
+
+def test_a_backend_that_is_no_longer_installed_takes_no_spec_along() -> None:
+    spec = JobSpec.of({"name": "a", "recipe": "smoke"})
+    assert JobSpec.recorded("a", {**spec.record(), "cave": {"depth": 1}}) == spec
+
+
+def test_what_needs_no_gpu_asks_for_no_gpus_share() -> None:
+    spec = JobSpec.of({"name": "a", "recipe": "smoke", "gpus": 8})
+    assert (spec.on_cpu().gpus, spec.on_cpu().cpus, spec.on_cpu().memory) == (0, 2, "4Gi")
+    assert spec.model_copy(update={"cpus": 6.0}).on_cpu().cpus == 6

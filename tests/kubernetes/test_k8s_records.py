@@ -47,6 +47,15 @@ def test_what_has_changed_is_told_by_name(backend: KubernetesBackend, cluster: C
     assert not backend.submit(old).created, "as it was, it is the same job"
 
 
+def test_a_default_alone_that_has_changed_is_another_spec(
+    backend: KubernetesBackend, cluster: Cluster, old: JobSpec
+) -> None:
+    same = {**PLAIN, "cpus": 2, "memory": "4Gi"}  # its hash is that of the job as it stands
+    with pytest.raises(UserError, match=r"another spec .*k8s.master: True → False"):
+        backend.submit(JobSpec.of(same))
+    assert not backend.submit(JobSpec.of({**same, "k8s": {"master": True}})).created, "whatever SLURM's default was"
+
+
 def test_a_later_versions_job_is_left_alone(backend: KubernetesBackend, cluster: Cluster, old: JobSpec) -> None:
     live = cluster.get("pytorchjobs", "old")
     assert live is not None

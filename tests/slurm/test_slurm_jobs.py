@@ -145,7 +145,10 @@ def test_somebody_elses_scancel_is_not_undone(bench: Bench) -> None:
 
 def test_requests_that_no_node_can_meet(bench: Bench) -> None:
     for more, sentence in (
-        ({"gpus": 8}, "SLURM refuses big: Batch job submission failed: Requested node configuration is not available"),
+        (
+            {"gpus": 8, "cpus": 2, "memory": "1Gi"},
+            "SLURM refuses big: Batch job submission failed: Requested node configuration is not available",
+        ),
         ({"nodes": 3}, "SLURM refuses big: Batch job submission failed: "),
         ({"slurm": {"partition": "nowhere"}}, "invalid partition specified: nowhere"),
         ({"elastic": {"min_nodes": 1, "max_nodes": 2}}, "LS101 error: elastic is not for SLURM"),
