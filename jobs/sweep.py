@@ -11,6 +11,7 @@ from jobs import connect
 from jobs.job import Job
 from jobs.spec.model import JobSpec
 from training import settings
+from training import extras
 from training.contract import UserError
 
 MAX_RUNS = 1000
@@ -54,6 +55,7 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
     return found
 
 
+@extras.explained()
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
     """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
     opened = connect.connect(backend, spec)
