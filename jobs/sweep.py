@@ -10,8 +10,7 @@ from typing import Any
 from jobs import connect
 from jobs.job import Job
 from jobs.spec.model import JobSpec
-from training import settings
-from training import extras
+from training import extras, settings
 from training.contract import UserError
 
 MAX_RUNS = 1000
