@@ -299,18 +299,14 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         print(f"launch: {error}: given up", file=sys.stderr, flush=True)
         attempts.forget()
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
-    if ending is not None and ending.final:
-        attempts.forget()
-    else:
-        attempts.end(code)
+    ended = ending is not None and ending.final  # another node has ended the job with this code
+    attempts.forget() if ended else attempts.end(code)
     if ending is not None:
         _handle(caught, _leave_while_waiting)
         with contextlib.suppress(SignalException):
             ending.leave(args.linger)
-        _handle(caught, signal.SIG_IGN)
-    if ending is not None and ending.final:
-        return code  # another node has ended the job with it
-    return cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+        _handle(caught, _nothing)
+    return code if ended else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
@@ -390,8 +386,12 @@ def _too_early(result: RunResult, signalled: int | None) -> str:
     return signal.Signals(signalled).name if signalled is not None and -signalled in codes else ""
 
 
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """In place of SIG_IGN, which Python complains of where the signal has come already."""
+
+
 def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
     for other in (*FORWARDED, signal.SIGALRM):  # the second of two at once would end what the first has begun
         if signal.getsignal(other) is _leave_while_waiting:
-            signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, _nothing)
     raise SignalException(f"signal {number}", signal.Signals(number))

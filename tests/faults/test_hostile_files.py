@@ -158,7 +158,10 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
         run = tmp_path / "again"
         shutil.copytree(job.run_dir, run)
         done = training(*job.words[:3], str(run), *job.words[4:], env=job.env())
-        assert "Traceback" not in done.output and (done.code in (0, 2) or "diverged at step" in done.output), (
+        assert "Traceback" not in done.output and (
+            done.code in (0, 2)
+            or any(word in done.output for word in ("diverged at step", "a weight is NaN or infinite"))
+        ), (
             place,
             new,
             done,
