@@ -7,20 +7,22 @@ weights and the cursor, so every rank takes its backward pass once more without 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from training.data.augment import draw_keys
 from training.data.loader import Batch
 from training.exchange import all_gather_trees
 from training.step import Step
-from training.world import World
 
 
-def finite_everywhere(model: nn.Module, world: World) -> bool:
+def finite_everywhere(model: nn.Module) -> bool:
     """Whether every parameter is finite, on every rank: a strategy may have given each its own part. Collective."""
     own = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
     finite = bool(torch.stack([torch.isfinite(value).all() for value in own]).all()) if own else True
-    return all(all_gather_trees(finite, world))
+    everywhere = torch.tensor(int(finite))
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def diagnose(step: Step, batch: Batch, epoch: int) -> str:

@@ -260,7 +260,7 @@ class _Loop:
 
     def _save(self, accuracy: float | None = None) -> Ending | None:
         """Saves; weights that are lost end the run instead, so that the newest checkpoint is a good one. Collective."""
-        if self.config.nonfinite != "ignore" and not divergence.finite_everywhere(self.state.model, self.world):
+        if self.config.nonfinite != "ignore" and not divergence.finite_everywhere(self.state.model):
             return Ending(
                 EXIT_FAILED,
                 f"a weight is NaN or infinite after step {self.p.steps_done}: not saved; the last checkpoint is good",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,10 @@ from training.state import gather
 
 LOOK_SECONDS = 0.25
 """Between two looks whether it is time to leave, while a save is waited for."""
+
+
+class _NoAnswer(Exception):
+    """A save has not ended in time. A network disk's own `TimeoutError` is an answer: the save has failed."""
 
 
 class Saver:
@@ -78,15 +81,15 @@ class Saver:
         return bool(ok)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
-        """Waits for a save, on the way out no longer than the rest of the grace. Raises `FutureTimeout`, `OSError`."""
+        """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
         while True:
             asked = [since for since in (self._asked_to_leave(), self._leaving_since) if since is not None]
             left = min(asked) + self._grace - time.monotonic() if asked else LOOK_SECONDS
-            try:
-                return future.result(max(0.0, min(left, LOOK_SECONDS)))
-            except FutureTimeout:
-                if left <= LOOK_SECONDS and asked:
-                    raise
+            wait([future], max(0.0, min(left, LOOK_SECONDS)))
+            if future.done():
+                return future.result()
+            if left <= LOOK_SECONDS and asked:
+                raise _NoAnswer(f"the disk did not answer within the grace of {self._grace:g} s")
 
     def _reap(self) -> None:
         """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
@@ -94,14 +97,13 @@ class Saver:
             return
         try:
             result = self._result(self._future)
-        except (OSError, FutureTimeout) as error:
-            self.p.metrics.checkpoint_failed("timeout" if isinstance(error, FutureTimeout) else "disk")
+        except (OSError, _NoAnswer) as error:
+            self._hangs = isinstance(error, _NoAnswer)
+            self.p.metrics.checkpoint_failed("timeout" if self._hangs else "disk")
             self.failures += 1
             self._last_failed = True
-            self._hangs = isinstance(error, FutureTimeout)
-            reason = str(error) or f"the disk did not answer within the grace of {self._grace:g} s"
-            self.p.event("checkpoint_failed", reason=reason, failures=self.failures)
-            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {reason}")
+            self.p.event("checkpoint_failed", reason=str(error), failures=self.failures)
+            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {error}")
         else:
             self._last_failed = self._hangs = False
             self.p.metrics.checkpoint_written(result.seconds)

@@ -298,3 +298,26 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
         assert not answer.is_set() and saver._future is None, "it has not waited for the disk"
     finally:
         answer.set()
+
+
+def test_a_disk_that_answers_with_its_own_timeout_costs_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a network disk raises (ETIMEDOUT) has the name of a wait that is over: it is neither waited for nor a hang."""
+
+    def refused(*_: object) -> None:
+        raise TimeoutError(110, "Connection timed out")
+
+    monkeypatch.setattr(Writer, "_write", refused)
+    told: list[str] = []
+    prepared: Any = SimpleNamespace(
+        config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
+        metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: None,
+    )  # fmt: skip
+    saver = Saver(prepared)
+    assert saver._writer is not None
+    saver._future = saver._writer.save(3, {"a": torch.ones(2)})
+    saver._reap()
+    assert len(told) == 1 and "Connection timed out" in told[0]
+    assert saver._last_failed and not saver._hangs, "the next one is tried"
+    saver.close()

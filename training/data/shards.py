@@ -9,6 +9,7 @@ samples = Samples.open(manifest, "train", low, high)      # opens only the files
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -204,8 +205,9 @@ def _stamps(data: Data) -> dict[str, list[int]]:
     """Name below data.root → [size, mtime in ns] of the source's files; none of a generated source, or where they are gone."""
     root, found = Path(data.root), {}
     for path in sources.FILES[data.source](root) if data.source in sources.FILES else ():
-        about = path.stat()
-        found[str(path.relative_to(root))] = [about.st_size, about.st_mtime_ns]
+        with contextlib.suppress(OSError):  # a link that leads nowhere: whoever reads it says so
+            about = path.stat()
+            found[str(path.relative_to(root))] = [about.st_size, about.st_mtime_ns]
     return found
 
 
