@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from jobs import registry
 from jobs.compare import differences
 from jobs.spec.model import JobSpec
 from jobs.status import GOES_ON, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
@@ -176,6 +175,9 @@ class Backend(abc.ABC):
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
         self.refuse(spec)
+        return self._submit(spec, mode)
+
+    def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
         with self.exclusive():
             placed = self.place(spec, mode)
             if isinstance(placed, Submitted):
@@ -188,7 +190,7 @@ class Backend(abc.ABC):
         del name
         for spec in specs:
             self.refuse(spec)
-        return [self.submit(spec, mode) for spec in specs]
+        return [self._submit(spec, mode) for spec in specs]
 
     def check_secrets(self, spec: JobSpec) -> None:
         """Raises `UserError` where the value of a secret cannot be had."""
@@ -213,7 +215,10 @@ class Backend(abc.ABC):
         if mode == "replace" and status.final:
             return spec, found
         started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
-        if not self._same(found, spec) or started_over:
+        own = found.spec
+        # Where it can be read, by its settings: defaults may have changed since, and the hash knows only what was set.
+        same = found.hash == spec.hash() if own is None else own.same_job(spec, self.name)
+        if not same or started_over:
             changed = "; ".join(differences(*found.beside(spec))[:8]) or "an earlier version of the same settings"
             raise UserError(
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
@@ -228,16 +233,6 @@ class Backend(abc.ABC):
                 "--replace deletes it and submits again, --new takes a numbered name"
             )
         return spec, self.gone_on(found, spec)
-
-    def _same(self, found: Found, spec: JobSpec) -> bool:
-        """Whether it is the job that was submitted. Where that can be read, by its settings: defaults may have changed since,
-        and the hash knows only what was set. Those of other backends have no part in it."""
-        own = found.spec
-        if own is None:
-            return found.hash == spec.hash()
-        others = {"fresh", *registry.sections()} - {self.name}
-        old, new = ({k: v for k, v in one.record().items() if k not in others} for one in (own, spec))
-        return old == new
 
     def require(self, name: str) -> Found:
         """The job of that name. Raises `UserError` where there is none."""

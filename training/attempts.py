@@ -45,7 +45,7 @@ class Attempts:
             raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
         self.used += killed
         if self.used > self.limit:
-            self.forget()
+            self._forget()
             return False
         self._begun = self.used
         self._write(running=True)
@@ -56,12 +56,16 @@ class Attempts:
         self.used = self._begun + times
         self._write(running=True, only_known=True)
 
-    def end(self, code: int) -> None:
-        """Settles the count: a preemption costs nothing, a failure one, and with a final ending the job forgets."""
+    def end(self, code: int, final: bool = False) -> None:
+        """Settles the count: a preemption costs nothing, a failure one, and with a final ending the job forgets.
+
+        Args:
+            final: the job is over, whatever restarts this node has left.
+        """
         if code == EXIT_PREEMPTED:
             self._write(running=False, only_known=True)
-        elif code != EXIT_FAILED or self.left <= 0:
-            self.forget()
+        elif final or code != EXIT_FAILED or self.left <= 0:
+            self._forget()
         else:
             self.used += 1
             self._write(running=False, only_known=True)
@@ -87,8 +91,7 @@ class Attempts:
         except OSError as error:
             raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
 
-    def forget(self) -> None:
-        """The job has ended: the next one of this name begins anew."""
+    def _forget(self) -> None:
         if self._file is not None:
             for file in self._file.parent.glob(f"{PREFIX}*.json"):
                 file.unlink(missing_ok=True)

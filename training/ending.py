@@ -100,25 +100,31 @@ class Ending:
         Args:
             final: no cluster shall start a node again.
         """
-        if self.verdict is not None:
-            self.stay()
-            return  # it was told by one of the others
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
-            self._ask(lambda: self._answers.set(FAILED, f"{code} {'final' if final else 'retry'}"))
-            # Ranks that ended at the same moment are told of at their launcher's next look.
-            _until(lambda: self._add(DONE) > 0, LOOK_SECONDS)
-            waiting = self._add(DONE)
-            self._alone = waiting == 0
-            self._stay_for(waiting)
+            if self.verdict is None:  # else it was told by one of the others
+                self._tell(code, final)
+            self._add(ENDED, 1)
             if code == EXIT_PREEMPTED:
-                self.stay()
+                self._stay_for_who_saves()
 
-    def stay(self) -> None:
-        """The node that serves the store stays a while for nodes that need longer to save: without it they are cut off."""
+    def _tell(self, code: int, final: bool) -> None:
+        self._ask(lambda: self._answers.set(FAILED, f"{code} {'final' if final else 'retry'}"))
+        # Ranks that ended at the same moment are told of at their launcher's next look.
+        _until(lambda: self._add(DONE) > 0, LOOK_SECONDS)
+        waiting = self._add(DONE)
+        self._alone = waiting == 0
+        self._stay_for(waiting)
+
+    def interrupted(self) -> None:
+        """A signal ends this node before the others have ended."""
         with contextlib.suppress(RuntimeError):
             self._add(ENDED, 1)
-            if self._serves:
-                _until(lambda: self._add(ENDED) >= self._nodes, SAVING_SECONDS)
+            self._stay_for_who_saves()
+
+    def _stay_for_who_saves(self) -> None:
+        """Nodes that need longer to save would be cut off: the store goes with the node that serves it."""
+        if self._serves:
+            _until(lambda: self._add(ENDED) >= self._nodes, SAVING_SECONDS)
 
     def leave(self, linger: float) -> None:
         """Returns when this node may leave: the others `linger` seconds after rank 0's, also where they have failed late."""

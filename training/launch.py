@@ -290,23 +290,22 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     if not attempts.begin():
         print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with scratch.folder("lockstep-") as logs, lines.whole() as finish_lines:
             code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
         print(f"launch: {error}: given up", file=sys.stderr, flush=True)
-        attempts.forget()
+        attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
-    ended = ending is not None and ending.final  # another node has ended the job with this code
-    attempts.forget() if ended else attempts.end(code)
+    final = ending is not None and ending.final  # another node has ended the job with this code
+    attempts.end(code, final)
     if ending is not None:
         _handle(caught, _leave_while_waiting)
         with contextlib.suppress(SignalException):
             ending.leave(args.linger)
         _handle(caught, _nothing)
-    return code if ended else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+    return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
@@ -315,7 +314,8 @@ def _run(
 ) -> tuple[int, Ending | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
-    began = time.monotonic()
+    began, serves = time.monotonic(), rendezvous.serves(parameters)
+    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
     torchs = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if signal.Signals[name] in caught]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*torchs, "SIGQUIT"])
     _handle((*caught, signal.SIGALRM), _leave_while_waiting)
@@ -324,7 +324,7 @@ def _run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
             role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
-            rdzv_handler=rendezvous.connect(parameters), max_restarts=attempts.left, monitor_interval=0.1,
+            rdzv_handler=rendezvous.connect(parameters, serves), max_restarts=attempts.left, monitor_interval=0.1,
             local_addr=parameters.local_addr,
         )  # fmt: skip
         agent = Agent(
@@ -332,7 +332,7 @@ def _run(
             shutdown_timeout=args.grace,
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
-        agent.serves = rendezvous.serves(parameters)
+        agent.serves = serves
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
         agent.catch()
@@ -358,7 +358,7 @@ def _run(
             return EXIT_DONE, None
         over = error.sigval == signal.SIGALRM if agent is None else agent.timed_out
         if agent is not None and agent.ending is not None:
-            agent.ending.stay()
+            agent.ending.interrupted()
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
         when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had begun"
         print(f"launch: {what} before {when}", file=sys.stderr, flush=True)

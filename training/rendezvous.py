@@ -79,8 +79,11 @@ def _endpoint(wanted: RendezvousParameters) -> tuple[str, int]:
     return host, port
 
 
-def connect(wanted: RendezvousParameters) -> RendezvousHandler:
+def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandler:
     """The rendezvous, as soon as it is served.
+
+    Args:
+        served_here: what `serves` has said.
 
     Raises:
         NotMet: nobody has served it within the join timeout.
@@ -88,7 +91,6 @@ def connect(wanted: RendezvousParameters) -> RendezvousHandler:
     """
     timeout = float(wanted.get("join_timeout"))
     host, port = _endpoint(wanted)
-    served_here = serves(wanted)
     began = time.monotonic()
     said = began
     problem = ""

@@ -250,6 +250,11 @@ class _JobSpec(Section):
         text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def same_job(self, other: _JobSpec, backend: str) -> bool:
+        """Whether both are the same job there: all settings but those of other backends, and `fresh`, as in `hash`."""
+        apart = {"fresh", *registry.sections()} - {backend}
+        return self.model_dump(exclude=apart) == other.model_dump(exclude=apart)
+
     @classmethod
     def load(
         cls, path: str | Path, assignments: dict[str, Any] | None = None, below: dict[str, Any] | None = None

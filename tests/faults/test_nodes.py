@@ -171,7 +171,7 @@ def test_a_final_failure_is_final_on_every_node(tmp_path: Path) -> None:
     with nodes.node(0, "echo >> runs; touch done") as first, nodes.node(1, f"{WAIT} exit 7") as second:
         nodes.seen("done")
         (tmp_path / "go").touch()
-        assert [_end(first)[0], _end(second)[0]] == [1, 1]
+        assert [_end(first, 15)[0], _end(second, 15)[0]] == [1, 1], "and nobody who saves is waited for"
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.2:99999", "127.0.0.2:abc", "a..b:29400"])
