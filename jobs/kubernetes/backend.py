@@ -18,7 +18,7 @@ from jobs.compare import missing_from
 from jobs.kubernetes import policy, preparejob, render, rules
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
-from jobs.kubernetes.observe import brief, explain
+from jobs.kubernetes.observe import brief, explain, newest
 from jobs.kubernetes.pod import CONTAINER, KUEUE_QUEUE
 from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject
@@ -112,6 +112,8 @@ class KubernetesBackend(Cluster):
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
         wanted, *_ = render.kubernetes(spec)
+        if found.hash != spec.hash():  # an earlier version's, whose pods another policy selects
+            return super().attach(found, spec)
         with explained(self.api.host):
             policy.keep(self.api, self._policies, wanted, self._typed(found.record, str(found.record["kind"])))
         return super().attach(found, spec)
@@ -346,7 +348,7 @@ class KubernetesBackend(Cluster):
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # its pods' names end in something random, their index says which they are
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
-            return next(self.api.pages(path, labelSelector=selector), None)
+            return next(iter(newest(_all(self.api.pages(path, labelSelector=selector)))), None)
         try:
             pod = self.api.get(f"{path}/{host}")
         except ApiError as error:

@@ -36,7 +36,7 @@ class Reached(Protocol):
 RIGHTS = (
     ("list", "", "pods", ""), ("get", "", "pods", ""), ("get", "", "pods", "log"), ("list", "", "events", ""),
     ("create", "networking.k8s.io", "networkpolicies", ""), ("get", "networking.k8s.io", "networkpolicies", ""),
-    ("patch", "networking.k8s.io", "networkpolicies", ""),    ("delete", "networking.k8s.io", "networkpolicies", ""),
+    ("patch", "networking.k8s.io", "networkpolicies", ""), ("delete", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip
 """Beside those on the kind of job that is used."""
 JOB_VERBS = ("create", "get", "list", "watch", "delete")
@@ -90,7 +90,7 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
     return found
 
 
-def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every check is asked with both
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     answer = backend.api.create("/apis/authentication.k8s.io/v1/selfsubjectreviews", body)
     yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {backend.namespace}")
@@ -214,7 +214,7 @@ def _image(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     yield Check("image", "missing" if nodes > 1 else "warning", f"{problem} (the cluster has {nodes} nodes)")
 
 
-def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
+def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every check is asked with both
     try:
         backend.api.get(f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors", limit=1)
     except ApiError as error:

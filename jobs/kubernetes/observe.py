@@ -39,7 +39,7 @@ def explain(
         now: seconds since the epoch.
     """
     places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
-    pods = _newest(pods)
+    pods = newest(pods)
     events = [event for event in events if _is_of(event, [job, *pods])]
     parts = [_part(pod, ranks, places, now) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
@@ -47,7 +47,7 @@ def explain(
     return Status(state, reason, parts, code)
 
 
-def _newest(pods: list[Object]) -> list[Object]:
+def newest(pods: list[Object]) -> list[Object]:
     """Of several pods of one host the latest: a batch Job keeps the failed ones beside those that replace them."""
     found: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda pod: str(get(pod, "metadata", "creationTimestamp"))):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, clean_env
+from tests.processes import PYTHON, ROOT, clean_env, require
 
 TOOLS = (
     "pytest>=8.0",
@@ -37,10 +37,8 @@ def uv(*words: str) -> str:
         done = subprocess.run(
             [*command, "--offline"], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
         )
-        if done.returncode:
-            pytest.skip(
-                f"the lowest versions cannot be installed, no package index is in reach: {problem.strip()[-300:]}"
-            )
+        told = f"the lowest versions cannot be installed, no package index is in reach: {problem.strip()[-300:]}"
+        require(done.returncode == 0, told)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -45,6 +45,7 @@ def test_what_has_changed_is_told_by_name(backend: KubernetesBackend, cluster: C
     told = str(refused.value)
     assert "cpus: 2.0 → 8.0" in told and "memory: 4Gi → 32Gi" in told and "k8s.master: True → False" in told
     assert not backend.submit(old).created, "as it was, it is the same job"
+    assert cluster.get("networkpolicies", f"old-{old.hash()}") is not None, "it had none, and got it back"
 
 
 def test_a_default_alone_that_has_changed_is_another_spec(
@@ -54,6 +55,8 @@ def test_a_default_alone_that_has_changed_is_another_spec(
     with pytest.raises(UserError, match=r"another spec .*k8s.master: True → False"):
         backend.submit(JobSpec.of(same))
     assert not backend.submit(JobSpec.of({**same, "k8s": {"master": True}})).created, "whatever SLURM's default was"
+    policies = [name for plural, _, name in cluster.objects if plural == "networkpolicies"]
+    assert policies == [], "one by another hash would select none of its pods"
 
 
 def test_a_later_versions_job_is_left_alone(backend: KubernetesBackend, cluster: Cluster, old: JobSpec) -> None:

@@ -68,3 +68,25 @@ def test_a_trainjob_is_submitted_watched_and_read(backend: KubernetesBackend, cl
     assert backend.list()[0].state == "running"
     assert backend.cancel("second").state == "cancelled"
     assert cluster.get("trainjobs", "second") is None
+
+
+def test_a_follower_reads_the_pod_that_replaced_a_failed_one(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """A batch Job keeps both, under one index."""
+    backend.submit(SPEC)
+    pod(cluster, 0, "Failed")
+    pod(cluster, 1)
+    new = cluster.get("pods", "second-node-0-0-x7k2p")
+    assert new is not None
+    meta = {
+        **new["metadata"],
+        "name": "second-node-0-0-zzzzz",
+        "uid": "new",
+        "creationTimestamp": "2026-01-02T00:00:00Z",
+    }
+    cluster.put("pods", {**new, "metadata": meta, "status": {**new["status"], "phase": "Running"}})
+    old = cluster.get("pods", "second-node-0-0-x7k2p")
+    assert old is not None
+    cluster.put("pods", {**old, "metadata": {**old["metadata"], "creationTimestamp": "2026-01-01T00:00:00Z"}})
+    cluster.logs["second-node-0-0-zzzzz"] = ["2026-01-02T00:00:00Z [rank 0] of the new pod"]
+    condition(cluster, "Complete")
+    assert list(backend.logs("second", rank=0, follow=True)) == ["of the new pod"]
