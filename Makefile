@@ -23,7 +23,7 @@ RUN := $(VENV)/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help shell setup train test coverage test-fast lint bench bench-gpu clean
 .PHONY: test-exercises test-floors test-sync test-k8s test-prometheus test-faults test-faults-long
-.PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds
+.PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
 
@@ -106,6 +106,10 @@ install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/sing
 example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema.json anew
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	$(VENV)/bin/lockstep schema > job.schema.json
+
+schema: $(READY) ## write job.schema.json and recipe.schema.json anew, which editors read
+	$(VENV)/bin/lockstep schema > job.schema.json
+	$(RUN) -m training settings --schema > recipe.schema.json
 
 rules-k8s: $(READY) ## write deploy/observability/kubernetes/rules.yaml anew from prometheus/rules.yaml
 	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \

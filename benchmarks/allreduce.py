@@ -27,8 +27,8 @@ import torch.distributed as dist
 from benchmarks.measure import interleaved, machine, write
 from benchmarks.our_step import our_step
 from training import models
-from training.bench.gang import on_ranks
-from training.world import detect, joined
+from training.exercises.bench.gang import on_ranks
+from training.parallel.world import detect, joined
 
 STRATEGIES = ("ddp", "flat", "bf16_compress")
 MODELS = ("speedrun", "bag_of_tricks")

@@ -1,7 +1,8 @@
 """python benchmarks/checkpoint.py [--sizes 10 100 1000] [--rounds 5] [--directory DIR] [--out FILE]
 
 What a checkpoint costs: the stall of an asynchronous save against `torch.save` + fsync of the same state, interleaved;
-the writer's throughput against plain writing of the same bytes; verification, resume, and a seek in the data order.
+the writer of the tensor file (streams, and hashes meanwhile) against the safetensors library's and a sha256 of what it wrote;
+the throughput of a whole save against plain writing of the same bytes; verification, resume, and a seek in the data order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.measure import interleaved, machine, ratio, write
-from training.checkpoint import Writer, load, newest_verified, verify
+from training import files, manifest
+from training.checkpoint import store
+from training.checkpoint.store import Writer, load, newest_verified, verify
 from training.data import order
 
 
@@ -42,6 +46,21 @@ def _plain_write(data: memoryview, path: Path) -> None:
         for start in range(0, len(data), 8 << 20):
             file.write(data[start : start + (8 << 20)])
         os.fsync(file.fileno())
+
+
+def _our_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.unlink(missing_ok=True)
+    manifest.write_file(path, store._safetensors(tensors))
+
+
+def _librarys_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """What a checkpoint asks for: on the disk, and with its sha256."""
+    path.unlink(missing_ok=True)
+    save_file(tensors, path)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    files.sha256(path)
 
 
 def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
@@ -85,6 +104,14 @@ def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
         {"verify": lambda: verify(newest), "resume": lambda: load(newest_verified(directory / "ours") or newest)},
         rounds,
     )
+    tensors = state["shared"]
+    writers = interleaved(
+        {
+            "ours": lambda: _our_file(tensors, directory / "ours.safetensors"),
+            "library": lambda: _librarys_file(tensors, directory / "library.safetensors"),
+        },
+        rounds,
+    )
     result = {
         "megabytes": megabytes, "stall_seconds": statistics.median(stalls),
         "torch_save_seconds": statistics.median(times["torch.save"]),
@@ -92,6 +119,8 @@ def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
         "write_mb_per_second": megabytes / statistics.median(written),
         "plain_mb_per_second": megabytes / statistics.median(times["plain"]),
         "verify_seconds": statistics.median(reads["verify"]), "resume_seconds": statistics.median(reads["resume"]),
+        "our_file_seconds": statistics.median(writers["ours"]),
+        "librarys_file_seconds": statistics.median(writers["library"]), "ours_over_library": ratio(writers, "ours", "library"),
         "verify_over_resume": ratio(reads, "verify", "resume"), "stalls": stalls, "torch_saves": times["torch.save"],
     }  # fmt: skip
     shutil.rmtree(directory / "ours")
@@ -120,12 +149,16 @@ def main() -> None:
         for size in args.sizes:
             rows.append(measure(size, args.rounds, Path(directory)))
     print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {args.rounds} rounds")
-    print("    MB   stall ms   torch.save+fsync ms   share   written MB/s   plain MB/s   verify s   resume s")
+    print(
+        "    MB   stall ms   torch.save+fsync ms   share   written MB/s   plain MB/s   verify s   resume s"
+        "   our file s   library's s   ours/library's"
+    )
     for row in rows:
         print(
             f"{row['megabytes']:6d} {row['stall_seconds'] * 1e3:10.1f} {row['torch_save_seconds'] * 1e3:21.1f}"
             f" {row['stall_over_torch_save']:7.3f} {row['write_mb_per_second']:14.0f} {row['plain_mb_per_second']:12.0f}"
-            f" {row['verify_seconds']:10.3f} {row['resume_seconds']:10.3f}"
+            f" {row['verify_seconds']:10.3f} {row['resume_seconds']:10.3f} {row['our_file_seconds']:12.3f}"
+            f" {row['librarys_file_seconds']:13.3f} {row['ours_over_library']:16.2f}"
         )
     seconds = seek()
     print(f"seek to step 10⁶: {seconds * 1e3:.2f} ms")

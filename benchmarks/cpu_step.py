@@ -23,8 +23,8 @@ from torch import nn
 
 from benchmarks.measure import interleaved, machine, ratio, write
 from benchmarks.our_step import FLOP_PER_IMAGE, our_step
-from training.bench.gang import on_ranks
-from training.world import detect, joined
+from training.exercises.bench.gang import on_ranks
+from training.parallel.world import detect, joined
 
 RECIPES = ("bag_of_tricks", "resnet18")
 

@@ -34,8 +34,8 @@ from benchmarks.measure import RESULTS, interleaved, machine, write
 from benchmarks.our_step import FLOP_PER_IMAGE, our_step
 from benchmarks.scaling_model import PARAMETERS, project
 from training import config
-from training.capture import capture_stream
-from training.world import World, detect, joined
+from training.cudagraph import capture_stream
+from training.parallel.world import World, detect, joined
 
 BATCH = {"bag_of_tricks": 512, "speedrun": 2000}
 REPEATS = 10

@@ -32,10 +32,10 @@ from prometheus_client.exposition import choose_encoder
 
 from benchmarks.measure import machine, write
 from training import config, contract
-from training.clock import StepClock
-from training.exporter import Exporter
-from training.metrics import Metrics
-from training.world import World
+from training.observe.clock import StepClock
+from training.observe.exporter import Exporter
+from training.observe.metrics import Metrics
+from training.parallel.world import World
 
 STEP_SECONDS = 0.010
 """The step that the cost is compared with."""

@@ -7,14 +7,15 @@ from collections.abc import Callable
 import torch
 
 from training import config, optim, sync
-from training.capture import CapturedStep, why_not
-from training.clock import Times, step_clock
+from training.checkpoint.state import Cursor, TrainState
+from training.cudagraph import CapturedTrainer, obstacle
 from training.data.loader import Batch
 from training.models import batch_multiple, build
+from training.models.arithmetic import real_type
+from training.observe.clock import Times, step_clock
 from training.optim.ema import Ema
-from training.state import Cursor, TrainState
-from training.step import Step, real_type
-from training.world import World
+from training.parallel.world import World
+from training.trainer import Trainer
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
@@ -44,24 +45,22 @@ def our_step(
     ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
     losses = torch.zeros(2, dtype=torch.float64, device=device)
     state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), step_clock(device), losses, {})
-    step = Step(settings, state, network, batch_multiple(model))
+    steps = {"batch_multiple": batch_multiple(model), "steps_per_epoch": 1000}
+    trainer = Trainer(settings, state, network, **steps)
     if settings.capture == "auto":
-        reason = why_not(settings, state)
-        if reason:
+        if reason := obstacle(settings, state):
             raise RuntimeError(reason)
-        step = CapturedStep(settings, state, network, batch_multiple(model), _refuse)
+        trainer = CapturedTrainer(settings, state, network, _refuse, None, **steps)
     images = torch.randint(0, 256, (max(4096, batch + 1), 32, 32, 3), dtype=torch.uint8).to(device)
     rows = torch.arange(batch, device=device)
     part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)).to(device), batch * world.size)
-    count = [0]
 
     def run() -> Times:
         state.clock.begin()
         state.clock.data_ready()
-        step(part, 0, 0.001)
-        count[0] += 1
-        if ema:
-            ema.update(count[0])
+        trainer.step(part)
+        trainer.update_average()
+        state.cursor.step = (state.cursor.step + 1) % 1000
         return state.clock.end()
 
     run.losses = losses  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import machine, write
-from training.arguments import positive
+from training.cli import positive
 from training.contract import EXIT_USAGE, UserError
 from training.models.resnet18 import ResNet18
 

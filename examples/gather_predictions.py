@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from training.collectives import all_gather, gather_objects
 from training.data import sources
 from training.data.order import bounds
-from training.world import detect, joined
+from training.exercises.collectives import all_gather, gather_objects
+from training.parallel.world import detect, joined
 
 
 def main(out: Path) -> None:

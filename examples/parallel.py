@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from training import sync, world
+from training import parallel, sync
 
 
 class Net(nn.Module):
@@ -33,18 +33,18 @@ def main(me):
     for epoch in range(3):
         for batch in torch.randperm(1500).split(60):
             own = batch[me.rank :: me.size]
-            loss = F.cross_entropy(net(images[own]), labels[own], reduction="sum") * strategy.loss_scale / len(batch)
+            loss = F.cross_entropy(net(images[own]), labels[own], reduction="sum") * strategy.grad_divisor / len(batch)
             strategy.zero_grad()
             loss.backward()
             strategy.synchronize()
             optimizer.step()
         with torch.no_grad():
-            logits = strategy.whole(model)(images[1500:])
+            logits = strategy.full_module(model)(images[1500:])
         accuracy = (logits.argmax(1) == labels[1500:]).float().mean()
         if me.leader:
             print(f"epoch {epoch + 1}: loss {F.cross_entropy(logits, labels[1500:]):.5f}, accuracy {accuracy:.4f}")
 
 
 if __name__ == "__main__":
-    with world.script() as me:
+    with parallel.script() as me:
         main(me)

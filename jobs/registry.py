@@ -14,7 +14,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from jobs.terminal import warn
-from training import settings
+from training.config import settings
 from training.contract import UserError
 
 if TYPE_CHECKING:

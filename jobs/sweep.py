@@ -10,7 +10,8 @@ from typing import Any
 from jobs import connect
 from jobs.job import Job
 from jobs.spec.model import JobSpec
-from training import extras, settings
+from training import extras
+from training.config import settings
 from training.contract import UserError
 
 MAX_RUNS = 1000

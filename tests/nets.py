@@ -44,6 +44,19 @@ class NormedConv(SmallConv):
         return self.head(F.relu(x).mean((2, 3)))
 
 
+class Tied(NormedConv):
+    """Two heads with one weight: it has two names."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        self.twin = nn.Linear(2 * width, num_classes)
+        self.twin.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.conv2(F.relu(self.conv1(x))))).mean((2, 3))
+        return self.head(x) + self.twin(x)
+
+
 class Sociable(SmallConv):
     """Works among several ranks, and fails alone."""
 

@@ -43,8 +43,8 @@ def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float
 
 
 def _rank(function: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
-    from training import world
     from training.__main__ import leave
+    from training.parallel import world
 
     with world.joined(world.detect(os.environ), "cpu", 60) as joined:
         world.set_threads(joined, 1, {})

@@ -13,7 +13,7 @@ import torch
 
 from tests.processes import PYTHON, Result, clean_env, poll, processes, run
 from tests.warm.gang import GRACE, Gang, running
-from training import checkpoint
+from training.checkpoint import store
 
 FINAL = 24
 """Steps of the whole run."""
@@ -105,9 +105,9 @@ class Job:
     def steps(self) -> list[int]:
         """The steps of the checkpoints that verify, newest first."""
         steps = []
-        for path in checkpoint.candidates(self.run_dir / "checkpoints"):
-            checkpoint.verify(path)
-            steps.append(checkpoint.step_of(path))
+        for path in store.candidates(self.run_dir / "checkpoints"):
+            store.verify(path)
+            steps.append(store.step_of(path))
         return steps
 
 
@@ -125,7 +125,7 @@ def tensors(run_dir: Path, step: int = FINAL) -> dict[str, torch.Tensor]:
             for number, inner in enumerate(value):
                 walk(inner, f"{place}.{number}")
 
-    walk(checkpoint.load(run_dir / "checkpoints" / f"step-{step:08d}"), "")
+    walk(store.load(run_dir / "checkpoints" / f"step-{step:08d}"), "")
     return found
 
 

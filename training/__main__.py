@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib
 import io
+import json
 import os
 import signal
 import sys
@@ -20,29 +21,26 @@ from pathlib import Path
 from typing import NoReturn
 
 from training import extras
-from training.arguments import Parser
-from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words
+from training.cli import COMMANDS, PROGRAM, Parser
+from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, rank_of
 from training.files import keep_out_others
-from training.lifeline import FORWARDED, end_with_launcher, signals_held_back
+from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
 
 _BEGAN = time.perf_counter()
 
 
-_PARTS = {
-    "launch": "start the ranks of a node and see them end",
-    "collectives": "a matrix product shared out by rows and by reduction",
-    "toy": "model parallel with data parallel, on the tutorial's toy model and on a 2-D mesh",
-    "bench": "where the time of a step goes at 1, 2, 4 … ranks; inference under DataParallel",
-}
-"""Commands with a module and words of their own: training.NAME, `main(argv)`."""
+_APART = {
+    "launch": "launch.agent", "collectives": "exercises.collectives", "toy": "exercises.toy", "bench": "exercises.bench",
+}  # fmt: skip
+"""Commands with words of their own: the module that has their `main(argv)`."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m training", description="What runs inside the job, one process a rank.")
+    parser = Parser(prog=PROGRAM, description="What runs inside the job, one process a rank.")
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    run = commands.add_parser("run", help="train a recipe, or resume it", description="Trains a recipe, or resumes it.")
+    run = commands.add_parser("run", help=COMMANDS["run"], description="Trains a recipe, or resumes it.")
     _add_recipe(run)
     run.add_argument("--run-dir", type=Path, help="default: runs/RECIPE")
     run.add_argument("--fresh", action="store_true", help="start over; an earlier run is moved aside, not deleted")
@@ -55,35 +53,36 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--checkpoint-on-signal", action=argparse.BooleanOptionalAction, help="default: yes")
     run.set_defaults(action=_run)
 
-    shard = commands.add_parser("shard", help="preprocess a data set once into shard files")
+    shard = commands.add_parser("shard", help=COMMANDS["shard"])
     _add_recipe(shard)
     shard.add_argument("--out", type=Path, help="folder to write; default: where a run would look for them")
     shard.set_defaults(action=_shard)
 
-    evaluate = commands.add_parser("evaluate", help="score a run, or a file of weights, on the test split")
+    evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
     evaluate.add_argument("target", type=Path, metavar="RUN|FILE")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     evaluate.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
     evaluate.add_argument("--trust-model", action="store_true", help="import the model of one's own that RUN names")
     evaluate.set_defaults(action=_evaluate)
 
-    export = commands.add_parser("export", help="write a run's weights as a plain file")
+    export = commands.add_parser("export", help=COMMANDS["export"])
     export.add_argument("target", type=Path, metavar="RUN")
     export.add_argument("out", type=Path, metavar="OUT.pth")
     export.set_defaults(action=_export)
 
-    report = commands.add_parser("report", help="show one or several runs as one HTML file")
+    report = commands.add_parser("report", help=COMMANDS["report"])
     report.add_argument("runs", type=Path, metavar="RUN", nargs="+")
     report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
     report.set_defaults(action=_report)
 
-    settings = commands.add_parser("settings", help="list every setting with its meaning and default, or a recipe's")
+    settings = commands.add_parser("settings", help=COMMANDS["settings"])
     settings.add_argument("recipe", nargs="?", help="show the values of this recipe, and which are not the defaults")
     settings.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    settings.add_argument("--schema", action="store_true", help="print the JSON Schema of a recipe, for editors")
     settings.set_defaults(action=_settings)
 
-    for name, text in _PARTS.items():
-        commands.add_parser(name, help=text, add_help=False)
+    for name in _APART:
+        commands.add_parser(name, help=COMMANDS[name], add_help=False)
     return parser
 
 
@@ -111,10 +110,11 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         error.shared = True  # every rank reads the same words
         raise
 
-    from training.preempt import Signals  # imports torch: only once the words are known to be right
+    from training.resilience.preempt import Signals  # imports torch: only once the words are known to be right
 
     signals = Signals(config.preempt.signals, meeting=True)
-    from training import loop, world
+    from training.parallel import world
+    from training.run import attempt
 
     me = world.detect(env)
     run_dir = args.run_dir or Path("runs") / config.recipe
@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             # A launcher restarts the ranks with the same words: fresh is meant once.
             restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
             fresh = args.fresh_once or (args.fresh and not restarted)
-            return loop.train(config, joined, run_dir, fresh, signals, _BEGAN)
+            return attempt.train(config, joined, run_dir, fresh, signals, _BEGAN)
     finally:
         signals.restore()
 
@@ -151,7 +151,8 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 
 
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from training import scoring, world
+    from training.evaluate import command as scoring
+    from training.parallel import world
 
     config, checksum = scoring.config_of(args.target, args.recipe, args.assignments, args.trust_model)
     with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:
@@ -163,7 +164,8 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training import rundir, weights
+    from training.checkpoint import weights
+    from training.observe import rundir
 
     tensors, step = weights.from_run(args.target)
     weights.write(weights.published(tensors, rundir.read_run(args.target)["config"].model), args.out)
@@ -172,7 +174,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
 
 def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training import report
+    from training.observe import report
 
     out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
     report.write(args.runs, out)
@@ -182,8 +184,11 @@ def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
 def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from training import config as configuration
-    from training import settings
+    from training.config import settings
 
+    if args.schema:
+        print(json.dumps(settings.json_schema(configuration.Config), indent=1))
+        return EXIT_DONE
     chosen = settings.flatten(configuration.load(args.recipe, args.assignments)) if args.recipe else {}
     for name, kind, default, text in settings.documentation(configuration.Config):
         value = chosen.get(name, default)
@@ -207,15 +212,14 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         keep_out_others()
         with extras.explained():
             command, *words = _command(argv) or [""]
-            if command in _PARTS:
+            if command in _APART:
                 with signals_held_back() if command == "launch" else contextlib.nullcontext():
-                    return int(importlib.import_module(f"training.{command}").main(words))
+                    return int(importlib.import_module(f"training.{_APART[command]}").main(words))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)
     except UserError as error:
-        rank = env.get("RANK", env.get("SLURM_PROCID", env.get("OMPI_COMM_WORLD_RANK", "0")))
-        if not error.shared or rank == "0":
+        if not error.shared or rank_of(env) == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 

@@ -32,6 +32,8 @@ ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m training launch`."""
+ENV_PROGRAM = "LOCKSTEP_PROGRAM"
+"""How a command of `python -m training` was called, where it was by another name."""
 ENV_JOB = "LOCKSTEP_JOB"
 """Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
 OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS)
@@ -73,13 +75,19 @@ def _visible(letter: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
+def rank_of(env: Mapping[str, str]) -> str:
+    """The rank that the launcher has given this process, for who says what all ranks know; `world.detect` checks it."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return next((env[name] for name in names if name in env), "0")
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Ends a program with one line and exit code 2 where its user can mend what is wrong."""
     try:
         yield
     except UserError as error:
-        if not error.shared or os.environ.get("RANK", "0") == "0":
+        if not error.shared or rank_of(os.environ) == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
 

@@ -6,12 +6,15 @@ the fault tests replace them one by one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import math
 import os
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,27 +74,47 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def replace_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file at once. Raises `OSError`."""
+@contextlib.contextmanager
+def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
+    """A name beside `path`. The file or folder that the block makes there takes the place of `path` at once when it ends.
+
+    Where the block raises, `path` is as it was and nothing of the other is left. A folder replaces none that has files.
+
+    Args:
+        durable: the block forces to the disk what it writes. That the name is there is durable after `fsync_directory`.
+
+    Raises:
+        OSError: it cannot take the place.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_durable(temporary, (json_text(value, indent=1) + "\n").encode())
-        rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield temporary
+        (rename if durable else os.replace)(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        shutil.rmtree(temporary, ignore_errors=True)  # where it is a folder
+        raise
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replaces a file by one whose content is on the disk. Raises `OSError`."""
+    with replacing(path) as temporary:
+        write_durable(temporary, data)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file by one whose content is on the disk. Raises `OSError`."""
+    replace(path, (json_text(value, indent=1) + "\n").encode())
 
 
 def publish(path: Path, data: bytes) -> None:
     """Replaces a file that others read while the run goes on. Whole at every time, but not forced to the disk.
 
-    Raises `OSError`; the temporary file is gone then, too.
+    Raises `OSError`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path, durable=False) as temporary:
         temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_stale(directory: Path, names: tuple[str, ...]) -> None:

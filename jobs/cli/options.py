@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from training.contract import UserError
-
 if TYPE_CHECKING:
     from jobs.spec.model import JobSpec
 
@@ -42,15 +40,11 @@ Sets = Annotated[
 
 def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
     """Flags and `--set` texts as dotted name → value. Raises `UserError`."""
-    from training import settings
+    from jobs.spec.model import JobSpec
+    from training.config import settings
 
-    values = {name: value for name, value in flags.items() if value is not None}
-    for text in sets or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise UserError(f"--set takes NAME=VALUE, got {text!r}")
-        values[name] = settings.parse_yaml(value, f"--set {name}")
-    return values
+    given = {name: value for name, value in flags.items() if value is not None}
+    return {**given, **dict(settings.assignments(JobSpec, sets or []))}
 
 
 def build(file: Path | None, values: dict[str, Any], profile: str | None = None) -> JobSpec:

@@ -19,7 +19,7 @@ from jobs import command as commands
 from jobs.slurm.section import slurm
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
-from training import settings
+from training.config import settings
 from training.contract import UserError
 
 MARGIN_SECONDS = 30

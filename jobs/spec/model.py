@@ -35,6 +35,7 @@ from jobs.spec.types import (
     seconds,
 )
 from training import config as configuration
+from training.config import settings
 from training.contract import METRICS_PORT, UserError
 
 _S = TypeVar("_S", bound=Section)
@@ -273,7 +274,7 @@ class _JobSpec(Section):
     @classmethod
     def of(cls, values: dict[str, Any], where: str = "job") -> Self:
         """The spec of plain values. Raises `UserError` naming `where`."""
-        spec = specfile.validate(cls, values, where)
+        spec = settings.build(cls, values, where)
         spec.check_training(where)
         return spec
 
@@ -295,7 +296,7 @@ class _JobSpec(Section):
             setting: value for setting, value in values.items()
             if setting != "version" and (setting in cls.model_fields or not isinstance(value, dict))
         }  # fmt: skip
-        return specfile.validate(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
+        return settings.build(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str) -> None:
         """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
@@ -331,5 +332,4 @@ else:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of job.yaml, for editors."""
-    schema = JobSpec.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    return settings.json_schema(JobSpec)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from training import settings
+from training.config import settings
 from training.contract import UserError
 
 ALLOWED = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")

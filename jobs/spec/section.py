@@ -1,15 +1,17 @@
-"""What every group of settings in job.yaml is: strict, frozen, documented by the text under each field."""
+"""What every group of settings in job.yaml is: as those of a recipe, and frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from training.config import settings
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+class Section(settings.Section):
+    model_config = ConfigDict(frozen=True)
 
     EARLIER: ClassVar[Mapping[int, Mapping[str, Any]]] = {}
     """Version of stored specs → the defaults up to it that are others today. A stored spec without them was made with them."""

@@ -157,7 +157,7 @@ def test_a_source_change_costs_one_thin_layer(cpu_image: Built, tmp_path: Path) 
     times, ids = [], []
     try:
         for _ in range(3):
-            with (context / "training/loop.py").open("a") as file:
+            with (context / "training/trainer.py").open("a") as file:
                 file.write(f"# {uuid.uuid4()}\n")
             began = time.monotonic()
             done = subprocess.run(

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from training import config, setup
-from training.world import World
+from training import config
+from training.parallel.world import World
+from training.run import prepare
+from training.run.attempt import make_trainer
 
 STRATEGIES = ["ddp", "flat"]  # test_sync_contract.py holds them all
 VARIANTS: dict[str, list[str]] = {
@@ -35,13 +37,14 @@ def _twenty_steps(world: World, base: list[str], run: str) -> dict[str, Any]:
             kept = [item for item in base if item.partition("=")[0] not in changed]
             loaded = config.load("smoke", [*kept, f"sync.name={strategy}", *changes])
             directory = Path(run) / f"{world.size}-{strategy}-{name.replace(' ', '-')}"
-            p = setup.prepare(loaded, world, directory, fresh=False)
-            ids = []
+            p = prepare.prepare(loaded, world, directory, fresh=False)
+            trainer, ids = make_trainer(p), []
             for number in range(20):
                 epoch, step = divmod(number, p.loader.steps_per_epoch)
                 batch = p.loader.resident_batch(epoch, step) if p.loader.resident else p.loader.host_batch(epoch, step)
                 ids.append(p.loader.ids(epoch, step)[0])
-                p.step(batch, epoch, (number + 1) / p.loader.steps_per_epoch)
+                p.state.cursor.epoch, p.state.cursor.step = epoch, step
+                trainer.step(batch)
             weights = torch.cat([parameter.detach().reshape(-1) for parameter in p.state.model.parameters()])
             found[f"{strategy}, {name}"] = (weights, ids, p.state.sync.bytes_sent)
             if p.run:
@@ -95,7 +98,7 @@ def _initial(world: World, base: list[str], run: str) -> dict[str, dict[str, tor
     weights = {}
     for init in ("broadcast", "seed"):
         loaded = config.load("smoke", [*base, f"init={init}"])
-        p = setup.prepare(loaded, world, Path(run) / f"{init}{world.size}", fresh=False)
+        p = prepare.prepare(loaded, world, Path(run) / f"{init}{world.size}", fresh=False)
         weights[init] = {name: tensor.clone() for name, tensor in p.state.model.state_dict().items()}
         if p.run:
             p.run.close()
@@ -112,7 +115,7 @@ def test_both_ways_to_begin_give_the_same_weights_and_whitening_on_every_rank(da
 
 
 def _scores(world: World, root: str, run: str) -> list[tuple[int, int, float]]:
-    from training.evaluate import Evaluator
+    from training.evaluate.evaluator import Evaluator
 
     scores = []
     for n_test, batch in ((50, 7), (2, 512), (101, 16)):
@@ -120,7 +123,7 @@ def _scores(world: World, root: str, run: str) -> list[tuple[int, int, float]]:
             f"data.root={root}", "data.source=synthetic", f"data.options={{n: 64, n_test: {n_test}, size: 8}}",
             "model=tests.nets:SmallConv", "model_options={}", f"evaluate.batch_size={batch}", "precision=float64",
         ]  # fmt: skip
-        p = setup.prepare(config.load("smoke", assignments), world, Path(run) / f"{world.size}-{n_test}", fresh=False)
+        p = prepare.prepare(config.load("smoke", assignments), world, Path(run) / f"{world.size}-{n_test}", fresh=False)
         score = Evaluator(p.config, world, p.manifest).score(p.state.model, {})
         assert score is not None
         scores.append((score.correct, score.count, score.loss))
@@ -140,17 +143,17 @@ def test_each_test_image_is_counted_once_at_every_world_size(data_root: Path, tm
 
 def _agreeing(world: World) -> tuple[str, str]:
     from training.contract import UserError
-    from training.exchange import agree, all_gather_trees, broadcast_tree, gather_trees
+    from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, raise_together
 
     assert all_gather_trees({"r": torch.arange(world.rank)}, world)[1]["r"].tolist() == [0]
     assert broadcast_tree({"from": world.rank}, world, source=1) == {"from": 1}
     gathered = gather_trees([world.rank] * (world.rank + 1), world)
     assert gathered == ([[0], [1, 1]] if world.leader else None)
-    agree(None, world)
+    raise_together(None, world)
     messages = []
     for error in (UserError("no data") if world.rank == 1 else None, ValueError("a bug") if world.leader else None):
         try:
-            agree(error, world)
+            raise_together(error, world)
         except (UserError, RuntimeError) as caught:
             messages.append(f"{type(caught).__name__}: {caught}")
     return messages[0], messages[1]
@@ -164,15 +167,15 @@ def _halves(world: World, base: list[str], run: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for precision in ("float32", "bfloat16", "float16"):
         loaded = config.load("smoke", [*base, f"precision={precision}"])
-        p = setup.prepare(loaded, world, Path(run) / precision, fresh=False)
+        p = prepare.prepare(loaded, world, Path(run) / precision, fresh=False)
 
         def weights(model: torch.nn.Module = p.state.model) -> torch.Tensor:
             return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
-        begun = weights()
+        begun, trainer = weights(), make_trainer(p)
         for number in range(20):
-            epoch, step = divmod(number, p.loader.steps_per_epoch)
-            p.step(p.loader.resident_batch(epoch, step), epoch, (number + 1) / p.loader.steps_per_epoch)
+            p.state.cursor.epoch, p.state.cursor.step = divmod(number, p.loader.steps_per_epoch)
+            trainer.step(p.loader.resident_batch(p.state.cursor.epoch, p.state.cursor.step))
         found[precision] = (
             begun,
             weights(),

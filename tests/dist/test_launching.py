@@ -11,8 +11,9 @@ import pytest
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import gang, training
-from training import checkpoint
-from training.world import cores
+from tests.runs import Job
+from training.checkpoint import store
+from training.parallel.world import cores
 
 BIN = Path(PYTHON).parent
 
@@ -107,8 +108,8 @@ def test_checkpoints_by_time_come_once_each_and_the_best_one_stays(tiny: list[st
     # event comes when it is on the disk.
     assert (len(saves) - 2) * 0.12 <= saves[-1]["time"] - saves[0]["time"], saves
     best = max(scored.values())
-    kept = [path for path in checkpoint.candidates(run_dir / "checkpoints") if checkpoint.verify(path)["score"] == best]
-    assert kept and scored[checkpoint.step_of(kept[0])] == best
+    kept = [path for path in store.candidates(run_dir / "checkpoints") if store.verify(path)["score"] == best]
+    assert kept and scored[store.step_of(kept[0])] == best
 
 
 def test_ranks_but_the_first_are_silent_unless_asked(tiny: list[str], tmp_path: Path) -> None:
@@ -241,3 +242,13 @@ def test_a_shard_with_a_wrong_checksum_is_exit_2(tiny: list[str], tmp_path: Path
     path.write_bytes(data)
     done = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, f"data.shards={out}")
     assert done.code == 2 and "train-00001.safetensors has sha256" in done.output, done.output
+
+
+def test_weights_from_a_file_go_with_ranks_that_draw_their_own(data_root: Path, tmp_path: Path) -> None:
+    """`init=seed` compares what the ranks have drawn, not what rank 0 alone has read."""
+    first = Job(tmp_path / "first", data_root, 1)
+    assert first.go().code == 0
+    assert training("export", str(first.run_dir), str(tmp_path / "weights.pth")).code == 0
+    second = Job(tmp_path / "second", data_root, 2, init="seed", init_from=tmp_path / "weights.pth")
+    done = second.go()
+    assert done.code == 0, done.output

@@ -8,17 +8,21 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from training import config, setup
-from training.world import World
+from training import config
+from training.parallel.world import World
+from training.run import prepare
+from training.run.attempt import make_trainer
 
 
 def _four_steps(world: World, base: list[str], run: str) -> dict[int, torch.Tensor]:
     found = {}
     for accumulate in (1, 2, 3):
         loaded = config.load("smoke", [*base, f"accumulate={accumulate}"])
-        p = setup.prepare(loaded, world, Path(run) / str(accumulate), fresh=False)
+        p = prepare.prepare(loaded, world, Path(run) / str(accumulate), fresh=False)
+        trainer = make_trainer(p)
         for number in range(4):
-            p.step(p.loader.resident_batch(0, number), 0, number / 8)
+            p.state.cursor.step = number
+            trainer.step(p.loader.resident_batch(0, number))
         found[accumulate] = torch.cat([parameter.detach().reshape(-1) for parameter in p.state.model.parameters()])
         if p.run:
             p.run.close()

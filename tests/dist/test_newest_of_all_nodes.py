@@ -11,23 +11,24 @@ import torch.distributed as dist
 
 from tests.events import events
 from tests.ranks import on_ranks
-from training import checkpoint, config
-from training.world import World
+from training import config
+from training.checkpoint import store
+from training.parallel.world import World
 
 
 def _twice(world: World, base: list[str], folder: str) -> int:
     """Trains an epoch, puts this node's disk a checkpoint back where it is the first one, and trains another epoch."""
-    from training import loop
+    from training.run import attempt
 
     me = dataclasses.replace(world, local_rank=0, local_size=1, node=world.rank, nodes=world.size)
     run = Path(folder) / f"node{world.rank}"
-    assert loop.train(config.load("smoke", [*base, "epochs=1"]), me, run) == 0
+    assert attempt.train(config.load("smoke", [*base, "epochs=1"]), me, run) == 0
     if me.leader:
-        newest, before = checkpoint.candidates(run / "checkpoints")[:2]
-        assert (checkpoint.step_of(newest), checkpoint.step_of(before)) == (8, 4)
+        newest, before = store.candidates(run / "checkpoints")[:2]
+        assert (store.step_of(newest), store.step_of(before)) == (8, 4)
         shutil.rmtree(newest)
     dist.barrier()
-    return loop.train(config.load("smoke", [*base, "epochs=2"]), me, run)
+    return attempt.train(config.load("smoke", [*base, "epochs=2"]), me, run)
 
 
 def test_a_rank_0_with_an_older_checkpoint_goes_on_from_the_newest_of_all(data_root: Path, tmp_path: Path) -> None:
@@ -38,7 +39,5 @@ def test_a_rank_0_with_an_older_checkpoint_goes_on_from_the_newest_of_all(data_r
     ]  # fmt: skip
     assert on_ranks(_twice, 2, base, str(tmp_path)) == [0, 0]
     assert [event["step"] for event in events(tmp_path / "node0", "resumed")] == [8]
-    one, other = (
-        checkpoint.load(tmp_path / f"node{rank}/checkpoints/step-00000016")["shared"]["model"] for rank in (0, 1)
-    )
+    one, other = (store.load(tmp_path / f"node{rank}/checkpoints/step-00000016")["shared"]["model"] for rank in (0, 1))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -14,9 +14,11 @@ from tests.conftest import Undisturbed
 from tests.events import events
 from tests.ranks import on_ranks
 from tests.runs import FINAL, LOSSY_START, Job, assert_same, tensors
-from training import checkpoint, config, loop
-from training.preempt import Consensus, Decision
-from training.world import World
+from training import config
+from training.checkpoint import store
+from training.parallel.world import World
+from training.resilience.preempt import Consensus, Decision
+from training.run import attempt
 
 THREE, TWO = ("0:5", "last:6", "1:16"), ("0:8", "last:9")
 """Rank and forward pass of each kill. A resumed start begins at the newest even step below, so: mid-epoch, one step after
@@ -66,7 +68,7 @@ def _stopped_after_each_step(world: World, words: list[str], run_dir: str) -> in
     while code:
         assert code == 75
         polls[0] = 0
-        code = loop.train(config.load("smoke", words), world, Path(run_dir))
+        code = attempt.train(config.load("smoke", words), world, Path(run_dir))
         attempts += 1
     return attempts
 
@@ -90,7 +92,7 @@ def test_another_world_size_goes_on_with_the_same_samples(tmp_path: Path, data_r
     assert done.code == 0 and "3 ranks on cpu" in done.output and "Resuming at step" in done.output, done.output
     assert json.loads((job.run_dir / "summary.json").read_text())["global_batch_size"] == 24
     assert alone.go().code == 0
-    one, other = (checkpoint.load(j.run_dir / f"checkpoints/step-{FINAL:08d}")["shared"] for j in (job, alone))
+    one, other = (store.load(j.run_dir / f"checkpoints/step-{FINAL:08d}")["shared"] for j in (job, alone))
     for name, tensor in one["model"].items():
         torch.testing.assert_close(tensor, other["model"][name], rtol=1e-10, atol=1e-10)
     assert one["history"]["train_loss"] == pytest.approx(other["history"]["train_loss"], rel=1e-10)
@@ -102,7 +104,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(
 ) -> None:
     job = Job(tmp_path / "run", data_root, 2)
     assert job.go(LOCKSTEP_TEST_FATE="1:12:KILL").code == 1
-    newest = checkpoint.candidates(job.run_dir / "checkpoints")[0] / "state.safetensors"
+    newest = store.candidates(job.run_dir / "checkpoints")[0] / "state.safetensors"
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data if damage == "flip" else data[: len(data) // 2])
@@ -149,7 +151,7 @@ def test_all_checkpoints_damaged_is_exit_2_and_nothing_is_overwritten(data_root:
     job = Job(tmp_path / "run", data_root, 1, epochs=1)
     run = job.run_dir
     assert job.go().code == 0
-    for path in checkpoint.candidates(run / "checkpoints"):
+    for path in store.candidates(run / "checkpoints"):
         (path / "state.json").write_bytes(b"{}")
     told = ("events.jsonl", "status.json", "rank-00000.prom")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in told}

@@ -16,8 +16,8 @@ from torch import nn
 from tests.dist.test_sync_contract import CASES, RANKLESS
 from tests.ranks import on_ranks
 from training import sync
-from training.clock import StepClock, Times
-from training.world import World
+from training.observe.clock import StepClock, Times
+from training.parallel.world import World
 
 DELAY, STEPS = 0.06, 8
 """Seconds, well above what a loaded machine adds to one rank alone; steps, of which the first is not looked at."""
@@ -65,7 +65,8 @@ def _times(world: World, name: str, where: str) -> list[Times]:
         for number, piece in enumerate(x.split(3)):
             with strategy.accumulate() if number == 0 else contextlib.nullcontext():
                 F.mse_loss(network(piece), piece).backward()
-        strategy.finish(clock)
+        with clock.synchronizing(strategy.watch):
+            strategy.synchronize()
         optimizer.step()
         found.append(clock.end())
     return found[1:]

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks import on_ranks
-from training.world import World
+from training.parallel.world import World
 
 
 def _net() -> nn.Module:
@@ -250,3 +251,14 @@ def test_errors_as_horovods(by_size: Any, size: int) -> None:
         for name, message in messages.items():
             assert found[name].startswith(message), (name, found[name])
         assert len(found["twice"]) == 1 and "skip_synchronize" in found["twice"][0]
+
+
+def test_a_group_that_takes_no_cpu_tensors_is_refused() -> None:
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from training.sync import horovod as hvd
+
+        with pytest.raises(ValueError, match="no backend for CPU tensors"):
+            hvd.init()
+    finally:
+        dist.destroy_process_group()

@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 from tests.ranks import on_ranks
-from training import config, setup
+from training import config
 from training.data.augment import normalise
 from training.models.whitening import whitening_filters
-from training.world import World
+from training.parallel.world import World
+from training.run import prepare
 
 
 def _filters(world: World, root: str, run: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(the filters that the run begins with, those of the training images)."""
     loaded = config.load("smoke", [f"data.root={root}"])
-    p = setup.prepare(loaded, world, Path(run), fresh=False)
+    p = prepare.prepare(loaded, world, Path(run), fresh=False)
     images = normalise(p.loader.samples.all()[0], loaded.data, torch.float32, False)
     own = p.state.model.whitening.weight.detach().clone()  # type: ignore[union-attr]
     if p.run:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import metrics
-from tests.ranks import training
+from tests.ranks import on_ranks, training
 from tests.warm.gang import python
-from training.bench.gang import PHASES, Job, Measured
-from training.bench.inference import _verdict
-from training.bench.scaling import _each_strategy, against_ddp, table, why
+from training import config
+from training.exercises.bench.gang import PHASES, Job, Measured, _Timer
+from training.exercises.bench.inference import _verdict
+from training.exercises.bench.scaling import _each_strategy, against_ddp, table, why
+from training.parallel.world import World
+from training.run import prepare
 
 
 def _made(step: float, **phases: float) -> Measured:
@@ -128,3 +131,24 @@ def test_inference_says_where_data_parallel_is_a_pass_through(tmp_path: Path) ->
     rows = [{"batch": 8, "speed_up": 0.5}, {"batch": 512, "speed_up": 1.5}]
     assert _verdict(4, rows) == "DataParallel over 4 GPUs pays from a batch of 512 on, at best 1.50× (batch 512)."
     assert "is not faster than one" in _verdict(2, rows[:1]) and "pass-through" in _verdict(1, rows)
+
+
+def _rates(world: World, root: str, run: str) -> list[float]:
+    """The rates that the benchmark's steps are taken with."""
+    words = ["data.source=synthetic", "data.options={n: 96, n_test: 10, size: 8}", f"data.root={root}", "global_batch_size=24",
+             "model=tests.nets:SmallConv", "model_options={}", "schedule=[[0, 0], [2, 1.0]]", "lr=0.8", "bias_lr_factor=1"]  # fmt: skip
+    p = prepare.prepare(config.load("smoke", words), world, Path(run), fresh=False)
+    timer = _Timer(p)
+    found = []
+    for _ in range(5):
+        timer.step()
+        found.append(p.state.optimizer.param_groups[0]["lr"])
+    assert all(seconds >= 0 for seconds in timer.phases.values()) and timer.phases["forward"] > 0
+    if p.run:
+        p.run.close()
+    return found
+
+
+def test_its_steps_stand_where_a_runs_steps_stand_in_the_schedule(data_root: Path, tmp_path: Path) -> None:
+    expected = [0.8 * step / 8 for step in range(1, 6)]  # four steps an epoch
+    assert on_ranks(_rates, 2, str(data_root), str(tmp_path / "run")) == [pytest.approx(expected)] * 2

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.nets import NormedConv
 from tests.processes import clean_env
 from tests.ranks import gang, on_ranks, training
-from training.closeness import ReplicasDiffer, check_parameter_closeness
-from training.world import World
+from training.parallel.world import World
+from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 
 
 def _message(model: torch.nn.Module, **options: object) -> str:

@@ -10,8 +10,8 @@ import torch
 
 from tests.processes import PYTHON, ROOT, run
 from tests.ranks import gang, on_ranks, training
-from training import collectives
-from training.world import World
+from training.exercises import collectives
+from training.parallel.world import World
 
 SIZES = [(7, 5, 3), (2, 9, 4), (1, 1, 1), (33, 2, 17)]
 

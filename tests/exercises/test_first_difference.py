@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from tests.ranks import on_ranks
-from training.closeness import ReplicasDiffer, check_parameter_closeness
-from training.world import World
+from training.parallel.world import World
+from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 
 
 def _drifted(world: World) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ranks import gang, on_ranks, training
-from training import toy
-from training.world import World
+from training.exercises import toy
+from training.parallel.world import World
 
 
 def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:

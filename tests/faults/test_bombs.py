@@ -22,10 +22,13 @@ from jobs.cli import ranks
 from tests.faults.test_hostile_files import resealed
 from tests.ranks import training
 from tests.runs import Job
-from training import checkpoint, contract, files, runfiles, settings, weights
-from training.checkpoint import CorruptCheckpoint
+from training import contract, files
+from training.checkpoint import store, weights
+from training.checkpoint.store import CorruptCheckpoint
+from training.config import settings
 from training.contract import UserError
 from training.data.sources.fashion_mnist import _split, read_idx
+from training.observe.report import record
 
 GROWTH = 96 << 20
 """Bytes that a refused file may cost."""
@@ -99,7 +102,7 @@ def test_behind_every_file_name(tmp_path: Path, put: Callable[[Path], None]) -> 
         with pytest.raises(UserError):
             weights.read(at("w.pth"))
         with pytest.raises(CorruptCheckpoint):
-            checkpoint.verify(at("checkpoints/step-00000001/manifest.json").parent)
+            store.verify(at("checkpoints/step-00000001/manifest.json").parent)
         with pytest.raises(UserError):
             read_idx(run, at("labels").name, 1)
         for name in (contract.STATUS_FILE, contract.SUMMARY_FILE, contract.EVENTS_FILE):
@@ -107,7 +110,7 @@ def test_behind_every_file_name(tmp_path: Path, put: Callable[[Path], None]) -> 
         at(f"{contract.METRICS}/rank-00000.prom")
         at(f"{contract.ENDPOINTS}/rank-00000.json")
         (run / contract.RUN_FILE).write_text("config: {}\n")
-        found = runfiles.read(run)
+        found = record.read(run)
         assert (found.status, found.summary, found.events, found.ranks) == ({}, {}, [], [])
         assert ranks.Reader(run).read() == {}
 
@@ -208,8 +211,8 @@ def test_a_state_of_many_megabytes(job: Job) -> None:
     """Sealed as it should be: what it costs is bounded before it is parsed."""
     job.ranks = 1
     assert job.go().code == 0
-    newest = checkpoint.candidates(job.run_dir / contract.CHECKPOINTS)[0]
+    newest = store.candidates(job.run_dir / contract.CHECKPOINTS)[0]
     resealed(newest, b'{"a": [' + b"[]," * (40 << 20) + b"[]]}")
-    checkpoint.verify(newest)
+    store.verify(newest)
     with cheap(60), pytest.raises(CorruptCheckpoint, match="at most"):
-        checkpoint.load(newest)
+        store.load(newest)

@@ -19,12 +19,16 @@ from tests.processes import ROOT, clean_env
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.gang import python
-from training import checkpoint, config, files, rundir, settings, weights
+from training import config, files
 from training.__main__ import main
-from training.checkpoint import CorruptCheckpoint, Writer
+from training.checkpoint import store, weights
+from training.checkpoint.store import CorruptCheckpoint, Writer
+from training.config import settings
 from training.contract import UserError
 from training.data import shards, sources
 from training.data.shards import Manifest, Samples
+from training.manifest import seal
+from training.observe import rundir
 
 
 def _damaged(data: bytes, chance: random.Random) -> bytes:
@@ -54,11 +58,23 @@ def _refused(action: Callable[[], Any], errors: tuple[type[Exception], ...] = (U
     return False
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "good", keep=1, keep_best=False)
-    state = {"shared": {"w": torch.arange(50.0), "n": [1, 2]}, "ranks": [{"rng": (1, None)}]}
-    good = writer.save(3, state).result().path
+def _format_2(folder: Path) -> Path:
+    writer = Writer(folder, keep=1, keep_best=False)
+    state = {"shared": {"model": {"w": torch.arange(50.0)}, "n": [1, 2]}, "ranks": [{"rng": (1, None)}]}
+    path = writer.save(3, state).result().path
     writer.close()
+    return path
+
+
+def _format_1(folder: Path) -> Path:
+    shutil.copytree(ROOT / "tests/data/format-1/ddp/checkpoints", folder)
+    return store.candidates(folder)[0]
+
+
+@pytest.mark.parametrize("make", [_format_1, _format_2])
+def test_checkpoints(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    good = make(tmp_path / "good")
+    weights = store.load(good)["shared"]["model"]
     files = {path.name: path.read_bytes() for path in good.iterdir()}
     chance = random.Random(1)
     bad = tmp_path / "bad" / good.name
@@ -70,25 +86,26 @@ def test_checkpoints(tmp_path: Path) -> None:
             (bad / other).write_bytes(damaged if other == name else data)
 
         def use() -> Any:
-            checkpoint.verify(bad)
-            return checkpoint.load(bad)
+            store.verify(bad)
+            return store.load(bad)
 
         refused = _refused(use, (CorruptCheckpoint,))
         if not refused:  # white space in the manifest, say: then it must hold exactly the same
-            assert torch.equal(use()["shared"]["w"], state["shared"]["w"])
+            found = use()["shared"]["model"]
+            assert all(torch.equal(tensor, found[name]) for name, tensor in weights.items())
         # Without the manifest's protection the parsers alone must hold, too.
         if name != "manifest.json":
-            _refused(lambda: checkpoint.load(bad), (CorruptCheckpoint,))
+            _refused(lambda: store.load(bad), (CorruptCheckpoint,))
 
 
 def resealed(path: Path, state: bytes) -> None:
     """Another state in a checkpoint, under a manifest that vouches for it."""
-    (path / checkpoint.STATE).write_bytes(state)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
-    manifest["files"][checkpoint.STATE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    (path / store.STATE).write_bytes(state)
+    manifest = json.loads((path / store.MANIFEST).read_bytes())
+    manifest["files"][store.STATE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
     del manifest["sha256"]
-    manifest["sha256"] = checkpoint._seal(manifest)
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    manifest["sha256"] = seal(manifest)
+    (path / store.MANIFEST).write_text(json.dumps(manifest))
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -115,8 +132,8 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
     job.ranks = 1
     # Stopped on its way: what is complete is not read again.
     assert job.go(**{"LOCKSTEP_TEST_FATE": "0:9:TERM"}).code == 75
-    newest = checkpoint.candidates(job.run_dir / "checkpoints")[0]
-    good = json.loads((newest / checkpoint.STATE).read_bytes())
+    newest = store.candidates(job.run_dir / "checkpoints")[0]
+    good = json.loads((newest / store.STATE).read_bytes())
     chance, refused = random.Random(12), 0
     wrong = [
         None,
@@ -129,6 +146,8 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
         10**30,
         {"$tensor": 0},
         {"$tensor": 10**9},
+        {"$tensor": "model/conv1.weight"},
+        {"$tensor": "nobody"},
         {"$tuple": [1]},
         {"$items": [[[], 1]]},
     ]

@@ -23,8 +23,8 @@ from tests.events import events
 from tests.processes import PYTHON, clean_env, free_port, poll, require, run, started
 from tests.runs import Job, assert_same, settings
 from tests.warm.gang import running
-from training import checkpoint
-from training.launch import cluster_code, exit_code
+from training.checkpoint import store
+from training.launch.agent import cluster_code, exit_code
 
 
 def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
@@ -300,7 +300,7 @@ def _assert_close_to_one_rank(job: Job, tmp_path: Path, data_root: Path) -> None
     alone = _elastic_job(tmp_path / "alone", data_root)
     assert alone.go().code == 0
     final = f"checkpoints/step-{8 * EPOCHS:08d}"
-    one, other = (checkpoint.load(j.run_dir / final)["shared"]["model"] for j in (job, alone))
+    one, other = (store.load(j.run_dir / final)["shared"]["model"] for j in (job, alone))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-9)
 
@@ -390,14 +390,14 @@ def test_node_local_checkpoints_survive_a_rank_0_that_moved(tmp_path: Path, data
     stop.touch()
     assert both("ab")[0] == [75, 75]
     stop.unlink(missing_ok=True)
-    newest = checkpoint.candidates(tmp_path / "b" / "checkpoints")[0]
-    assert newest.name == checkpoint.candidates(tmp_path / "a" / "checkpoints")[0].name
+    newest = store.candidates(tmp_path / "b" / "checkpoints")[0]
+    assert newest.name == store.candidates(tmp_path / "a" / "checkpoints")[0].name
     shutil.rmtree(newest)  # node b lost its newest one …
     codes, output = both("ba")  # … and holds rank 0 now
     assert codes == [0, 0], output
-    step = checkpoint.step_of(newest)
+    step = store.step_of(newest)
     assert step > 0 and f"Resuming at step {step}" in output, output
-    finals = [checkpoint.load(tmp_path / disk / "checkpoints" / "step-00000024") for disk in "ab"]
+    finals = [store.load(tmp_path / disk / "checkpoints" / "step-00000024") for disk in "ab"]
     for name, tensor in finals[0]["shared"]["model"].items():
         assert torch.equal(tensor, finals[1]["shared"]["model"][name])
 

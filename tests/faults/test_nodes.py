@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import PYTHON, clean_env, free_port, poll, started
 
-QUICK = "import sys; from training import launch, rendezvous; rendezvous.SAID_EVERY = 0.3; sys.exit(launch.main(sys.argv[1:]))"
+QUICK = "import sys; from training.launch import agent, rendezvous; rendezvous.SAID_EVERY = 0.3; sys.exit(agent.main(sys.argv[1:]))"
 
 
 class Nodes:

@@ -165,7 +165,7 @@ def test_two_fresh_starts_at_once_never_share_a_directory(tmp_path: Path) -> Non
     """30 rounds (LOCKSTEP_FRESH for more): each ends with every directory owned by one start, and the loser is told."""
     program = (
         "import sys, pathlib, time\n"
-        "from training import config, rundir\n"
+        "from training import config\nfrom training.observe import rundir\n"
         "from training.contract import UserError\n"
         "rundir.LOCK_SECONDS = 0.3\n"
         "path = pathlib.Path(sys.argv[1])\n"

@@ -128,11 +128,11 @@ def _imported(pid: int) -> bool:
 def test_only_a_run_holds_signals_back(tmp_path: Path, words: str, held: bool) -> None:
     """Another command, also about a folder called run, ends at once on a Ctrl-C. Looked at where `main` begins."""
     program = (
-        "import runpy, signal, sys, training.lifeline\n"
+        "import runpy, signal, sys, training.launch.lifeline\n"
         "def looked(env):\n"
         "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
         "    sys.exit(0)\n"
-        "training.lifeline.end_with_launcher = looked\n"
+        "training.launch.lifeline.end_with_launcher = looked\n"
         "runpy.run_module('training', run_name='__main__', alter_sys=True)\n"
     )
     done = run([PYTHON, "-c", program, *words.split()], clean_env(PYTHONPATH=str(ROOT)), cwd=tmp_path)

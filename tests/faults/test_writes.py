@@ -20,8 +20,9 @@ from tests.conftest import Undisturbed
 from tests.nets import WRITE_POINTS
 from tests.processes import require
 from tests.runs import FINAL, Job, assert_same
-from training import checkpoint, files
-from training.checkpoint import Writer
+from training import files
+from training.checkpoint import store
+from training.checkpoint.store import Writer
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -60,9 +61,9 @@ def test_killed_while_a_step_is_saved_again_one_of_the_two_remains(tmp_path: Pat
         directory = tmp_path / str(kill_at)
         assert _save_in_child(directory, 4, kill_at=10**9) == 0
         survived = _save_in_child(directory, 4, kill_at) == 0
-        checkpoint.clean(directory)  # as the next start does
-        newest = checkpoint.newest_verified(directory)
-        assert newest is not None and checkpoint.step_of(newest) == 4
+        store.clean(directory)  # as the next start does
+        newest = store.newest_verified(directory)
+        assert newest is not None and store.step_of(newest) == 4
         assert [path.name for path in directory.iterdir()] == ["step-00000004"]
         kill_at += 1
     assert kill_at > 10
@@ -78,12 +79,12 @@ def test_killed_at_every_touch_of_the_disk_a_verified_checkpoint_remains(tmp_pat
         status = _save_in_child(directory, 4, kill_at)
         survived = status == 0
         assert survived or os.WTERMSIG(status) == signal.SIGKILL
-        newest = checkpoint.newest_verified(directory)
-        assert newest is not None and checkpoint.step_of(newest) in ((4,) if survived else (3, 4))
-        assert checkpoint.load(newest)["shared"]["w"][0] == checkpoint.step_of(newest)
-        for path in checkpoint.candidates(directory):
-            checkpoint.verify(path)  # nothing half there has a checkpoint's name
-        checkpoint.clean(directory)
+        newest = store.newest_verified(directory)
+        assert newest is not None and store.step_of(newest) in ((4,) if survived else (3, 4))
+        assert store.load(newest)["shared"]["w"][0] == store.step_of(newest)
+        for path in store.candidates(directory):
+            store.verify(path)  # nothing half there has a checkpoint's name
+        store.clean(directory)
         assert all(path.name.startswith("step-") for path in directory.iterdir())
         assert _save_in_child(directory, 5, kill_at=10**9) == 0  # and the next save works
         kill_at += 1

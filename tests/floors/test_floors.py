@@ -50,7 +50,7 @@ def uv(*words: str) -> str:
         (
             ("slurm",),
             ("jobs/test_jobs_spec.py", "jobs/test_compose_render.py",
-             "slurm/test_slurm_render.py", "slurm/test_slurm_words.py", "slurm/test_slurm_lint.py"),
+             "slurm/test_slurm_render.py", "slurm/test_slurm_words.py", "slurm/test_slurm_lint.py", "report/test_page.py"),
         ),
         (
             ("k8s", "slurm"),

@@ -21,6 +21,7 @@ from k8s_server import ApiServer, Fault
 from jobs.cli.main import spread
 from jobs.cli.names import teller
 from jobs.status import Status
+from tests.imports import SHARED
 from tests.jobs import helpers
 from tests.processes import started
 
@@ -302,10 +303,9 @@ def test_nothing_in_jobs_imports_torch() -> None:
 
 
 def test_jobs_knows_only_the_torch_free_part_of_training() -> None:
-    allowed = {"training.contract", "training.config", "training.settings", "training.files", "training.extras"}
     for path in (ROOT / "jobs").rglob("*.py"):
         for name in _imports(ast.parse(path.read_text())):
-            assert not name.startswith("training") or name in allowed, f"{path}: {name}"
+            assert not name.startswith("training") or name in SHARED, f"{path}: {name}"
     for path in (ROOT / "training").rglob("*.py"):
         assert not any(name.split(".")[0] == "jobs" for name in _imports(ast.parse(path.read_text()))), path
 

@@ -124,7 +124,7 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
 
 JOINS = """
 import torch, torch.distributed as dist
-from training import world
+from training.parallel import world
 with world.script() as me:
     total = torch.tensor([me.rank + 1.0])
     dist.all_reduce(total)

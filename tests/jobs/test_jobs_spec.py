@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.cli import options
 from jobs.command import launch, rank
 from jobs.kubernetes.section import k8s
 from jobs.slurm.section import slurm
@@ -29,12 +30,15 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
             "name: a\nrecipe: smoke\noverrides:\n  lrr: 1\n",
             "line 3: overrides: unknown setting 'lrr'; did you mean 'lr'?",
         ),
-        ("name: a\nrecipe: smoke\nk8s:\n  quue: x\n", "line 4: k8s: unknown setting 'quue'; did you mean 'queue'?"),
-        ("name: a\nrecipe: smoke\nmemory: 32GB\n", "line 3: memory: must be a size such as 512Mi or 32Gi"),
-        ("name: a\nrecipe: smoke\nenv: {A: 1}\n", "line 3: env.A: must be text, got 1: write it in quotes"),
-        ("name: a\nrecipe: smoke\nvolumes:\n  - claim: x\n    pth: /a\n", "volumes.0.path: is missing (and 1 more)"),
+        ("name: a\nrecipe: smoke\nk8s:\n  quue: x\n", "line 4: unknown setting 'k8s.quue'; did you mean 'queue'?"),
+        ("name: a\nrecipe: smoke\nmemory: 32GB\n", "line 3: memory must be a size such as 512Mi or 32Gi"),
+        ("name: a\nrecipe: smoke\nenv: {A: 1}\n", "line 3: env.A must be text, got 1: write it in quotes"),
+        (
+            "name: a\nrecipe: smoke\nvolumes:\n  - claim: x\n    pth: /a\n",
+            "line 5: unknown setting 'volumes[0].pth'; did you mean 'path'? (and 1 more)",
+        ),
         ("name: a\nrecipe: smoke\nname: b\n", "line 3: key 'name' twice"),
-        ("name: a\nrecipe: smoke\nnodes: two\n", "line 3: nodes: input should be a valid integer, got 'two'"),
+        ("name: a\nrecipe: smoke\nnodes: two\n", "line 3: nodes must be a whole number, got 'two'"),
         ("name: a\n", "give exactly one of recipe and command"),
         ("- a\n", "expected a mapping"),
         ("name: &x a\nrecipe: *x\n", "aliases are not allowed"),
@@ -47,6 +51,37 @@ def test_mistakes_name_the_line_and_the_nearest_name(tmp_path: Path, text: str, 
         JobSpec.load(path)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_set_reads_as_that_of_a_recipe() -> None:
+    """Short names, text as it stands, all else as YAML."""
+    words = [
+        "recipe=smoke",
+        "queue=gpu",
+        "memory=8Gi",
+        "time_limit=2h",
+        "nodes=2",
+        "max_nodes=3",
+        "elastic.min_nodes=1",
+    ]
+    words += ["overrides.optim.lr=1e-3", "overrides.epochs=2", 'env.A="5"', "slurm.patch.a.b=[1]", "container=null"]
+    spec = options.build(None, options.parse(words))
+    assert spec.plain() == {
+        "name": "smoke", "recipe": "smoke", "memory": "8Gi", "time_limit": "2h", "nodes": 2, "env": {"A": "5"},
+        "elastic": {"min_nodes": 1, "max_nodes": 3}, "overrides": {"optim.lr": "1e-3", "epochs": 2},
+        "k8s": {"queue": "gpu"}, "slurm": {"patch": {"a": {"b": [1]}}},
+    }  # fmt: skip
+    assert options.parse(["elastic={min_nodes: 1, max_nodes: 2}"]) == {"elastic": {"min_nodes": 1, "max_nodes": 2}}
+    for word, message in {
+        "image_pul_policy=Never": "did you mean 'image_pull_policy'", "k8s={queue: gpu}": "unknown setting 'k8s'",
+        "socket_interface=eth0": "could be any of k8s.socket_interface, slurm.socket_interface",
+        "nodes": "--set takes NAME=VALUE, got 'nodes'", "nodes=[1": "--set nodes, line 1",
+    }.items():  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            options.parse([word])
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="--set env.A: 'env' already has the value 3"):
+        options.build(None, {"recipe": "smoke", "env": 3, "env.A": "x"})
 
 
 @pytest.mark.parametrize(

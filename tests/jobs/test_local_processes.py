@@ -124,7 +124,7 @@ def test_a_rank_whose_launcher_died_before_it_asked_ends_below_a_supervisor_too(
     """It is no child of init then."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    program = "import os; from training.lifeline import end_with_launcher; end_with_launcher(os.environ)"
+    program = "import os; from training.launch.lifeline import end_with_launcher; end_with_launcher(os.environ)"
     assert run([PYTHON, "-c", program], clean_env(**{contract.ENV_LAUNCHER: str(gone.pid)})).code == -signal.SIGTERM
     assert run([PYTHON, "-c", program], clean_env(**{contract.ENV_LAUNCHER: str(os.getpid())})).code == 0
 

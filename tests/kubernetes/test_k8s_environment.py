@@ -18,7 +18,7 @@ from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
 from tests.events import events
 from tests.ranks import training
-from training import checkpoint
+from training.checkpoint import store
 
 BOUND = 240
 
@@ -57,7 +57,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def load(run_dir: Path) -> dict[str, torch.Tensor]:
     """The model's parameters by name."""
-    return checkpoint.load(checkpoint.candidates(run_dir / "checkpoints")[0])["shared"]["model"]
+    return store.load(store.candidates(run_dir / "checkpoints")[0])["shared"]["model"]
 
 
 def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from training.attempts import Attempts
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
-from training.launch import cluster_code, own_address
+from training.launch.agent import cluster_code, own_address
+from training.launch.attempts import Attempts
 
 
 def live(folder: Path, code: int | None, restarts: int = 0, node: str = "n-0") -> tuple[bool, int]:

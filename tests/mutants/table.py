@@ -4,7 +4,7 @@ A mutant is an entry of a YAML file in `tables/`:
 
     - name: prune-before-reading-back
       breaks: Old checkpoints are removed only after       # words that stand in one line of docs/guarantees.md, and no other
-      file: training/checkpoint.py
+      file: training/checkpoint/store.py
       replace: the text, found exactly once in the file
       by: what stands there instead
       tests: tests/unit/test_checkpoint.py::test_older_ones_go_only_after_the_new_one_was_read_back

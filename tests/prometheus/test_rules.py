@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.prometheus.servers import OBSERVABILITY, RULES, needs
-from training.metrics import PREFIX, TABLE
+from training.observe.metrics import PREFIX, TABLE
 
 BOARDS = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))
 

@@ -16,7 +16,7 @@ from tests.events import events
 from tests.processes import clean_env
 from tests.ranks import training
 from training import config as configuration
-from training import trackers
+from training.observe import trackers
 
 NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
 

@@ -15,7 +15,9 @@ import pytest
 
 from tests.processes import PYTHON, poll, require, started
 from tests.ranks import gang, training
-from training import report, runfiles
+from training.observe import report
+from training.observe.report import record
+from training.observe.report.charts import Chart, Line
 
 TRICK = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)><!--"
 SCREENSHOTS = os.environ.get("LOCKSTEP_SCREENSHOTS")
@@ -107,7 +109,7 @@ def test_names_and_reasons_cannot_leave_their_place(runs: tuple[Path, Path], tmp
     (path / "status.json").write_text(json.dumps({"code": 1, "reason": TRICK}))
     with (path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "preempted", "time": 2e9, "step": 64, "reason": TRICK}) + "\n")
-    run = runfiles.read(path)
+    run = record.read(path)
     run.name = TRICK
     run.about["config"]["model"] = TRICK
     text = report.page([run])
@@ -190,7 +192,7 @@ def test_repeated_steps_count_once_and_many_points_are_thinned(tmp_path: Path) -
     lines += [{"event": "step", "time": 5000 + n, "step": n, "train_loss": 1.0} for n in range(1001, 2001)]
     lines += [{"event": "epoch", "time": 9000, "step": 2000, "epoch": 2, "train_loss": 1.0, "accuracy": None}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = runfiles.read(tmp_path)
+    run = record.read(tmp_path)
     assert len(run.of("step")) == 2000 and run.of("step")[-1]["train_loss"] == 1.0
     loss = _charts(report.page([run]))[0]["lines"][0]["points"]
     assert len(loss) == 400 and loss[-1] == [2.0, 1.0]
@@ -286,7 +288,7 @@ def test_in_chromium(
 ) -> None:
     out = tmp_path / "report.html"
     if which == "hostile":
-        run = runfiles.read(runs[0])
+        run = record.read(runs[0])
         run.name, run.status = TRICK, {"code": 1, "reason": TRICK}
         out.write_text(report.page([run]))
     else:
@@ -326,9 +328,11 @@ def test_in_chromium(
 
 
 def test_one_bad_run_does_not_hide_the_good_one() -> None:
-    good = {"label": "good", "run": 0, "points": [[step, 2.0 - step / 100] for step in range(100)], "dashed": False}
-    bad = {"label": "bad", "run": 1, "points": [[step, 10.0**step] for step in range(13)], "dashed": False}
-    assert not report._drawn(report._chart("Loss", "epochs", "loss", [good]))["log"]
-    assert report._drawn(report._chart("Loss", "epochs", "loss", [good, bad]))["log"]
-    negative = {**bad, "points": [*bad["points"], [13, -1.0]]}
-    assert not report._drawn(report._chart("Loss", "epochs", "loss", [good, negative]))["log"]
+    def log(*lines: Line) -> bool:
+        return Chart("Loss", "epochs", "loss", "line", list(lines)).log
+
+    good = Line("good", 0, [[step, 2.0 - step / 100] for step in range(100)])
+    bad = Line("bad", 1, [[step, 10.0**step] for step in range(13)])
+    assert not log(good)
+    assert log(good, bad)
+    assert not log(good, Line("negative", 1, [*bad.points, [13, -1.0]]))

@@ -15,7 +15,7 @@ from tests.events import events
 from tests.processes import clean_env, poll
 from tests.ranks import gang
 from tests.slurm.conftest import Bench
-from training import checkpoint
+from training.checkpoint import store
 
 STEPS_PER_EPOCH, EPOCHS = 8, 5
 SETTINGS: dict[str, Any] = {
@@ -38,9 +38,7 @@ def trained_here(run: Path, ranks: int, *words: str, timeout: float = 180) -> Pa
 
 
 def assert_same(one: Path, other: Path, steps: int = EPOCHS * STEPS_PER_EPOCH) -> None:
-    first, second = (
-        checkpoint.load(path / f"checkpoints/step-{steps:08d}")["shared"]["model"] for path in (one, other)
-    )
+    first, second = (store.load(path / f"checkpoints/step-{steps:08d}")["shared"]["model"] for path in (one, other))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name

@@ -16,16 +16,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training
-from training import models, weights
-from training.closeness import ReplicasDiffer, check_parameter_closeness
-from training.collectives import gather_objects
+from training import models
+from training.checkpoint import weights
 from training.contract import UserError
 from training.data.dataset import SourceDataset
 from training.data.partition import torch_type
+from training.exercises.collectives import gather_objects
 from training.models.resnet9 import ResNet9
+from training.parallel.world import World
+from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 from training.sync import horovod
-from training.sync.hooks import HookedDataParallel
-from training.world import World
+from training.sync.hooked import HookedDataParallel
 
 
 def _steps(kind: Any, world: World) -> list[torch.Tensor]:

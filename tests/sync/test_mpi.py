@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import PYTHON, ROOT, Result, clean_env, require, run
 from tests.warm.gang import python
-from training.world import cores
+from training.parallel.world import cores
 
 EXAMPLES = ROOT / "examples"
 

@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 from tests.warm.gang import python
 from training import sync
 from training.contract import UserError
-from training.world import World
+from training.parallel.world import World
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -115,7 +115,8 @@ import gc, os, sys
 from pathlib import Path
 sys.path.insert(0, {examples!r})
 import parallel
-from training import sync, world
+from training import sync
+from training.parallel import world
 
 for name, port in {ports!r}.items():
     os.environ["MASTER_PORT"] = port
@@ -164,7 +165,7 @@ def work(rank, port):
     sys.argv = ["parallel.py", "flat"]
     sys.path.insert(0, {examples!r})
     import parallel
-    from training import world
+    from training.parallel import world
     from training.contract import UserError
     try:
         with world.joined() as me:
@@ -203,7 +204,8 @@ def test_a_script_that_spawns_is_refused_inside_torchrun(spawning: str) -> None:
 DEAF = """
 import torch
 from torch import nn
-from training import sync, world
+from training import sync
+from training.parallel import world
 
 class Net(nn.Module):
     def __init__(self):

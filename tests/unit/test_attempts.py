@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.attempts import Attempts
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from training.launch.attempts import Attempts
 
 
 def _start(folder: Path) -> Attempts | None:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import json
+import pickle
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training import config, settings
+from tests.processes import ROOT
+from training import config
 from training.__main__ import main
-from training.config import load
+from training.config import load, settings
 from training.contract import UserError
+from training.run import prepare
 
 
 @pytest.mark.parametrize("name", config.recipes())
@@ -30,23 +37,23 @@ def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
         (["epochs=0"], "epochs must be at least 1, got 0"),
         (["leraning=1"], "unknown setting 'leraning'"),
         (["optim.lrr=1"], "did you mean 'optim.lr'?"),
-        (["epochs"], "--set takes name=value, got 'epochs'"),
+        (["epochs"], "--set takes NAME=VALUE, got 'epochs'"),
         (["name=x"], "could be any of optim.name, sync.name"),
         (["every=3"], "write the whole name"),
         (["sync.name=dpp"], "sync.name must be ddp | allreduce | flat | hooks | horovod | zero1"),
         (["data.mean=[1,x]"], "data.mean[1] must be a number, got 'x'"),
         (["data.std=[]"], "std must hold a number or one a channel"),
-        (["data.std=[1,0]"], "std must hold a number or one a channel, std above 0"),
+        (["data.std=[1,0]"], "data.std[1] must be above 0, got 0"),
         (["lr=.inf"], "optim.lr must be a number, got inf"),
         (["optim=3"], "unknown setting 'optim'"),
         (["model_options={a: 2026-11-21}"], "model_options must be a mapping of plain values"),
         (["model_options={a: {1: 2}}"], "must be a mapping of plain values"),
-        (["collective_timeout=1e300"], "at most 1e6 seconds"),
+        (["collective_timeout=1e300"], "must be at least 1 and at most 1000000, got 1e+300"),
         (["model_options=[1]"], "model_options must be a mapping of plain values"),
-        (["schedule=[[1,1],[1,2]]"], "schedule must have rising epochs"),
+        (["schedule=[[1,1],[1,2]]"], "schedule must have points that rise"),
         (["batch_size=8", "global_batch_size=8"], "set exactly one of batch_size"),
         (["lr=[1"], "--set lr"),
-        (["ema.decay=1"], "decay must be in [0, 1)"),
+        (["ema.decay=1"], "ema.decay must be at least 0 and below 1, got 1"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(assignments: list[str], message: str) -> None:
@@ -115,6 +122,44 @@ def test_every_setting_is_documented() -> None:
     assert {name for name, *_ in entries} == dict(settings.leaves(config.Config)).keys()
 
 
+def test_the_schema_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Editors read it: it is up to date, it takes every recipe, and it finds what a person gets wrong."""
+    assert main(["settings", "--schema"], {}) == 0
+    assert capsys.readouterr().out == (ROOT / "recipe.schema.json").read_text(), "make schema"
+    schema = json.loads((ROOT / "recipe.schema.json").read_text())
+    check = jsonschema.Draft202012Validator(schema)
+    for path in config.RECIPES.glob("*.yaml"):
+        text = path.read_text()
+        first = text.partition("\n")[0]
+        assert (path.parent / first.partition("$schema=")[2]).resolve() == ROOT / "recipe.schema.json"
+        check.validate(yaml.safe_load(text))
+    wrong: list[dict[str, Any]] = [
+        {"epochs": 0}, {"optim": {"lrr": 1}}, {"optim": {"lr": "x"}}, {"optim": {"groups": {"head": {"lr": -1}}}},
+        {"sync": {"name": "dpp"}}, {"data": {"std": [0]}}, {"preempt": {"signals": ["KILL"]}}, {"ema": {"decay": 1}},
+    ]  # fmt: skip
+    assert [values for values in wrong if check.is_valid(values)] == []
+    described = [field for part in (schema, *schema["$defs"].values()) for field in part["properties"].values()]
+    assert len(described) > 80 and sum("description" not in field for field in described) == 4, "those of optim.groups"
+
+
+def test_a_config_is_changed_in_place_and_copied() -> None:
+    first = config.load("smoke")
+    second = first.model_copy(deep=True)
+    second.optim.lr, second.epochs = 0.5, 3
+    assert (first.optim.lr, first.epochs) == (2e-3, 12) and config.to_dict(second)["optim"]["lr"] == 0.5
+    assert pickle.loads(pickle.dumps(second)) == second != first
+    with pytest.raises(ValueError, match="lrr"):
+        second.optim.lrr = 1  # type: ignore[attr-defined]
+
+
+def test_several_mistakes_are_one_line_and_a_misspelt_name_is_told_first(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("seed: x\nepochs: 0\noptim: {lrr: 1}\n")
+    with pytest.raises(UserError) as caught:
+        config.load(str(path))
+    assert str(caught.value) == "recipe mine: unknown setting 'optim.lrr'; did you mean 'lr'? (and 2 more)"
+
+
 @given(
     st.dictionaries(
         st.sampled_from(["seed", "epochs", "optim.lr", "ema.every", "data.num_shards"]), st.integers(1, 999)
@@ -146,3 +191,40 @@ def test_the_settings_of_a_recipe_are_listed_with_what_differs(capsys: pytest.Ca
     assert main(["settings", "smoke", "--set", "lr=0.3"], {}) == 0
     told = capsys.readouterr().out
     assert "optim.lr = 0.3  (a number, default" in told and "seed = 0  (a whole number)" in told
+
+
+def test_a_setting_that_came_later_is_in_the_hash_only_where_it_is_set() -> None:
+    plain = config.load("smoke")
+    assert plain.hash() == config.load("smoke", ["tf32=false", "cudnn_benchmark=false"]).hash()
+    assert plain.hash() == "3769541fd34aa74c34f4f893a8697becefe6f70fa814067f0af0e313c7f13576"
+    assert (
+        len(
+            {
+                plain.hash(),
+                config.load("smoke", ["tf32=true"]).hash(),
+                config.load("smoke", ["cudnn_benchmark=true"]).hash(),
+            }
+        )
+        == 3
+    )
+    assert config.differences(plain, config.load("smoke", ["tf32=true"])) == ["tf32: False → True"]
+
+
+@pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
+def test_deterministic_takes_no_kernels_that_may_change(name: str) -> None:
+    with pytest.raises(UserError, match="deterministic goes with"):
+        config.load("smoke", ["deterministic=true", f"{name}=true"])
+
+
+def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None:
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn)
+    flags = tuple(zip(backends, ("fp32_precision", "fp32_precision", "benchmark")))
+    before = [getattr(owner, name) for owner, name in flags]
+    changed = ["tf32=true", "cudnn_benchmark=true"]
+    try:
+        for words, expected in ((changed, ["tf32", "tf32", True]), ([], ["ieee", "ieee", False])):
+            prepare._arithmetic(config.load("smoke", words))
+            assert [getattr(owner, name) for owner, name in flags] == expected
+    finally:
+        for (owner, name), value in zip(flags, before):
+            setattr(owner, name, value)

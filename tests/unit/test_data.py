@@ -15,7 +15,7 @@ from training.data import shards, sources
 from training.data.loader import Loader
 from training.data.shards import Manifest, Samples
 from training.data.sources.cifar10 import _read_batch
-from training.world import World
+from training.parallel.world import World
 
 
 @pytest.fixture

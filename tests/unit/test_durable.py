@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from training import checkpoint, files
-from training.checkpoint import Writer
+from training import files
+from training.checkpoint import store
+from training.checkpoint.store import Writer
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -70,10 +71,10 @@ def test_a_removal_that_is_cut_short_leaves_no_candidate(tmp_path: Path) -> None
             first.save(step, _state(step)).result()
         first.close()
         survived = _saves(folder, 3, kill_at)
-        assert [checkpoint.step_of(path) for path in checkpoint.candidates(folder)] == [3, 2]
-        for path in checkpoint.candidates(folder):
-            checkpoint.verify(path)
-        checkpoint.clean(folder)
+        assert [store.step_of(path) for path in store.candidates(folder)] == [3, 2]
+        for path in store.candidates(folder):
+            store.verify(path)
+        store.clean(folder)
         assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
         kill_at += 1
     assert kill_at > 3, "an old checkpoint has three files"

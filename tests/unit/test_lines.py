@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from training import weights
 from training.__main__ import main
+from training.checkpoint import weights
 from training.contract import UserError
-from training.lines import LIMIT, WholeLines, say
+from training.launch.lines import LIMIT, WholeLines, say
 
 
 class Recorder(io.StringIO):

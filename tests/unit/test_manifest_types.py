@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from training import checkpoint
-from training.checkpoint import CorruptCheckpoint, Writer, newest_verified, verify
+from training.checkpoint import store
+from training.checkpoint.store import CorruptCheckpoint, Writer, newest_verified, verify
+from training.manifest import seal
 
 
 @pytest.fixture
@@ -34,13 +35,14 @@ def test_json_of_another_kind(saved: Path, text: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is malformed"):
         verify(saved)
     found = newest_verified(saved.parent)
-    assert found is not None and checkpoint.step_of(found) == 1
+    assert found is not None and store.step_of(found) == 1
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": None}, {"files": []}, {"files": {"state.json": 1, "state.safetensors": 2}}, {"format": []}, {"step": {}},
+        {"files": None}, {"files": []}, {"files": {"state.json": 1, "state.safetensors": 2}}, {"format": []}, {"format": 3},
+        {"format": True}, {"step": {}}, {"files": {"state.json": {"bytes": 1e999, "sha256": "x"}, "state.safetensors": {}}},
         {"files": {"state.json": {"bytes": None, "sha256": "x"}, "state.safetensors": {"bytes": 1, "sha256": "x"}}},
         {"files": {"state.json": {"bytes": "many", "sha256": "x"}, "state.safetensors": {"bytes": 1, "sha256": "x"}}},
     ],
@@ -50,6 +52,6 @@ def test_values_of_another_kind_under_their_own_seal(saved: Path, change: dict[s
     """As a program that is not ours, or a later version of it, might write them."""
     path = saved / "manifest.json"
     manifest = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | change
-    path.write_text(json.dumps({**manifest, "sha256": checkpoint._seal(manifest)}))
+    path.write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is malformed"):
         verify(saved)

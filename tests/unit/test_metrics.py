@@ -19,12 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.processes import ROOT, free_port, poll
 from training import config, contract
-from training.clock import CudaStepClock, StepClock
 from training.contract import UserError
-from training.exporter import Exporter
-from training.metrics import BUCKETS, LATER, PREFIX, TABLE, Metrics
-from training.reading import Reading
-from training.world import World
+from training.observe.clock import CudaStepClock, StepClock
+from training.observe.exporter import Exporter
+from training.observe.metrics import BUCKETS, LATER, PREFIX, TABLE, Metrics
+from training.parallel.world import World
 
 CPU = torch.device("cpu")
 TIMES = {"step_duration": 0.02, "data_wait": 0.0005, "grad_ready": 0.011, "sync_wait": 0.004}
@@ -140,22 +139,6 @@ def test_waiting_before_the_own_gradients_is_no_work() -> None:
     assert clock.end()["sync_wait"] == 0.0
 
 
-def test_a_reading_is_the_mean_since_the_last_one() -> None:
-    losses = torch.tensor([6.0, 3.0], dtype=torch.float64)  # resumed in the middle of an epoch
-    reading = Reading(losses)
-    losses += torch.tensor([8.0, 2.0])
-    reading.take(losses, torch.tensor(3.0), step=5)
-    losses += torch.tensor([1.0, 1.0])  # after the reading was asked for
-    assert list(reading.ready()) == [{"step": 5, "train_loss": 4.0, "grad_norm": 3.0}]
-    losses.zero_()
-    reading.new_epoch()
-    losses += torch.tensor([10.0, 4.0])
-    reading.take(losses, None, step=6)
-    assert list(reading.ready()) == [{"step": 6, "train_loss": 2.5, "grad_norm": None}]
-    reading.take(losses, None, step=7)  # a rank without a sample
-    assert next(reading.ready())["train_loss"] is None
-
-
 @pytest.fixture
 def exporter(tmp_path: Path) -> Iterator[Exporter]:
     made = Exporter(config.Metrics(port=0, stale_seconds=5, textfile_seconds=0), World(), tmp_path / "run", {})
@@ -219,7 +202,11 @@ def test_a_rank_that_is_started_again_has_its_port_again(tmp_path: Path, capsys:
     port = free_port()
     for _ in range(2):
         made = Exporter(config.Metrics(port=port), World(), tmp_path, {})
-        assert _endpoint(tmp_path)["port"] == port and _get(port, "/metrics")[0] == 200
+        assert _endpoint(tmp_path)["port"] == port
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            while client.recv(4096):  # to the end: who closes first has the connection that lingers, here the server
+                pass
         made.close(0)
     assert "not free" not in capsys.readouterr().err
 

@@ -93,5 +93,6 @@ def test_a_batch_that_the_ranks_cannot_share(batch: int, world: int, multiple: i
 
 
 def test_a_batch_larger_than_the_data() -> None:
-    with pytest.raises(UserError, match="does not fit into 10 samples"):
+    with pytest.raises(UserError, match="does not fit into 10 samples: make it smaller, or set uneven=weight"):
         order.steps_per_epoch(10, 11, "drop")
+    assert order.steps_per_epoch(10, 11, "weight") == 1  # what was advised is taken

@@ -9,7 +9,7 @@ import pytest
 from training import config
 from training.data import shards, sources
 from training.data.loader import Loader
-from training.world import World
+from training.parallel.world import World
 
 
 @pytest.mark.parametrize(("uneven", "steps"), [("drop", 5), ("weight", 11), ("pad", 11)])

@@ -167,6 +167,14 @@ def test_with_its_extra_a_backend_answers(started: Lockstep) -> None:
     assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
 
 
+def test_a_report_needs_no_extra(started: Lockstep, tmp_path: Path) -> None:
+    """People look at runs where nothing trains."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
+    done = started(words=["-m", "training", "report", "run"])
+    assert done.returncode == 0 and done.stdout == "run/report.html\n", done.stdout + done.stderr
+
+
 def test_every_module_of_the_dispatcher_loads_with_its_extras(started: Lockstep) -> None:
     program = (
         "import importlib, pkgutil, jobs\n"

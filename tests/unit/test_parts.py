@@ -17,15 +17,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.imports import SHARED
 from tests.processes import ROOT, poll
-from training import config, contract, rundir, weights
-from training.checkpoint import Writer
+from training import config, contract
+from training.checkpoint import weights
+from training.checkpoint.saver import Saver
+from training.checkpoint.store import Writer
 from training.contract import UserError
-from training.metrics import Metrics
-from training.preempt import Consensus, Decision, Signals
-from training.rundir import RunDirectory
-from training.saving import Saver
-from training.world import World
+from training.observe import rundir
+from training.observe.metrics import Metrics
+from training.observe.rundir import RunDirectory
+from training.parallel.world import World
+from training.resilience.preempt import Consensus, Decision, Signals
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_one_signal_sets_a_flag_and_its_echo_is_the_same_one(signals: Signals, c
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal, sys, threading\nfrom training.preempt import Signals\nclock = [0.0]\n"
+        "import os, signal, sys, threading\nfrom training.resilience.preempt import Signals\nclock = [0.0]\n"
         "s = Signals(['TERM'], now=lambda: clock[0])\nos.kill(os.getpid(), signal.SIGTERM)\n"
         "while s.received is None: pass\n"
         "clock[0] = 2.1\nos.kill(os.getpid(), signal.SIGTERM)\nthreading.Event().wait(30)\nprint('survived')"
@@ -189,19 +192,26 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-LEAVES = ("training/world.py", "training/data/order.py", "training/data/shards.py", "training/checkpoint.py")
+LEAVES = (
+    "training/parallel/world.py",
+    "training/data/order.py",
+    "training/data/shards.py",
+    "training/checkpoint/store.py",
+)
 FORBIDDEN = {
     "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."), "training/extras.py": ("torch", "yaml"),
-    "training/settings.py": ("torch",), "training/config.py": ("torch",), "training/sections.py": ("torch", "training."),
-    "training/checkpoint.py": ("torch.distributed", "training.loop", "training.sync", "training.state"),
-    "training/data/order.py": ("training.config", "training.world", "torch.distributed"),
-    "training/models": ("training.optim", "training.sync", "training.data", "training.loop"),
-    "training/optim": ("training.models", "training.sync", "training.data", "training.loop"),
+    "training/config/settings.py": ("torch",), "training/config/__init__.py": ("torch",),
+    "training/config/sections.py": ("torch",), "training/config/types.py": ("torch", "yaml"),
+    "training/config/complaints.py": ("torch", "yaml", "training."),
+    "training/checkpoint/store.py": ("torch.distributed", "training.run.attempt", "training.sync", "training.checkpoint.state"),
+    "training/data/order.py": ("training.config", "training.parallel.world", "torch.distributed"),
+    "training/models": ("training.optim", "training.sync", "training.data", "training.run.attempt"),
+    "training/optim": ("training.models", "training.sync", "training.data", "training.run.attempt"),
     "training/sync": (
-        "training.loop", "training.models", "training.optim", "training.step", "training.state",
+        "training.run.attempt", "training.models", "training.optim", "training.trainer", "training.checkpoint.state",
         "training.data.loader", "training.data.shards", "training.data.sources", "training.data.augment",
     ),
-    "training/data/partition.py": ("training.world", "training.config", "torch.distributed"),
+    "training/data/partition.py": ("training.parallel.world", "training.config", "torch.distributed"),
 }  # fmt: skip
 
 
@@ -214,10 +224,7 @@ def test_who_may_import_whom() -> None:
             assert not any(module.split(".")[0] == "jobs" for module in imports), name
         else:
             ours = {module for module in imports if module.startswith("training.")}
-            allowed = ("training.contract", "training.config", "training.settings", "training.files", "training.extras")
-            assert all(module.startswith(allowed) for module in ours), (name, ours)
-        if name not in ("training/__main__.py",):
-            assert not any(module.startswith("training.loop") for module in imports), name
+            assert all(module.startswith(SHARED) for module in ours), (name, ours)
         for place, forbidden in FORBIDDEN.items():
             if name == place or name.startswith(place + "/"):
                 bad = {module for module in imports if module.startswith(forbidden)}
@@ -268,7 +275,7 @@ def test_the_revision_is_of_this_source_and_not_of_the_project_around_it(
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "theirs")
     monkeypatch.delenv("LOCKSTEP_REVISION", raising=False)
-    for place, found in ((".venv/lib/training", ""), ("training", git("rev-parse", "HEAD").strip())):
+    for place, found in ((".venv/lib/training/observe", ""), ("training/observe", git("rev-parse", "HEAD").strip())):
         (tmp_path / place).mkdir(parents=True)
         monkeypatch.setattr(rundir, "__file__", str(tmp_path / place / "rundir.py"))
         assert rundir.git_revision() == found

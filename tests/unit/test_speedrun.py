@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from training import config, optim
 from training.data.augment import augment, draw_keys
-from training.evaluate import augmented
+from training.evaluate.evaluator import augmented
 from training.models.speedrun import Speedrun
 from training.optim import muon
 from training.optim.muon import Muon, orthogonalise

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from training.contract import UserError
-from training.world import World, choose_device, detect, host_list, joined, set_threads, tasks_per_node
+from training.contract import UserError, user_errors
+from training.parallel.world import World, choose_device, detect, host_list, joined, set_threads, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3",
@@ -128,3 +128,28 @@ def test_a_second_group_of_one_process_is_told_the_same(monkeypatch: pytest.Monk
             assert os.environ["RANK"] == "0"
         changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
         assert changed <= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize(
+    ("env", "speaks"),
+    [
+        ({}, True),
+        ({"SLURM_PROCID": "1"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "3"}, True),
+        ({"RANK": "0", "SLURM_PROCID": "1"}, True),
+        ({"PMI_RANK": "2"}, False),
+    ],
+)
+def test_what_all_ranks_know_is_said_once(
+    env: dict[str, str], speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also under srun and mpiexec, and after `joined` has taken its own variables back."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    error = UserError("nobody has data")
+    error.shared = True
+    with pytest.raises(SystemExit) as left, user_errors():
+        raise error
+    assert left.value.code == 2 and ("nobody has data" in capsys.readouterr().err) == speaks

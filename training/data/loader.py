@@ -18,7 +18,7 @@ from training.config import Config
 from training.contract import UserError
 from training.data import order
 from training.data.shards import Manifest, Samples
-from training.world import World
+from training.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)

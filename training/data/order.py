@@ -62,7 +62,9 @@ def steps_per_epoch(n: int, batch: int, uneven: str) -> int:
         raise UserError(f"a global batch of {batch} would hold samples twice: there are {n}, so make it smaller")
     steps = n // batch if uneven == "drop" else -(-n // batch)
     if steps == 0:
-        raise UserError(f"a global batch of {batch} does not fit into {n} samples: make it smaller, or set uneven=pad")
+        raise UserError(
+            f"a global batch of {batch} does not fit into {n} samples: make it smaller, or set uneven=weight"
+        )
     return steps
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ import torch
 from safetensors.numpy import save_file
 
 from training import files
+from training import manifest as manifests
 from training.config import Data
 from training.contract import UserError
 from training.data import sources
@@ -79,14 +79,10 @@ class Manifest:
         """Raises `UserError` where the manifest is missing or malformed."""
         path = directory / MANIFEST
         try:
-            value = json.loads(files.read(path, 16 << 20))
+            return manifests.read(path, 16 << 20, lambda value: cls._checked(directory, value))
         except OSError as error:
             raise UserError(f"no shards in {directory}: cannot read {MANIFEST} ({error.strerror})") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"{path} is not valid JSON: make the shards again (python -m training shard)") from None
-        try:
-            return cls._checked(directory, value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except manifests.Malformed as error:
             raise UserError(
                 f"{path} is malformed ({error}): make the shards again (python -m training shard)"
             ) from None
@@ -124,8 +120,17 @@ def write(
     """
     if directory.exists():
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
-    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
+        _write(raw, directory, source, num_shards, made_from)
+    except (OSError, safetensors.SafetensorError) as error:  # a full disk comes as either
+        raise UserError(f"cannot write shards to {directory}: {getattr(error, 'strerror', None) or error}") from None
+    return Manifest.read(directory)
+
+
+def _write(
+    raw: sources.Raw, directory: Path, source: str, num_shards: int, made_from: dict[str, list[int]] | None
+) -> None:
+    with files.replacing(directory, durable=False) as staging:
         staging.mkdir(parents=True)
         splits: dict[str, list[dict[str, Any]]] = {}
         for split, (images, labels) in zip(_SPLITS, (raw.train, raw.test)):
@@ -140,19 +145,13 @@ def write(
                 )
                 path.chmod(0o644)  # safetensors makes it our own; a container's user reads it, too
                 splits[split].append({"file": path.name, "count": high - low, "sha256": files.sha256(path)})
-        manifest = {
+        about = {
             "format": _FORMAT, "source": source, "classes": raw.classes,
             "shape": list(raw.train[0].shape[1:]), "splits": splits,
         }  # fmt: skip
         if made_from:
             (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
-        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        staging.rename(directory)
-    except (OSError, safetensors.SafetensorError) as error:  # a full disk comes as either
-        raise UserError(f"cannot write shards to {directory}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return Manifest.read(directory)
+        (staging / MANIFEST).write_bytes(manifests.text(about))
 
 
 def cache_directory(data: Data) -> Path:
@@ -281,8 +280,8 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
     path = manifest.directory / shard.file
     mend = "make the shards again (python -m training shard)"
     try:
-        if verify and (found := files.sha256(path)) != shard.sha256:
-            raise CorruptShard(f"{path} has sha256 {found[:12]}…, its manifest says {shard.sha256[:12]}…: {mend}")
+        if verify and (different := manifests.difference(path, shard.sha256)):
+            raise CorruptShard(f"{path} {different}: {mend}")
         files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:
             images, labels = file.get_tensor("images"), file.get_tensor("labels")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from training import settings
+from training.config import settings
 from training.contract import UserError
 
 MODELS = {

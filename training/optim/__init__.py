@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from training import settings
-from training.config import Config, Optim
+from training.config import Config, Optim, settings
 from training.contract import UserError
 from training.optim.muon import Muon
 from training.optim.nesterov import Nesterov
@@ -33,7 +33,7 @@ def build(
     decay, factor = optim.weight_decay * growth, optim.bias_lr_factor
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     named = {parameter: name.split(".") for name, parameter in model.named_parameters()} if model is not None else {}
-    groups = []
+    groups: list[dict[str, Any]] = []
     for part, own in optim.groups.items():
         if model is not None:
             _check_part(part, {name for parts in named.values() for name in parts})

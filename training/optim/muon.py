@@ -53,18 +53,18 @@ class Muon(RatedOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "taken": 0})
 
     @property
-    def taken(self) -> int:
+    def steps_taken(self) -> int:
         return int(self.param_groups[0]["taken"])
 
-    @taken.setter
-    def taken(self, steps: int) -> None:
+    @steps_taken.setter
+    def steps_taken(self, steps: int) -> None:
         for group in self.param_groups:
             group["taken"] = steps
 
     @property
-    def kind(self) -> int:
+    def step_kind(self) -> int:
         """0: the filters are scaled, 1: they are not."""
-        return int(self.taken % self.normalise_every != 0)
+        return int(self.steps_taken % self.normalise_every != 0)
 
     def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
         filters, others = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]

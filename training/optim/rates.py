@@ -14,14 +14,14 @@ class RatedOptimizer(PlainOptimizer):
     """Base of our optimizers. `rate(i)` is the rate of group i: a float, or a scalar on the device after `use_tensor`."""
 
     rates: torch.Tensor | None = None
-    taken: int = 0
+    steps_taken: int = 0
     """Steps so far, where the kind depends on it. A recorded step has no code that counts, so it is set from outside."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
 
     @property
-    def kind(self) -> int:
+    def step_kind(self) -> int:
         """Of the next step. An optimizer whose steps are not all alike numbers their kinds; each is recorded for itself."""
         return 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from training import settings as typed
 from training.config import Sync
+from training.config import settings as typed
 from training.contract import UserError
 from training.sync.base import GradientSync
 
@@ -15,7 +15,7 @@ STRATEGIES = {
     "allreduce": "training.sync.allreduce:AllReduce",
     "flat": "training.sync.flat:Flat",
     "hooks": "training.sync.hooks:Hooks",
-    "horovod": "training.sync.horovod:Horovod",
+    "horovod": "training.sync.horovod_strategy:Horovod",
     "zero1": "training.sync.zero1:Zero1",
     "powersgd": "training.sync.powersgd:PowerSgd",
     "bf16_compress": "training.sync.bf16_compress:Bf16Compress",

@@ -1,43 +1,41 @@
 """What every gradient-sync strategy does. The loop knows nothing else of them.
 
-The loop backpropagates `local_sum * loss_scale / divisor`: the sum of the losses of the rank's own samples, divided by
-the size of the *global* batch (1 for a summed loss). Summed over the ranks that is the gradient of the whole batch,
-however unequal the parts are. A strategy that averages sets `loss_scale` to the world size.
+The loop backpropagates `local_sum * grad_divisor / divisor`: the sum of the losses of the rank's own samples,
+divided by the size of the *global* batch (1 for a summed loss). Summed over the ranks that is the gradient of the global
+batch, however unequal the parts are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from training import settings as typed
-from training.clock import StepClock
 from training.config import Config, Sync
+from training.config import settings as typed
 from training.contract import UserError
-from training.world import World
+from training.parallel.world import World
+from training.sync.watch import GradientWatch
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-@dataclass(kw_only=True, slots=True)
-class NoOptions:
+class NoOptions(typed.Section):
     """A strategy without settings of its own."""
 
 
 class GradientSync(ABC):
-    Options: ClassVar[type] = NoOptions
-    """Dataclass of the strategy's own settings (`sync.options`)."""
-    loss_scale: float = 1.0
+    Options: ClassVar[type[typed.Section]] = NoOptions
+    """The strategy's own settings (`sync.options`)."""
+    grad_divisor: float = 1.0
+    """What the strategy divides the sum of the ranks' gradients by: the world size where it averages, as torch's DDP and
+    FSDP do. The loss is multiplied by it. (The scaling of float16's losses is `optim/loss_scaler.py`.)"""
     bytes_sent: int = 0
     """Payload of the collectives that this rank has joined for its steps so far, in bytes: the gradients, and the
     parameters where a strategy sends those too."""
@@ -45,6 +43,8 @@ class GradientSync(ABC):
     """Whether a step with this strategy can be recorded in a CUDA graph."""
     replicas: bool = True
     """Whether every rank holds all parameters."""
+    watch: GradientWatch | None = None
+    """When the rank's own gradients were complete, where a strategy waits for other ranks before `synchronize`."""
 
     def __init__(self, settings: Sync) -> None:
         """Raises `UserError` for an option that the strategy does not have."""
@@ -92,23 +92,31 @@ class GradientSync(ABC):
         """Backward passes inside add to the gradients and send nothing; the next one outside sends the sum."""
 
     @abstractmethod
-    def finish(self, clock: StepClock) -> None:
+    def synchronize(self) -> None:
         """Returns when every `.grad` that the optimizer reads is the gradient of the global batch.
 
-        Marks `grad_ready` and `synced`. A parameter that no sample used has a gradient of zero, or none.
+        Called once a step, between the last `backward` and the optimizer's `step`. A parameter that no sample used has a
+        gradient of zero, or none.
         """
 
-    def synchronize(self) -> None:
-        """`finish` for a loop of one's own, which takes no times. Call it between `backward` and `step`."""
-        self.finish(StepClock())
-
     def abandon(self) -> None:
-        """The gradients that `finish` brought are not used: forgets them, and what they left in the strategy."""
+        """The gradients that `synchronize` brought are not used: forgets them, and what they left in the strategy."""
         self.zero_grad()
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiplies the gradients that `synchronize` brought. `factor` is a scalar on the device."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def gradients_rescaled(self, factor: float) -> None:  # noqa: B027 - most strategies remember no gradients
+        """From here on gradients are `factor` times as large (`LossScaler`): so is what the strategy remembers of them."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients to at most `max_norm` (L2, over all parameters). Returns the norm before."""
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
+        norm = self.grad_norm()
+        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as nn.utils.clip_grad_norm_
+        return norm
 
     def grad_norm(self) -> torch.Tensor:
         """The L2 norm of all gradients, the same on every rank; not finite if any rank's gradient is not."""
@@ -125,26 +133,30 @@ class GradientSync(ABC):
     def load_resized(self, states: list[dict[str, Any]]) -> None:  # noqa: B027 - most strategies have none
         """Takes over from the states of all ranks of another world size. Collective."""
 
-    # What follows is for strategies that keep only a part of the parameters or of the optimizer on a rank.
+    # What follows is for strategies that shard the parameters or the optimizer's state.
 
     def duplicate(self) -> nn.Module:
         """A copy of the model, laid out as the model is."""
         return copy.deepcopy(self.model)
 
-    def whole(self, module: nn.Module) -> nn.Module:
-        """`module` (the model or a duplicate) with all its parameters here, to be called by this rank alone. Collective."""
+    def full_module(self, module: nn.Module) -> nn.Module:
+        """`module` (the model or a duplicate) with full parameters, to be called by this rank alone. Collective."""
         return module
 
-    def write(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copies a whole parameter into this rank's (part of the) parameter."""
-        parameter.copy_(whole)
+    def write(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
+        """Copies a full parameter into this rank's shard of it."""
+        parameter.copy_(full)
+
+    def optimized(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+        """The parameters of each group, in the order in which the whole `state_dict` numbers them."""
+        return [list(group["params"]) for group in optimizer.param_groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
-        """The whole `state_dict` of the optimizer on rank 0 (else None), or on all ranks. Collective."""
+        """The unsharded `state_dict` of the optimizer on rank 0 (else None), or on all ranks. Collective."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Takes this rank's part of a whole `state_dict`, saved at any world size."""
+        """Takes this rank's shard of an unsharded `state_dict`, saved at any world size."""
         load_optimizer(optimizer, state)
 
     model: nn.Module
@@ -200,25 +212,9 @@ def make_contiguous(model: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that get gradients, last layers first: about the order in which backward reaches them."""
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that require gradients, last layers first: about the order in which backward reaches them."""
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
-
-
-def on_grad(parameter: torch.Tensor, method: Callable[..., None], *args: Any) -> RemovableHandle:
-    """Calls `method(*args, parameter)` as soon as autograd has the parameter's gradient, while the method's object lives.
-
-    Python's garbage collector does not see a tensor's hooks. Held through them, a strategy and its model would keep each
-    other for ever, and with them a process group that was destroyed.
-    """
-    weak = weakref.WeakMethod(method)
-
-    def hook(given: torch.Tensor) -> None:
-        alive = weak()
-        if alive is not None:
-            alive(*args, given)
-
-    return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def nbytes(tensor: torch.Tensor) -> int:

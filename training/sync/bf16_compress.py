@@ -7,29 +7,38 @@ magnitudes. torch's own `bf16_compress_hook` does the same on NCCL only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from training.config import Sync
 from training.sync.base import nbytes
-from training.sync.flat import Bucket, Flat
+from training.sync.buckets import Bucket, Reducer
+from training.sync.flat import Flat
 
 
 class Bf16Compress(Flat):
     capturable = False
 
-    def __init__(self, settings: Sync) -> None:
-        super().__init__(settings)
-        self._small: dict[int, torch.Tensor] = {}
-        """What travels, by the address of the bucket's own buffer."""
+    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
+        return _Bf16Reducer(self.model.named_parameters(), buckets)
 
-    def _send(self, bucket: Bucket) -> dist.Work | None:
-        address = bucket.buffer.data_ptr()
-        if address not in self._small:
-            self._small[address] = torch.empty_like(bucket.buffer, dtype=torch.bfloat16)
-        small = self._small[address].copy_(bucket.buffer)
-        self.bytes_sent += nbytes(small)
-        return dist.all_reduce(small, async_op=True)
 
-    def _receive(self, bucket: Bucket) -> None:
-        bucket.buffer.copy_(self._small[bucket.buffer.data_ptr()])
+class _Bf16Reducer(Reducer):
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket]) -> None:
+        super().__init__(named, buckets)
+        self._rounded: dict[Bucket, torch.Tensor] = {}
+        """What is sent."""
+
+    def send(self, bucket: Bucket) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        if bucket not in self._rounded:
+            self._rounded[bucket] = torch.empty_like(bucket.payload, dtype=torch.bfloat16)
+        rounded = self._rounded[bucket].copy_(bucket.payload)
+        self.bytes_sent += nbytes(rounded)
+        return dist.all_reduce(rounded, async_op=True)
+
+    def receive(self, bucket: Bucket) -> None:
+        bucket.payload.copy_(self._rounded[bucket])

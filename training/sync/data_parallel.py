@@ -10,10 +10,9 @@ import contextlib
 import torch
 from torch import nn
 
-from training.clock import StepClock
 from training.config import Config
+from training.parallel.world import World
 from training.sync.base import GradientSync, is_compiled
-from training.world import World
 
 
 class DataParallel(GradientSync):
@@ -37,6 +36,5 @@ class DataParallel(GradientSync):
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def finish(self, clock: StepClock) -> None:
-        clock.grad_ready()
-        clock.synced()
+    def synchronize(self) -> None:
+        pass  # the replicas' gradients are summed within the backward pass

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state sharded over the ranks: torch's `fully_shard` (FSDP2, ZeRO stage 3).
 
 Between steps a rank holds its share of everything; the first forward pass gathers the parameters, all in one piece, and
-the last backward pass sums each gradient where its part is kept. The checkpoint and evaluation see whole parameters, so a run may
+the last backward pass sums each gradient where its part is kept. The checkpoint and evaluation see full parameters, so a run may
 go on at any world size; the average is sharded as the model is.
 
 After S. Rajbhandari et al., "ZeRO" (2020), and Y. Zhao et al., "PyTorch FSDP" (2023).
@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from training.clock import Mark, StepClock, mark
 from training.config import Config
 from training.contract import UserError
-from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, make_contiguous, on_grad
-from training.world import World
+from training.parallel.world import World
+from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, make_contiguous
+from training.sync.watch import GradientWatch
 
 
 class _AllUsed(torch.autograd.Function):
@@ -47,39 +47,23 @@ class _AllUsed(torch.autograd.Function):
 class _Gathered(nn.Module):
     """The module that FSDP hooks into: gathered before its forward pass, sharded again after its backward pass.
 
-    FSDP waits for the other ranks in both, so it is noted here when a gathering began and ended, and when the rank's own
-    gradients were there.
+    FSDP waits for the other ranks in both, so it is noted here how long a gathering took, and when the rank's own gradients
+    were there.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.module, self._device = module, device
-        self.gathered: list[tuple[Mark, Mark]] = []
-        self.ready: Mark | None = None
-        self._watched: set[torch.Tensor] = set()
-        self._missing: set[torch.Tensor] = set()
+        self.module, self.watch = module, GradientWatch(device)
 
     def about_to_gather(self, *_: Any) -> None:
         """A forward pre-hook, to be called before FSDP's."""
-        self._since = mark(self._device)
-
-    def _watch(self) -> None:
-        """Whole parameters are objects of their own, made by the first gathering."""
-        params: set[torch.Tensor] = {p for p in self.module.parameters() if p.requires_grad}
-        for parameter in params - self._watched:
-            on_grad(parameter, self._on_grad)
-        self._watched |= params
-        self._missing = params  # `_AllUsed` sees to it that all of them come
-
-    def _on_grad(self, parameter: torch.Tensor) -> None:
-        self._missing.discard(parameter)
-        if not self._missing:
-            self.ready = mark(self._device)
+        self._since = self.watch.now()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self.gathered.append((self._since, mark(self._device)))
-            self._watch()
+            self.watch.waited(self._since)
+            # Gathered parameters are objects of their own. `_AllUsed` sees to it that all of them get a gradient.
+            self.watch.expect(p for p in self.module.parameters() if p.requires_grad)
         output = self.module(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise UserError(f"sync.name=fsdp needs a network that returns a tensor, got {type(output).__name__}")
@@ -105,15 +89,16 @@ class Fsdp(GradientSync):
                 raise self.refuse(
                     f"cannot shard a parameter without dimensions, and {name} is one", "give it the shape [1]"
                 )
-        self.model, self._world, self.loss_scale = model, world, float(world.size)
+        self.model, self._world, self.grad_divisor = model, world, float(world.size)
         # Rows of contiguous parameters are what is sharded. Convolutions follow the layout of their images all the same.
         make_contiguous(model)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
         self.network = _Gathered(model, world.device)
+        self.watch = self.network.watch
         fully_shard(self.network, mesh=init_device_mesh(world.device.type, (world.size,)))
         self.network.register_forward_pre_hook(self.network.about_to_gather, prepend=True)
-        # Between a forward and its backward pass the model has whole parameters in their place.
+        # Between a forward and its backward pass the model has full parameters in their place.
         self._sharded = list(model.parameters())
         self._gather_bytes = sum(self._padded_bytes(p) for p in model.parameters())
         self._sum_bytes = sum(self._padded_bytes(p) for p in model.parameters() if p.requires_grad)
@@ -143,12 +128,8 @@ class Fsdp(GradientSync):
             network.set_requires_gradient_sync(True)
             network.set_reshard_after_backward(True)
 
-    def finish(self, clock: StepClock) -> None:
-        for since, until in self.network.gathered:
-            clock.waited(since, until)
-        clock.grad_ready(self.network.ready)
-        clock.synced()
-        self.network.gathered, self.network.ready = [], None
+    def synchronize(self) -> None:
+        self.network.watch.clear()  # FSDP itself has waited within the forward and backward passes
         self.bytes_sent += self._gather_bytes + self._sum_bytes
 
     def _own_grads(self) -> list[torch.Tensor]:
@@ -157,14 +138,11 @@ class Fsdp(GradientSync):
     def grad_norm(self) -> torch.Tensor:
         return global_norm(self._own_grads(), self._world)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = self.grad_norm()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    def scale_gradients(self, factor: torch.Tensor) -> None:
         for grad in self._own_grads():
             grad.mul_(factor)
-        return norm
 
-    def whole(self, module: nn.Module) -> nn.Module:
+    def full_module(self, module: nn.Module) -> nn.Module:
         return self._rebuilt(module, lambda parameter: cast(DTensor, parameter).full_tensor(), lambda buffer: buffer)
 
     def duplicate(self) -> nn.Module:
@@ -194,10 +172,10 @@ class Fsdp(GradientSync):
                 place._buffers[name] = made[id(held)]
         return plain
 
-    def write(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
-        part, parts = _local(parameter), whole.chunk(self._world.size)
-        if self._world.rank < len(parts):  # a short first dimension leaves the last ranks without a part
-            part.copy_(parts[self._world.rank])
+    def write(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
+        shard, shards = _local(parameter), full.chunk(self._world.size)
+        if self._world.rank < len(shards):  # a short first dimension leaves the last ranks without a shard
+            shard.copy_(shards[self._world.rank])
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
         state = optimizer.state_dict()

@@ -1,4 +1,4 @@
-"""Horovod's interface: `import training.sync.horovod as hvd`. A face over `hooks`, not a second engine.
+"""Horovod's interface: `import training.sync.horovod as hvd`. An interface over the engine of `buckets.py`.
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters())
@@ -27,13 +27,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from training import world as worlds
-from training.clock import StepClock
 from training.data.partition import PartitionedLoader
-from training.exchange import broadcast_tree
-from training.sync.base import BuildOptimizer, GradientSync, broadcast_tensors, load_optimizer
+from training.parallel import world as worlds
+from training.parallel.exchange import all_gather_rows, broadcast_tree
+from training.parallel.world import World
+from training.sync.base import broadcast_tensors, load_optimizer
 from training.sync.horovod_optimizer import distribute
-from training.world import World
 
 
 class Op(enum.Enum):
@@ -66,17 +65,29 @@ def init(comm: Any = None, process_sets: Any = None) -> tuple[int, torch.device]
 
     Raises:
         training.contract.UserError: the launcher's variables contradict each other, or there are too few GPUs.
+        ValueError: the script's own process group takes no CPU tensors.
     """
     global _world
     if comm is not None or process_sets is not None:
         raise ValueError("only the ranks of the whole launch are there: leave out comm and process_sets")
     if _world is None and dist.is_initialized():  # by the script itself
+        if torch.device("cpu") not in dist.distributed_c10d._get_default_group()._device_types:
+            raise ValueError(
+                f"the process group has no backend for CPU tensors ({dist.get_backend_config()}), which sizes and plain "
+                "values travel as: call dist.init_process_group('cpu:gloo,cuda:nccl'), or leave it to hvd.init()"
+            )
         me = worlds.detect(os.environ)
         _world = dataclasses.replace(me, device=worlds.choose_device(me, "auto"))
     elif _world is None:
         _world = _joined.enter_context(worlds.joined())
         atexit.register(shutdown)
     return _world.rank, _world.device
+
+
+def adopt(world: World) -> None:
+    """`init` where the training loop has joined already, and leaves by itself."""
+    global _world
+    _world = world
 
 
 def shutdown() -> None:
@@ -230,15 +241,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach().contiguous()
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
-        dist.all_gather(counts, torch.tensor([len(rows)]))
-        ctx.before, ctx.own = int(sum(counts[: rank()], torch.zeros(1, dtype=torch.int64))), len(rows)
-        ctx.shape = tensor.shape
-        padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        every = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(every, padded)
-        return torch.cat([piece[: int(count)] for piece, count in zip(every, counts)])
+        every = all_gather_rows(rows)
+        ctx.before, ctx.own, ctx.shape = sum(map(len, every[: rank()])), len(rows), tensor.shape
+        return torch.cat(every)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
@@ -257,33 +262,3 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         total = allreduce(grads[0], op=Sum)
         return (total if rank() == ctx.root else torch.zeros_like(total)), None
-
-
-class Horovod(GradientSync):
-    """What a Horovod script does, as a strategy of the loop."""
-
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        global _world
-        _world = world  # the loop has joined already, and leaves by itself
-        self.model, self.loss_scale = model, float(world.size)
-        broadcast_parameters(model)
-        return model
-
-    def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        optimizer = super().make_optimizer(build)
-        self._distributed: Any = DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
-        broadcast_optimizer_state(optimizer)
-        return optimizer  # `finish` has synchronised by the time the loop steps
-
-    def zero_grad(self) -> None:
-        self._distributed._reducer.reset()
-        super().zero_grad()
-
-    def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        return self._distributed._reducer.quiet()
-
-    def finish(self, clock: StepClock) -> None:
-        clock.grad_ready()
-        self._distributed.synchronize()
-        self.bytes_sent = self._distributed._reducer.bytes_sent
-        clock.synced()

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer over the engine of `hooks`: any torch optimizer, whose `step` synchronises first.
+"""Horovod's DistributedOptimizer over our own engine (`buckets.py`): any torch optimizer, whose `step` synchronises first.
 
 Messages and types of its errors are Horovod's in meaning: a script that is wrong there is wrong here.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.data import partition
-from training.sync.hooks import Reducer
+from training.sync.buckets import Reducer
 
 
 class _Distributed:
@@ -27,7 +27,7 @@ class _Distributed:
     def __init__(self) -> None:
         self._synchronized = False
         self._should_synchronize = True
-        self._told = False
+        self._weighting_settled = False
         """Whether `set_samples` was called, or the user was warned that it was not."""
 
     def synchronize(self) -> None:
@@ -61,7 +61,7 @@ class _Distributed:
         if not total:
             raise ValueError("no rank has a sample")
         self._reducer.weight, self._reducer.scale = count / float(total), 1.0
-        self._told = True
+        self._weighting_settled = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         raise ValueError(
@@ -69,8 +69,8 @@ class _Distributed:
         )
 
     def step(self, closure: Any = None) -> Any:
-        if not self._told and partition.unequal_parts and self._reducer.size > 1:
-            self._told = True
+        if not self._weighting_settled and partition.unequal_parts and self._reducer.size > 1:
+            self._weighting_settled = True
             warnings.warn(
                 "the ranks' parts of a batch differ in size, and the mean of their mean gradients is not that of the batch: "
                 "call optimizer.set_samples(len(target)) before backward(), on all ranks",
@@ -121,7 +121,7 @@ def distribute(
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
     _Distributed.__init__(twin)
-    twin._reducer = Reducer(named, scale, passes)
+    twin._reducer = Reducer(named, scale=scale, passes=passes, error=AssertionError)
     # A script that goes on with the optimizer it gave away shall fail (a second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     return twin

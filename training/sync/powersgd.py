@@ -11,38 +11,31 @@ T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient C
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from training.clock import StepClock, mark
+from training.config.types import Number, Positive
+from training.parallel.world import World
 from training.sync.base import make_contiguous
 from training.sync.ddp import Ddp, DdpOptions
-from training.world import World
 
 
-@dataclass(kw_only=True, slots=True)
 class PowerSgdOptions(DdpOptions):
-    rank: int = 2
+    rank: Positive = 2
     """Rank of the approximation: bytes and accuracy rise with it."""
-    start: int = 100
+    start: int = Field(default=100, ge=2)
     """Steps that send whole gradients first; about a tenth of the run. At least 2."""
     error_feedback: bool = True
     """Add to the next gradient what compression left out of this one."""
     warm_start: bool = True
     """Begin each approximation with the last one."""
-    min_rate: float = 2.0
+    min_rate: Number = Field(default=2.0, ge=1)
     """Send a matrix whole where compression would save less than this factor."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.start < 2 or self.min_rate < 1:
-            raise ValueError(
-                f"rank must be at least 1, start at least 2, min_rate at least 1, got {self.rank}, {self.start}, {self.min_rate}"
-            )
 
 
 class PowerSgd(Ddp):
@@ -63,10 +56,12 @@ class PowerSgd(Ddp):
             min_compression_rate=options.min_rate, use_error_feedback=options.error_feedback,
             warm_start=options.warm_start,
         )  # fmt: skip
-        return super().wrap(model, world, example)
+        network = super().wrap(model, world, example)
+        self._step_bytes = 0  # `_compress` counts
+        return network
 
     def _warm_up(self, example: torch.Tensor) -> None:
-        weak = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the whole strategy alive
+        weak = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the strategy alive
 
         def compress(state, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its classes
             method = weak()
@@ -76,16 +71,16 @@ class PowerSgd(Ddp):
 
         self.network.register_comm_hook(self._state, compress)
         super()._warm_up(example)
-        self._state.iter = self.bytes_sent = 0  # the pass that was undone does not count
+        self._state.iter = self.bytes_sent = 0  # the pass of the warm-up does not count
 
     def _compress(self, state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         before, compresses = state.total_numel_after_compression, state.iter >= state.start_powerSGD_iter
         # torch's hook starts its second and third collective from callbacks, whose order among several buckets differs
         # by rank. So each bucket is waited for before the next one starts.
-        since, early = mark(self._device), bool(self._missing) or self.options.find_unused
+        since, incomplete = self.watch.now(), self.watch.incomplete
         done = powerSGD_hook(state, bucket).wait()
-        if early:  # the wait for the last bucket comes after the rank's own part, and is told by that
-            self._waits.append((since, mark(self._device)))
+        if incomplete:  # the wait for the last bucket comes after the last own gradient: the clock has it already
+            self.watch.waited(since)
         sent = state.total_numel_after_compression - before if compresses else bucket.buffer().numel()
         if self._world.size > 1:
             self.bytes_sent += sent * bucket.buffer().element_size()
@@ -93,13 +88,12 @@ class PowerSgd(Ddp):
         future.set_result(done[0] if isinstance(done, list) else done)
         return future
 
-    def finish(self, clock: StepClock) -> None:
-        sent = self.bytes_sent
-        super().finish(clock)
-        self.bytes_sent = sent
+    def gradients_rescaled(self, factor: float) -> None:
+        for error in self._state.error_dict.values():
+            error.mul_(factor)
 
     def abandon(self) -> None:
-        """A gradient that is not finite has spoilt what its bucket remembers: that starts over."""
+        """A gradient that is not finite has made the error and the factors of its bucket non-finite: they start over."""
         super().abandon()
         memories = (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict)
         for index in list(self._state.p_memory_dict):

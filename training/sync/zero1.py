@@ -2,7 +2,7 @@
 
 The gradients of a part are summed on its owner alone, while the backward pass still runs; the owner updates its
 parameters and sends them to the others. A ring moves as many bytes for this as for one all-reduce. The checkpoint holds
-the whole state in the layout of the plain optimizer, so it loads at any world size.
+the full state in the layout of the plain optimizer, so it loads at any world size.
 
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
 """
@@ -10,72 +10,70 @@ After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillio
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.clock import StepClock
-from training.exchange import all_gather_trees, gather_trees
+from training.parallel.exchange import all_gather_trees, gather_trees
 from training.sync.base import BuildOptimizer, global_norm, load_optimizer, nbytes
-from training.sync.flat import Bucket, Flat
+from training.sync.buckets import Bucket, Reducer
+from training.sync.flat import Flat
 
 
 class Zero1(Flat):
     capturable = False
 
-    def _groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        self._owner = _shares(params, self._world.size)
-        self._shared: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+    def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        self._owner = _assign_owners(params, self._world.size)
+        self._owned: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in params:
-            self._shared.setdefault((self._owner[parameter], parameter.dtype), []).append(parameter)
-        return list(self._shared.values())
+            self._owned.setdefault((self._owner[parameter], parameter.dtype), []).append(parameter)
+        return list(self._owned.values())
 
-    def _send(self, bucket: Bucket) -> dist.Work | None:
-        self.bytes_sent += nbytes(bucket.buffer)
-        return dist.reduce(bucket.buffer, self._owner[bucket.params[0]], async_op=True)
+    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
+        return _ToOwner(self.model.named_parameters(), buckets, self._owner)
 
-    def finish(self, clock: StepClock) -> None:
-        super().finish(clock)
+    def synchronize(self) -> None:
+        super().synchronize()
         for parameter, owner in self._owner.items():
             if owner != self._world.rank:
                 parameter.grad = None  # a partial sum, which only its owner has completed
 
     @property
     def _own_flats(self) -> list[torch.Tensor]:
-        return [flat for flat, (owner, _) in zip(self._flats, self._shared) if owner == self._world.rank]
+        return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self._world.rank]
 
     def grad_norm(self) -> torch.Tensor:
         return global_norm(self._own_flats, self._world)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = self.grad_norm()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    def scale_gradients(self, factor: torch.Tensor) -> None:
         for flat in self._own_flats:
             flat.mul_(factor)
-        return norm
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
         self._refuse_mixing(optimizer)
-        self._all = [list(group["params"]) for group in optimizer.param_groups]
+        # The parameters of all ranks; the optimizer keeps this rank's.
+        self._param_groups = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if self._owner.get(p) == self._world.rank]
-        optimizer.register_step_post_hook(lambda *_: self._share())
+        optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
         return optimizer
 
     @torch.no_grad()
-    def _share(self) -> None:
+    def _broadcast_parameters(self) -> None:
         """Every owner sends its parameters to the others."""
         if self._world.size == 1:
             return
-        flying = []
-        for (owner, _), params in self._shared.items():
+        broadcasts = []
+        for (owner, _), params in self._owned.items():
             flat = torch.cat([p.detach().reshape(-1) for p in params])
-            flying.append((dist.broadcast(flat, owner, async_op=True), flat, owner, params))
+            broadcasts.append((dist.broadcast(flat, owner, async_op=True), flat, owner, params))
             self.bytes_sent += nbytes(flat)
-        for work, flat, owner, params in flying:
+        for work, flat, owner, params in broadcasts:
             if work is not None:
                 work.wait()
             if owner != self._world.rank:
@@ -85,24 +83,31 @@ class Zero1(Flat):
     def _numbered(self) -> list[list[int]]:
         """The numbers that the plain optimizer's `state_dict` gives to the parameters of each group."""
         counter = itertools.count()
-        return [[next(counter) for _ in group] for group in self._all]
+        return [[next(counter) for _ in group] for group in self._param_groups]
+
+    def optimized(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:  # noqa: ARG002
+        return self._param_groups
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
-        number = {p: n for params, numbers in zip(self._all, self._numbered()) for p, n in zip(params, numbers)}
+        number = {
+            p: n for params, numbers in zip(self._param_groups, self._numbered()) for p, n in zip(params, numbers)
+        }
         own = {number[p]: state for p, state in optimizer.state.items()}
         parts = all_gather_trees(own, self._world) if everywhere else gather_trees(own, self._world)
         if parts is None:
             return None
         groups = optimizer.state_dict()["param_groups"]
-        whole = [{**group, "params": numbers} for group, numbers in zip(groups, self._numbered())]
+        full = [{**group, "params": numbers} for group, numbers in zip(groups, self._numbered())]
         state = {n: entry for part in parts for n, entry in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": whole}
+        return {"state": dict(sorted(state.items())), "param_groups": full}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         groups = []
-        if len(self._all) != len(state["param_groups"]):
-            raise ValueError(f"the optimizer has {len(self._all)} groups, the checkpoint {len(state['param_groups'])}")
-        for group, params in zip(state["param_groups"], self._all):
+        if len(self._param_groups) != len(state["param_groups"]):
+            raise ValueError(
+                f"the optimizer has {len(self._param_groups)} groups, the checkpoint {len(state['param_groups'])}"
+            )
+        for group, params in zip(state["param_groups"], self._param_groups):
             own = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self._world.rank]
             groups.append({**group, "params": own})
         kept = {n for group in groups for n in group["params"]}
@@ -110,7 +115,23 @@ class Zero1(Flat):
         load_optimizer(optimizer, {"state": entries, "param_groups": groups})
 
 
-def _shares(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
+class _ToOwner(Reducer):
+    """Sums each bucket on the rank that owns its parameters; the others are left with a partial sum."""
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket], owner: dict[nn.Parameter, int]
+    ) -> None:  # fmt: skip
+        super().__init__(named, buckets)
+        self._owner = owner
+
+    def send(self, bucket: Bucket) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        self.bytes_sent += nbytes(bucket.payload)
+        return dist.reduce(bucket.payload, self._owner[bucket.params[0]], async_op=True)
+
+
+def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
     """Parameter → owner. Each rank owns a contiguous stretch, so that the first stretch is complete early in backward."""
     total, before, owner = sum(p.numel() for p in params), 0, {}
     for parameter in params:

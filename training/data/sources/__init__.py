@@ -10,7 +10,7 @@ from typing import Any
 
 import filelock
 
-from training import settings
+from training.config import settings
 from training.contract import UserError
 from training.data.sources.cifar10 import cifar10
 from training.data.sources.cifar10 import files_of as cifar10_files

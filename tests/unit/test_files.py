@@ -1,0 +1,60 @@
+"""One way to put a file or a folder in the place of another: the old one or the new one, and nothing beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training import files
+from training.parallel.memory import resident_bytes
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_block_s_file_takes_the_place_when_it_ends(durable: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with files.replacing(path, durable) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old" and temporary.parent == tmp_path
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
+def test_where_the_block_raises_all_is_as_it_was(error: type[BaseException], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def half() -> None:
+        with files.replacing(path) as temporary:
+            if kind == "file":
+                temporary.write_text("half")
+            elif kind == "folder":
+                temporary.mkdir()
+                (temporary / "x").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        half()
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_put_where_there_is_none_and_not_upon_files(tmp_path: Path) -> None:
+    path = tmp_path / "shards"
+
+    def put(text: str) -> None:
+        with files.replacing(path, durable=False) as temporary:
+            temporary.mkdir()
+            (temporary / "x").write_text(text)
+
+    put("one")
+    with pytest.raises(OSError, match="not empty"):
+        put("two")
+    assert (path / "x").read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
+def test_resident_memory_is_what_the_kernel_says() -> None:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    found = resident_bytes()
+    assert found is not None and abs(found - (int(line.split()[1]) << 10)) < 32 << 20

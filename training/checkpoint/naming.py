@@ -1,0 +1,76 @@
+"""The optimizer's state by the names of the parameters, as a checkpoint holds it; torch numbers them.
+
+torch:    {"state": {0: {"momentum_buffer": …}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+by name:  {"state": {"conv1.weight": {"momentum_buffer": …}}, "own": {}, "param_groups": [{"lr": 0.1, "params": ["conv1.weight", …]}]}
+
+`own` has what some optimizers keep for themselves, beside their parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """A whole `state_dict` of an optimizer by names.
+
+    Args:
+        names: those of the parameters of each group.
+    """
+    of = {
+        number: name for group, own in zip(state["param_groups"], names) for number, name in zip(group["params"], own)
+    }
+    return {
+        **state,
+        "state": {of[key]: kept for key, kept in state["state"].items() if key in of},
+        "own": {key: kept for key, kept in state["state"].items() if key not in of},
+        "param_groups": [{**group, "params": own} for group, own in zip(state["param_groups"], names)],
+    }
+
+
+def by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """The inverse of `by_name`, for an optimizer whose groups have `names`. A state of format 1 has numbers already.
+
+    Raises:
+        ValueError: the groups are not those of this optimizer.
+    """
+    groups = saved["param_groups"]
+    if "own" not in saved:
+        return saved
+    if not isinstance(groups, list) or len(groups) != len(names):
+        raise ValueError(f"the optimizer has {len(names)} groups of parameters, the checkpoint others")
+    number: dict[str, int] = {}
+    for position, (group, own) in enumerate(zip(groups, names)):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise ValueError(f"the optimizer's group {position} has no list of its parameters")
+        if sorted(params) != sorted(own):
+            different = sorted(set(params) ^ set(own)) or sorted(params)
+            raise ValueError(f"{different[0]} is in group {position} of only one: the optimizer, or the checkpoint")
+        for name in own:
+            number[name] = len(number)
+    rest = {key: value for key, value in saved.items() if key != "own"}
+    unknown = [name for name in saved["state"] if name not in number]
+    if unknown:
+        raise ValueError(f"the optimizer has no parameter {unknown[0]}")
+    return {
+        **rest,
+        "state": {**{number[name]: kept for name, kept in saved["state"].items()}, **saved["own"]},
+        "param_groups": [{**group, "params": [number[n] for n in own]} for group, own in zip(groups, names)],
+    }
+
+
+def in_groups(groups: list[list[torch.Tensor]], model: nn.Module) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group] for group in groups]
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that several modules share, and the name that each of these is kept under."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

@@ -1,0 +1,121 @@
+"""When the loop saves, and what becomes of it. All ranks call the same methods at the same boundaries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import torch
+import torch.distributed as dist
+
+from training.checkpoint.state import gather
+from training.checkpoint.store import SaveResult, Writer
+from training.run.prepare import Prepared
+
+LOOK_SECONDS = 0.25
+"""Between two looks whether it is time to leave, while a save is waited for."""
+
+
+class _NoAnswer(Exception):
+    """A save has not ended in time. A network disk's own `TimeoutError` is an answer: the save has failed."""
+
+
+class Saver:
+    """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
+
+    Args:
+        asked_to_leave: when this rank was asked to (`time.monotonic`), None: it was not. From then on a disk that does not
+            answer is waited for no longer than the grace.
+    """
+
+    def __init__(self, prepared: Prepared, asked_to_leave: Callable[[], float | None] = lambda: None) -> None:
+        self._asked_to_leave = asked_to_leave
+        self._leaving_since: float | None = None
+        settings = prepared.config.checkpoint
+        self.p, self.settings, self._grace = prepared, settings, prepared.config.preempt.grace_seconds
+        self.failures = 0
+        self._writer = None
+        if prepared.run is not None:
+            self._writer = Writer(prepared.run.checkpoints, settings.keep, settings.keep_best)
+        self._future: Future[SaveResult] | None = None
+        self._last_step = prepared.steps_done
+        self._last_time = time.monotonic()
+        self._last_failed = self._hangs = False
+
+    def due_by_step(self) -> bool:
+        """Whether the step count asks for a save at this boundary: the same on every rank."""
+        every, steps = self.settings.every_steps, self.p.steps_done
+        return bool(every) and steps % every == 0 and steps > self._last_step
+
+    @property
+    def steps_since(self) -> int:
+        """Steps since the last save, the same on every rank."""
+        return self.p.steps_done - self._last_step
+
+    def due_by_time(self) -> bool:
+        """Whether this rank's clock asks for one: a wish, which the ranks agree on first."""
+        every = self.settings.every_seconds
+        return bool(every) and self.p.world.leader and time.monotonic() - self._last_time >= every
+
+    def save(self, score: float | None = None) -> None:
+        """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
+        self.p.state.clock.settle()
+        began = time.perf_counter()
+        self._reap()
+        gathered = gather(self.p.state, everywhere=self.settings.write == "node")
+        self._last_step, self._last_time = self.p.steps_done, time.monotonic()
+        if self._writer is not None and gathered is not None and not self._hangs:  # else it would wait behind that one
+            self._future = self._writer.save(self.p.steps_done, gathered, score)
+            self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(time.perf_counter() - began, 6))
+
+    def leaving(self) -> None:
+        """The ranks have agreed to leave: every wait from here on ends with the grace."""
+        self._leaving_since = self._leaving_since or time.monotonic()
+
+    def durable(self) -> bool:
+        """Waits for the last save; whether it is on the disk everywhere it should be. Collective."""
+        self._reap()
+        ok = torch.tensor(int(not self._last_failed))
+        dist.all_reduce(ok, dist.ReduceOp.MIN)
+        return bool(ok)
+
+    def _result(self, future: Future[SaveResult]) -> SaveResult:
+        """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
+        while True:
+            asked = [since for since in (self._asked_to_leave(), self._leaving_since) if since is not None]
+            left = min(asked) + self._grace - time.monotonic() if asked else LOOK_SECONDS
+            wait([future], max(0.0, min(left, LOOK_SECONDS)))
+            if future.done():
+                return future.result()
+            if left <= LOOK_SECONDS and asked:
+                raise _NoAnswer(f"the disk did not answer within the grace of {self._grace:g} s")
+
+    def _reap(self) -> None:
+        """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
+        if self._future is None:
+            return
+        try:
+            result = self._result(self._future)
+        except (OSError, _NoAnswer) as error:
+            self._hangs = isinstance(error, _NoAnswer)
+            self.p.metrics.checkpoint_failed("timeout" if self._hangs else "disk")
+            self.failures += 1
+            self._last_failed = True
+            self.p.event("checkpoint_failed", reason=str(error), failures=self.failures)
+            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {error}")
+        else:
+            self._last_failed = self._hangs = False
+            self.p.metrics.checkpoint_written(result.seconds)
+            self.p.event(
+                "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
+            )
+        self._future = None
+
+    def close(self) -> None:
+        """Sees the last save end, unless its time was over before: that one leaves a file that the next start removes."""
+        if self._writer is not None:
+            self._reap()
+            if not self._hangs:
+                self._writer.wait()
+            self._writer.close(wait=not self._hangs)

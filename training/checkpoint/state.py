@@ -1,0 +1,327 @@
+"""All that a checkpoint holds, and how it is gathered from the ranks and given back to them.
+
+A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "sync"}, …]}`: parameters, optimizer
+and cursor are the same on all ranks; batch statistics, generators and a strategy's own state are not. Parameters, and what
+the optimizer keeps for them, go by name; a parameter that several modules share is there once, `aliases` has its other names.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.checkpoint import naming
+from training.contract import UserError
+from training.observe.clock import StepClock
+from training.optim.ema import Ema
+from training.optim.loss_scaler import LossScaler, is_state
+from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees
+from training.parallel.world import World
+from training.sync.base import GradientSync
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where the run stands: `step` steps of epoch `epoch` are done. Two integers are all a resume needs."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass(slots=True)
+class TrainState:
+    world: World
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sync: GradientSync
+    ema: Ema | None
+    cursor: Cursor
+    clock: StepClock
+    losses: torch.Tensor
+    """float64 [2]: the sum of this rank's losses in the current epoch, and the number of samples in it."""
+    history: dict[str, Any]
+    """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
+    scaler: LossScaler | None = None
+    """Where the precision needs one."""
+
+
+def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
+    """The whole state on rank 0, None elsewhere; with `everywhere`, on all ranks. Collective.
+
+    Its tensors are the live ones: copy them before the next step.
+    """
+    own: dict[str, Any] = {
+        "rng": {"python": random.getstate(), "torch": torch.get_rng_state()},
+        "buffers": dict(state.model.named_buffers()),
+        "average_buffers": dict(state.ema.average.named_buffers()) if state.ema else {},
+        "losses": state.losses,
+        "sync": state.sync.state_dict(),
+    }
+    if state.world.device.type == "cuda":
+        own["rng"]["cuda"] = torch.cuda.get_rng_state(state.world.device)
+    ranks = all_gather_trees(own, state.world) if everywhere else gather_trees(own, state.world)
+    model = dict(state.sync.full_module(state.model).named_parameters())
+    average = dict(state.sync.full_module(state.ema.average).named_parameters()) if state.ema else {}
+    optimizer = state.sync.optimizer_state(state.optimizer, everywhere)
+    if ranks is None or optimizer is None:
+        return None
+    shared = {
+        "model": model,
+        "average": average,
+        "aliases": naming.aliases(state.model),
+        "optimizer": naming.by_name(optimizer, _names(state)),
+        "cursor": [state.cursor.epoch, state.cursor.step],
+        "trained_seconds": state.clock.trained,
+        "history": state.history,
+    }
+    if state.scaler is not None:
+        shared["loss_scale"] = state.scaler.state_dict()
+    return {"shared": shared, "ranks": ranks}
+
+
+def _names(state: TrainState) -> list[list[str]]:
+    """Of the parameters in each of the optimizer's groups."""
+    return naming.in_groups(state.sync.optimized(state.optimizer), state.model)
+
+
+def checked(gathered: Any) -> dict[str, Any]:
+    """A gathered state that was read from a file, where it has the structure that `gather` gives.
+
+    A checksum holds what was written, whoever wrote it. Not looked at here: the settings of the optimizer's groups,
+    which `scatter` compares with those of the optimizer at hand, and what the strategy keeps, which is the strategy's.
+
+    Raises:
+        ValueError: names the first place that is otherwise.
+    """
+    _expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
+    shared, ranks = gathered["shared"], gathered["ranks"]
+    names = {"model", "average", "optimizer", "cursor", "trained_seconds", "history"}
+    _expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
+    _expect(_are_tensors(shared["model"]) and bool(shared["model"]), "model")
+    _expect(_are_tensors(shared["average"]), "average")
+    aliases = shared.get("aliases", {})  # format 1 has none
+    known = isinstance(aliases, dict) and all(isinstance(name, str) for pair in aliases.items() for name in pair)
+    _expect(known and all(name in shared["model"] for name in aliases.values()), "aliases")
+    _expect(not shared["average"] or shared["average"].keys() == shared["model"].keys(), "average")
+    _check_optimizer(shared["optimizer"], {tensor.shape for tensor in shared["model"].values()})
+    cursor = shared["cursor"]
+    _expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
+    seconds = shared["trained_seconds"]
+    _expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
+    _check_history(shared["history"])
+    _expect("loss_scale" not in shared or is_state(shared["loss_scale"]), "loss_scale")
+    _expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
+    for number, rank in enumerate(ranks):
+        _check_rank(rank, ranks[0], f"rank {number}")
+    return dict(gathered)
+
+
+def _expect(found: bool, place: str) -> None:
+    if not found:
+        raise ValueError(f"its {place} is not what a run saves")
+
+
+def _are_tensors(value: Any) -> bool:
+    """Whether it is a mapping of names to tensors."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+    )
+
+
+def _check_optimizer(optimizer: Any, shapes: set[torch.Size]) -> None:
+    """`shapes` are those of the parameters."""
+    _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
+    _expect(isinstance(optimizer["state"], dict), "optimizer's state")
+    _expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
+    own = optimizer.get("own", {})
+    _expect(isinstance(own, dict) and all(type(key) in (int, str) for key in own), "optimizer's own state")
+    kinds: dict[Any, bool] = {}
+    for kept in [*optimizer["state"].values(), *own.values()]:
+        values = list(kept.values()) if isinstance(kept, dict) else [kept]  # a count of the optimizer's own
+        _expect(all(_moment(value, shapes) for value in values), "optimizer's state")
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            is_tensor = isinstance(value, torch.Tensor)
+            _expect(value is None or kinds.setdefault(name, is_tensor) == is_tensor, f"optimizer's {name}")
+
+
+def _check_history(history: Any) -> None:
+    _expect(
+        isinstance(history, dict) and all(_count(v) or name == "class_accuracy" for name, v in history.items()),
+        "history",
+    )
+    by_class = history.get("class_accuracy")
+    by_class = {} if by_class is None else by_class  # what it may be instead need not have a truth
+    _expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
+
+
+def _check_rank(rank: Any, first: Any, place: str) -> None:
+    """`first` is rank 0's part, which the buffers of all others are like."""
+    _expect(isinstance(rank, dict) and {"rng", "buffers", "average_buffers", "losses", "sync"} <= rank.keys(), place)
+    for name in ("buffers", "average_buffers"):
+        own, like = rank[name], first[name]
+        _expect(_are_tensors(own) and own.keys() == like.keys(), f"{place}, {name}")
+        alike = all(t.shape == like[key].shape and t.dtype == like[key].dtype for key, t in own.items())
+        _expect(alike, f"{place}, {name}")
+    losses = rank["losses"]
+    _expect(
+        isinstance(losses, torch.Tensor) and losses.dtype == torch.float64 and losses.shape == (2,),
+        f"{place}, losses",
+    )
+    try:
+        random.Random().setstate(rank["rng"]["python"])  # noqa: S311 - the training's own generator, no secret
+        torch.Generator().set_state(rank["rng"]["torch"])
+    except Exception:  # noqa: BLE001 - either raises nearly anything for what is no state of its own
+        _expect(False, f"{place}, rng")
+
+
+def _moment(value: Any, shapes: set[torch.Size]) -> bool:
+    """Whether an optimizer may keep it for a parameter: as large as one, or a number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 or value.shape in shapes
+    return _count(value)
+
+
+_MAY_BE_NULL = ("foreach", "fused")
+"""Settings of torch's optimizers that are true, false or left to torch; any other switch is on or off."""
+
+
+def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The saved groups of parameters; a setting that an older version did not save is that of `optimizer`.
+
+    Raises:
+        ValueError: another number of groups, or a setting of another kind.
+    """
+    live = optimizer.state_dict()["param_groups"]
+    if not isinstance(saved, list) or len(saved) != len(live):
+        raise ValueError(f"the optimizer has {len(live)} groups of parameters, the checkpoint others")
+    for number, (old, new) in enumerate(zip(saved, live)):
+        if (
+            not isinstance(old, dict)
+            or not isinstance(old.get("params"), list)
+            or any(type(index) is not int for index in old["params"])
+        ):
+            raise ValueError(f"the optimizer's group {number} has no list of its parameters")
+        for name in new.keys() & old.keys() - {"params"}:
+            empty = old[name] is None and new[name] is not None and name not in _MAY_BE_NULL
+            if empty or _kind(old[name]) != _kind(new[name]):
+                raise ValueError(f"{name} of the optimizer's group {number} is not what this optimizer saves")
+    return [{**new, **old} for old, new in zip(saved, live)]
+
+
+def _kind(value: Any) -> Any:
+    """Numbers are one kind; so are switches, which may be null; lists go by what they hold."""
+    if isinstance(value, (list, tuple)):
+        return [_kind(inner) for inner in value]
+    if value is None or isinstance(value, bool):
+        return "switch"
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return "number" if one or isinstance(value, (int, float)) else type(value)
+
+
+def _count(value: Any) -> bool:
+    """Whether it is a number that a run keeps, or None. A loss may be NaN or infinite: a run that ignores that goes on."""
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
+
+
+def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
+    """Gives every rank its part of the gathered state that rank `source` read. Collective.
+
+    At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
+    their fresh values, and a strategy makes of the saved ranks' states what it can (`load_resized`).
+
+    Raises:
+        UserError: the world size differs from the saved one, and the run is not `resizable`.
+    """
+    gathered = broadcast_tree(gathered, state.world, source)
+    assert gathered is not None
+    shared, ranks = gathered["shared"], gathered["ranks"]
+    if len(ranks) != state.world.size and not resizable:
+        raise UserError(
+            f"the run was saved by {len(ranks)} ranks, and with shuffle=shard each keeps its own files: "
+            f"resume it on {len(ranks)} ranks, not {state.world.size}"
+        )
+    _copy(shared["model"], dict(state.model.named_parameters()), state.sync.write)
+    saved = naming.by_number(shared["optimizer"], _names(state))
+    groups = _whole_groups(saved["param_groups"], state.optimizer)
+    state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
+    state.cursor.epoch, state.cursor.step = shared["cursor"]
+    state.clock.trained = shared["trained_seconds"]
+    state.history.update(shared["history"])
+    if state.scaler is not None and "loss_scale" in shared:  # older versions had none
+        state.scaler.load_state_dict(shared["loss_scale"])
+    if state.ema:
+        _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.write)
+    if len(ranks) == state.world.size:
+        own = ranks[state.world.rank]
+        random.setstate(own["rng"]["python"])
+        torch.set_rng_state(own["rng"]["torch"])
+        if "cuda" in own["rng"] and state.world.device.type == "cuda":
+            torch.cuda.set_rng_state(own["rng"]["cuda"], state.world.device)
+        buffers, average_buffers = own["buffers"], own["average_buffers"]
+        state.losses.copy_(own["losses"])
+        state.sync.load_state_dict(own["sync"])
+    else:
+        state.losses.copy_(sum(rank["losses"] for rank in ranks) if state.world.leader else torch.zeros(2))
+        buffers = mean_of([rank["buffers"] for rank in ranks])
+        average_buffers = mean_of([rank["average_buffers"] for rank in ranks])
+        state.sync.load_resized([rank["sync"] for rank in ranks])
+    _copy(buffers, dict(state.model.named_buffers()))
+    if state.ema:
+        _copy(average_buffers, dict(state.ema.average.named_buffers()))
+
+
+def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights that evaluation used: the average where there is one, with batch statistics averaged over the ranks.
+
+    A parameter of several modules is there under all its names, as in a `state_dict`.
+    """
+    shared, ranks = gathered["shared"], gathered["ranks"]
+    weights, buffers = ("average", "average_buffers") if shared["average"] else ("model", "buffers")
+    found = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
+    return {**found, **{alias: found[name] for alias, name in shared.get("aliases", {}).items()}}
+
+
+def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of floating-point buffers by name; of others (counters), rank 0's."""
+    means = {}
+    for name, first in buffers[0].items():
+        if first.is_floating_point():
+            means[name] = torch.stack([rank[name].double() for rank in buffers]).mean(0).to(first.dtype)
+        else:
+            means[name] = first
+    return means
+
+
+@torch.no_grad()
+def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    """Copies of the model's buffers, averaged over the ranks in one collective. The model keeps its own."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+    if world.size > 1 and floating:
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in floating])
+        dist.all_reduce(flat)
+        flat /= world.size
+        for buffer, piece in zip(floating, flat.split([buffer.numel() for buffer in floating])):
+            buffer.copy_(piece.view(buffer.shape))
+    return buffers
+
+
+@torch.no_grad()
+def _copy(
+    saved: dict[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+) -> None:
+    if saved.keys() != targets.keys():
+        different = sorted(saved.keys() ^ targets.keys())
+        raise ValueError(f"the checkpoint is of another model: {different[0]} is in only one of the two")
+    for name, target in targets.items():
+        if saved[name].shape != target.shape:
+            raise ValueError(f"the checkpoint has {name} of shape {list(saved[name].shape)}, not {list(target.shape)}")
+        write(target, saved[name])

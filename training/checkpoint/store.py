@@ -1,0 +1,282 @@
+"""Checkpoints that are complete, verified and never half there. Knows nothing of ranks.
+
+    checkpoints/step-00000100/state.safetensors      every tensor, under the names of `layout`: `model/conv1.weight`, …
+    checkpoints/step-00000100/state.json             the plain values around them
+    checkpoints/step-00000100/manifest.json          format, step, score; size and sha256 of both; written last
+
+A save copies the state into a buffer that is allocated once, and a thread writes it: temporary directory → fsync of
+each file → manifest → rename → fsync of the parent. Older checkpoints are removed only after the new one was read back
+and verified. There is no pickle: a tensor file is safetensors, the rest is JSON.
+
+The safetensors library reads the file and holds its structure. It does not write it: it would hash nothing meanwhile and
+force nothing to the disk, and what it writes would have to be read once more for its sha256 (benchmarks/checkpoint.py).
+
+Format 2 has names where format 1, which is still read, numbered the tensors and the optimizer's parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from training import files, manifest
+from training.checkpoint import layout
+from training.contract import UserError, checkpoint_name
+from training.parallel.exchange import DTYPE_NAMES, split
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = "state.safetensors"
+MAX_STATE_BYTES = 64 << 20
+"""Of `STATE`: 7 kB a rank for its generator's state, and 100 bytes a buffer, so 8,000 ranks of a small network."""
+MAX_HEADER_BYTES = 100_000_000
+"""Of `TENSORS`, by the safetensors library: about a million tensors."""
+FORMAT = 2
+_READ = (1, 2)
+"""Formats that are read."""
+_NAME = re.compile(r"step-(\d{8,12})")
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint that must not be used. The message names the file and what is wrong with it."""
+
+
+def candidates(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, verified or not. Raises `OSError` where it cannot be read."""
+    try:
+        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
+    manifest_path = path / MANIFEST
+
+    def check(value: Any) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
+        if value.pop("sha256") != manifest.seal(value):
+            raise ValueError("it does not have its own sha256")
+        if type(value["format"]) is not int or value["format"] not in _READ:
+            raise ValueError(f"it is of format {value['format']!r}, and this version reads {_READ}")
+        entries = value["files"]
+        if set(entries) != {STATE, TENSORS} or value["step"] != step_of(path):
+            raise ValueError("it is of other files or of another step")
+        return value, {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+
+    try:
+        found, expected = manifest.read(manifest_path, 1 << 20, check)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{manifest_path}: {error.strerror}") from None
+    except manifest.Malformed as error:
+        raise CorruptCheckpoint(f"{manifest_path} is malformed: {error}") from None
+    for name, (size, sha256) in expected.items():
+        try:
+            different = manifest.difference(path / name, sha256, size)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from None
+        if different:
+            raise CorruptCheckpoint(f"{path / name} {different}")
+    return found
+
+
+def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: None) -> Path | None:
+    """The newest checkpoint whose every byte verifies; each bad one that is newer is reported through `warn`.
+
+    Returns None where there is no checkpoint at all.
+
+    Raises:
+        UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
+    """
+    try:
+        found = candidates(directory)
+    except OSError as error:
+        raise UserError(f"cannot read {directory}: {error.strerror}") from None
+    for path in found:
+        try:
+            verify(path)
+        except CorruptCheckpoint as error:
+            warn(f"checkpoint is corrupt and not used: {error}")
+        else:
+            return path
+    if found:
+        raise UserError(
+            f"none of the {len(found)} checkpoints in {directory} verifies: restore one from a backup, "
+            "or start over in another run directory"
+        )
+    return None
+
+
+def load(path: Path) -> Any:
+    """The state tree of a checkpoint, tensors on the CPU. Verify it first. Raises `CorruptCheckpoint`."""
+    try:
+        plain = json.loads(files.read(path / STATE, MAX_STATE_BYTES))
+        with safetensors.safe_open(path / TENSORS, framework="pt") as file:
+            return layout.join(plain, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it has no other way
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from None
+
+
+@dataclass(slots=True)
+class SaveResult:
+    path: Path
+    seconds: float
+    bytes: int
+
+
+class Writer:
+    """Saves checkpoints of one run in the background, one at a time, and prunes old ones.
+
+    Args:
+        directory: the run's `checkpoints/`.
+        keep: newest checkpoints to keep.
+        keep_best: also keep the one with the highest `score`.
+    """
+
+    def __init__(self, directory: Path, keep: int, keep_best: bool) -> None:
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self._buffers: list[torch.Tensor] = []
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[SaveResult] | None = None
+
+    def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
+        """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
+
+        The future holds an `OSError` where the disk refused.
+        """
+        self.wait()
+        plain, tensors = split(state)
+        self._snapshot(tensors)
+        self._pending = self._executor.submit(self._write, step, plain, list(self._buffers), score)
+        return self._pending
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Does not raise: the future does."""
+        if self._pending is not None:
+            with contextlib.suppress(Exception):
+                self._pending.result()
+
+    def close(self, wait: bool = True) -> None:
+        """Ends the thread; without `wait` also where the disk never answers."""
+        self._executor.shutdown(wait, cancel_futures=not wait)
+
+    def _snapshot(self, tensors: list[torch.Tensor]) -> None:
+        same = len(tensors) == len(self._buffers) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(tensors, self._buffers)
+        )
+        if not same:
+            pinned = torch.cuda.is_available()
+            self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in tensors]
+        for buffer, tensor in zip(self._buffers, tensors):
+            buffer.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+
+    def _write(self, step: int, plain: Any, tensors: list[torch.Tensor], score: float | None) -> SaveResult:
+        began = time.perf_counter()
+        final = self.directory / checkpoint_name(step)
+        replaced = self.directory / f".replaced-{final.name}.{os.getpid()}"
+        try:
+            with files.replacing(final) as staging:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                plain, names = layout.named(plain)
+                text = _readable(json.dumps(plain).encode(), MAX_STATE_BYTES, STATE)
+                entries = {
+                    STATE: manifest.write_file(staging / STATE, [text]),
+                    TENSORS: manifest.write_file(staging / TENSORS, _safetensors(dict(zip(names, tensors)))),
+                }
+                if score is None and final.exists():
+                    score = _score(final)  # the same step, saved again: its score still holds
+                about: dict[str, Any] = {"format": FORMAT, "step": step, "score": score, "files": entries}
+                about["sha256"] = manifest.seal(about)
+                files.write_durable(staging / MANIFEST, manifest.text(about))
+                files.fsync_directory(staging)
+                if final.exists():  # the same step once more: a signal after a resume, or a corrupt one of earlier
+                    files.rename(final, replaced)
+            files.fsync_directory(self.directory)
+        finally:
+            clean(self.directory)
+        self._prune(final)
+        return SaveResult(final, time.perf_counter() - began, sum(entry["bytes"] for entry in entries.values()))
+
+    def _prune(self, newest: Path) -> None:
+        try:
+            verify(newest)
+        except CorruptCheckpoint as error:
+            raise OSError(f"a checkpoint that was just written does not verify: {error}") from None
+        found = candidates(self.directory)
+        kept = set(found[: self.keep])
+        if self.keep_best:
+            scores = {path: score for path in found if (score := _score(path)) is not None}
+            if scores:
+                kept.add(max(scores, key=lambda path: (scores[path], step_of(path))))
+        for path in found:
+            if path not in kept and path != newest:
+                # Renamed first: a crash while its files go must not leave a candidate that is half there.
+                with contextlib.suppress(OSError):
+                    files.rename(path, path.with_name(f".old-{path.name}.{os.getpid()}"))
+                shutil.rmtree(path.with_name(f".old-{path.name}.{os.getpid()}"), ignore_errors=True)
+
+
+def clean(directory: Path) -> None:
+    """Removes what a killed save or removal left behind, and brings back a checkpoint whose replacement did not come."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            found = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.\d+", path.name)
+            if found and found[1] == "replaced-" and not (directory / found[2]).exists():
+                files.rename(path, directory / found[2])
+            elif found:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _score(path: Path) -> float | None:
+    about = files.read_json(path / MANIFEST, 1 << 20)
+    score = about.get("score") if isinstance(about, dict) else None
+    return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
+
+
+def _readable(text: bytes, limit: int, what: str) -> bytes:
+    """`text`, where it is no larger than what is read back. Raises `OSError`, as a disk that refuses."""
+    if len(text) > limit:
+        raise OSError(errno.EFBIG, f"{what} would have {len(text)} bytes, and at most {limit} are read")
+    return text
+
+
+def _safetensors(tensors: dict[str, torch.Tensor]) -> list[Any]:
+    """The byte pieces of a safetensors file (header, then the data of each tensor), without another copy.
+
+    The largest elements come first, so that each tensor lies at a multiple of the size of its elements.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, pieces = 0, []
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size],
+        }  # fmt: skip
+        at += size
+        pieces.append(tensor.reshape(-1).view(torch.uint8).numpy())
+    text = json.dumps(header).encode()
+    text = _readable(text + b" " * (-len(text) % 8), MAX_HEADER_BYTES, f"the header of {TENSORS}")
+    return [len(text).to_bytes(8, "little") + text, *pieces]

@@ -1,0 +1,112 @@
+"""Plain weight files: `training export` writes them, `init_from` and `training evaluate FILE` read them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import nn
+
+from training import files, models
+from training.checkpoint import store
+from training.checkpoint.state import checked, evaluated_weights
+from training.contract import UserError
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """A state dict. Only tensors are read, no code, and no file takes more memory than it has bytes.
+
+    Raises:
+        UserError: the file is missing, or holds anything but named tensors.
+    """
+    try:
+        with files.regular(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that are refused a line later
+            _refuse_packed(file, path)
+            value = torch.load(file, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # noqa: BLE001 - a hostile file makes torch's parser raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path} is no file of plain weights: {reason}") from None
+    named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
+    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+        raise UserError(f"{path} holds no state dict: expected names and tensors, as `training export` writes them")
+    return dict(value)
+
+
+def _refuse_packed(file: BinaryIO, path: Path) -> None:
+    """torch writes its archives unpacked; a packed one of a megabyte can fill the memory. Raises `UserError`."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > os.fstat(file.fileno()).st_size:
+            raise UserError(
+                f"{path} is packed, and holds {size} bytes unpacked: save it with torch.save, which does not pack"
+            )
+    file.seek(0)
+
+
+def load_into(model: nn.Module, path: Path) -> None:
+    """Copies a weight file into a model. Raises `UserError` that names the first weight that does not match."""
+    assign(model, read(path), path)
+
+
+def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Copies weights into a model; a leading `module.` (of DDP) is dropped, and the one of `models.PREFIXES` added, where
+    the names fit only so.
+
+    Raises:
+        UserError: names the first weight that does not match. `path` is where they came from.
+    """
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    for prefix in models.PREFIXES.values():
+        if own.keys() == {prefix + name for name in weights}:
+            weights = {prefix + name: tensor for name, tensor in weights.items()}
+    for name in sorted(own.keys() ^ weights.keys()):
+        where = "is missing" if name in own else "is unknown to the model"
+        raise UserError(f"{path}: {name} {where}")
+    for name, tensor in own.items():
+        if weights[name].shape != tensor.shape:
+            raise UserError(f"{path}: {name} has shape {list(weights[name].shape)}, the model {list(tensor.shape)}")
+    model.load_state_dict(weights)
+
+
+def from_run(run_dir: Path, warn: Callable[[str], None] = print) -> tuple[dict[str, torch.Tensor], int]:
+    """(the weights that evaluation used, their step) of a run's newest verified checkpoint. Raises `UserError`."""
+    path = store.newest_verified(run_dir / "checkpoints", warn)
+    if path is None:
+        raise UserError(f"{run_dir} has no checkpoint yet")
+    try:
+        return evaluated_weights(checked(store.load(path))), store.step_of(path)
+    except (store.CorruptCheckpoint, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def published(weights: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:
+    """The weights of a model of ours under the names that the published one has: torchvision's, for `resnet18`."""
+    prefix = models.PREFIXES.get(model, "")
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+def write(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a plain state dict: whole, or not at all. Raises `UserError` where the file exists or cannot be written."""
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already: choose another file, or remove it")
+    try:
+        with files.replacing(path) as temporary, temporary.open("xb") as file:
+            torch.save({name: tensor.clone() for name, tensor in weights.items()}, file)
+            file.flush()
+            files.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot write {path}: {reason}") from None

@@ -1,0 +1,62 @@
+"""The commands of `python -m training`, which `lockstep` has too, and how they read their words. Imports no torch.
+
+Usage errors are one line, like every other error that a person can mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+from training.contract import ENV_PROGRAM, UserError
+
+PROGRAM = os.environ.get(ENV_PROGRAM, "python -m training")
+COMMANDS = {
+    "run": "train a recipe, or resume it",
+    "shard": "preprocess a data set once into shard files",
+    "evaluate": "score a run, or a file of weights, on the test split",
+    "export": "write a run's weights as a plain file",
+    "report": "show one or several runs as one HTML file",
+    "settings": "list every setting with its meaning and default, or a recipe's",
+    "launch": "start the ranks of a node and see them end",
+    "collectives": "a matrix product shared out by rows and by reduction",
+    "toy": "model parallel with data parallel, on the tutorial's toy model and on a 2-D mesh",
+    "bench": "where the time of a step goes at 1, 2, 4 … ranks; inference under DataParallel",
+}
+"""Each with a line of help."""
+INSIDE = ("run", "launch")
+"""Those that `lockstep` has in a form of its own (`lockstep run`), because they belong inside a job."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, for `type=`."""
+    if not text.isdecimal() or not 1 <= int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def several(text: str) -> list[int]:
+    """`1,2,4` → [1, 2, 4], for `type=`."""
+    return [positive(part) for part in text.split(",")]
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of `--out`, and sees that files can be written there: before what goes in takes its time.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written in it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror or error}; name a folder that can be written") from None

@@ -1,0 +1,174 @@
+"""The settings of a training run: one tree, every field with its own docstring.
+
+    config = load("bag_of_tricks", ["epochs=2", "optim.lr=1e-3"])
+
+`python -m training settings` prints what stands here. A field that is `Free` may change between two starts of one
+run; all others are part of the run's identity, and a run directory refuses a config in which they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from training.config import settings
+from training.config.sections import (
+    Augment,
+    Checkpoint,
+    Data,
+    Ema,
+    Evaluate,
+    Log,
+    Loss,
+    Metrics,
+    Optim,
+    Preempt,
+    Sync,
+)  # fmt: skip
+from training.config.settings import Section
+from training.config.types import Count, Free, Later, Mark, Number, Plain, Positive
+from training.contract import UserError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+__all__ = [
+    "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "Preempt", "Sync",
+    "differences", "from_dict", "load", "recipes", "to_dict",
+]  # fmt: skip
+
+
+class Config(Section):
+    recipe: str = "custom"
+    """Name of the recipe that this config started from."""
+    model: str = "bag_of_tricks"
+    """A model of ours, or a class of your own as `package.module:Class`."""
+    model_options: Plain = Field(default_factory=dict)
+    """Keyword arguments of the model, e.g. `{width: 0.5}`."""
+    init_from: str | None = None
+    """File of weights to start from (`training export`); a leading `module.` in its names is dropped."""
+    init: Literal["broadcast", "seed"] = "broadcast"
+    """Rank 0 sends its fresh weights, or every rank draws the same ones from the seed."""
+    seed: Count = 0
+    """Seed of the weights, the order and the augmentation."""
+    epochs: Free[Positive] = 10
+    """Passes over the training set."""
+    batch_size: Positive | None = None
+    """Samples a rank takes a step. Give this or `global_batch_size`; the global size stays as the first start had it."""
+    global_batch_size: Positive | None = None
+    """Samples all ranks together take a step."""
+    uneven: Literal["drop", "pad", "weight"] = "drop"
+    """A batch that does not divide: leave it out, fill it up from the epoch's start, or give ranks unequal parts, weighted exactly."""
+    accumulate: Positive = 1
+    """Micro-batches a step is cut into, to save memory."""
+    precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Arithmetic of the network. The half formats run under autocast, with float32 weights; float16 scales the loss."""
+    channels_last: bool = False
+    """Memory format of images and convolutions."""
+    compile: bool = False
+    """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
+    capture: Literal["never", "auto"] = "never"
+    """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
+    nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
+    nonfinite_limit: Free[Count] = 100
+    """Steps in a row that `nonfinite: skip` may leave out; one more ends the run: its weights are lost, not one gradient."""
+    check_closeness: Free[Count] = 0
+    """Steps between two checks that all ranks hold the same parameters; a difference ends the run and is named. 0: never."""
+    deterministic: bool = False
+    """Only deterministic kernels; an operation that has none is an error."""
+    tf32: Later[bool] = False
+    """Let a GPU compute float32 matrix products and convolutions in TF32: faster, with 10 bits of mantissa for 23."""
+    cudnn_benchmark: Later[bool] = False
+    """Let cuDNN time its convolution kernels and take the fastest: another start may take another one, with other last bits."""
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Where to train; `auto` takes a GPU where one is visible."""
+    collective_timeout: Free[Number] = Field(default=600.0, ge=1, le=1_000_000)
+    """Seconds after which a collective that some rank did not join ends the job."""
+    threads: Free[Count] = 0
+    """CPU threads a rank; 0: the cores of the node divided by its ranks."""
+    data: Data = Field(default_factory=Data)
+    """The images."""
+    loss: Loss = Field(default_factory=Loss)
+    """The loss."""
+    optim: Optim = Field(default_factory=Optim)
+    """The optimizer and its schedule."""
+    ema: Ema = Field(default_factory=Ema)
+    """The average of the weights."""
+    sync: Sync = Field(default_factory=Sync)
+    """Gradient synchronisation."""
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    """Validation."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """Saving."""
+    preempt: Preempt = Field(default_factory=Preempt)
+    """How the run ends early."""
+    log: Log = Field(default_factory=Log)
+    """What the person sees."""
+    metrics: Metrics = Field(default_factory=Metrics)
+    """What Prometheus sees."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.deterministic and (self.tf32 or self.cudnn_benchmark):
+            raise ValueError("deterministic goes with tf32: false and cudnn_benchmark: false")
+        if (self.batch_size is None) == (self.global_batch_size is None):
+            raise ValueError("set exactly one of batch_size (per rank) and global_batch_size")
+        return self
+
+    def hash(self) -> str:
+        """sha256 of all settings that make the run what it is; of later ones, of those that are set."""
+        values = settings.flatten(self, Mark.FREE)
+        later = {name: field.default for name, field in type(self).model_fields.items() if Mark.LATER in field.metadata}
+        told = {name: value for name, value in values.items() if name not in later or value != later[name]}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def recipes() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load(recipe: str, assignments: list[str] | None = None) -> Config:
+    """The config of a recipe (its name, or the path of a YAML file) with `name=value` overrides.
+
+    Raises:
+        UserError: there is no such recipe, or a setting is unknown or has the wrong type.
+    """
+    named = RECIPES / f"{recipe}.yaml"
+    if recipe in recipes():
+        path, name = named, recipe
+    elif recipe.endswith((".yaml", ".yml")):
+        path, name = Path(recipe), Path(recipe).stem
+    else:
+        hint = settings.nearest(recipe, recipes())
+        raise UserError(f"unknown recipe {recipe!r}{hint} (a file of your own must end in .yaml)")
+    values = settings.read_yaml(path)
+    changed = settings.override(values, Config, assignments or [])
+    for chosen, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        # Whoever sets one of the two batch sizes on the command line replaces the other one of the recipe.
+        if changed.get(chosen) != values.get(chosen) and changed.get(other) == values.get(other):
+            changed.pop(other, None)
+            break
+    if changed.get("model") != values.get("model") and changed.get("model_options") == values.get("model_options"):
+        changed.pop("model_options", None)  # they were another model's
+    changed.setdefault("recipe", name)
+    return settings.build(Config, changed, f"recipe {name}" if not assignments else f"recipe {name} with --set")
+
+
+def from_dict(values: dict[str, Any], where: str) -> Config:
+    """A config from what `to_dict` wrote. Raises `UserError`."""
+    return settings.build(Config, values, where)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, ready for YAML."""
+    return json.loads(json.dumps(config, default=dict))
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """`name: old → new` for each setting that makes `new` another run than `old`."""
+    before, after = (settings.flatten(config, Mark.FREE) for config in (old, new))
+    return [f"{name}: {before[name]} → {after[name]}" for name in after if before[name] != after[name]]

@@ -1,0 +1,237 @@
+"""The sections of the config tree. A field's docstring is what `python -m training settings` prints of it.
+
+A field that is `Free` may change between two starts of one run; all others are part of the run's identity.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self, TypedDict
+
+from training.config.settings import Section
+from training.config.types import (
+    Count,
+    Free,
+    Items,
+    Number,
+    Pair,
+    Plain,
+    Positive,
+    PositiveNumber,
+    Schedule,
+    WrittenPair,
+    WrittenRate,
+)
+
+SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
+T = TypeVar("T")
+
+
+def _channels(values: list[T]) -> list[T]:
+    if not values:
+        raise ValueError("must hold a number or one a channel, got []")
+    return values
+
+
+def _signal(name: str) -> str:
+    if name not in SIGNALS:
+        raise ValueError(f"must be {' | '.join(SIGNALS)}, got {name!r}")
+    return name
+
+
+Channels = Annotated[Items[T], AfterValidator(_channels)]
+Signal = Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), AfterValidator(_signal)]
+
+
+class Augment(Section):
+    crop: Count = 0
+    """Largest shift of the random crop, in pixels, in each direction; 0: no crop."""
+    padding: Literal["reflect", "zero"] = "reflect"
+    """What the crop shows beyond the edge: the mirrored image, or black."""
+    flip: Literal["none", "random", "alternating"] = "none"
+    """Horizontal flip: `random` draws anew each epoch, `alternating` draws once an image and flips it every other epoch."""
+    cutout: Count = 0
+    """Side in pixels of a square that is set to the mean, at a random place; 0: none."""
+    brightness: Number = Field(default=0.0, ge=0)
+    """Largest shift of an image's normalised values, up or down, drawn once an image; 0: none."""
+    contrast: Number = Field(default=0.0, ge=0)
+    """An image's normalised values are scaled by 1 ± up to this, drawn once an image, after the brightness; 0: none."""
+
+
+class Data(Section):
+    source: Literal["digits", "synthetic", "cifar10", "fashion_mnist", "classification"] = "digits"
+    """Where the samples come from."""
+    split: Literal["honest", "exercise"] = "honest"
+    """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
+    root: Free[str] = "data"
+    """Folder of the downloaded data set; the shards are cached below it."""
+    shards: Free[str | None] = None
+    """Folder with ready shards (`python -m training shard`); null: made once below `root`."""
+    num_shards: Positive = 8
+    """Files to cut the training set into when shards are made."""
+    download: Free[bool] = True
+    """Download what is missing, where a network is there."""
+    prepare_timeout: Free[Number] = 1800.0
+    """Seconds to wait for another process that prepares the same data."""
+    verify: Free[bool] = True
+    """Check the sha256 of every shard that a rank opens."""
+    shuffle: Literal["global", "shard", "none"] = "global"
+    """`global`: one order over all samples, the same at every world size. `shard`: a rank keeps its own files. `none`: in order."""
+    resident: Free[Literal["auto", "always", "never"]] = "auto"
+    """Keep the uint8 images on the device: where they fit in a quarter of its free memory, always, or never."""
+    prefetch: Free[Positive] = 2
+    """Batches that the loader prepares ahead when the images are not resident."""
+    mean: Channels[Number] = Field(default_factory=lambda: [0.0])
+    """Mean of each channel, or one for all, for pixels in 0…1 or for features as they are."""
+    std: Channels[PositiveNumber] = Field(default_factory=lambda: [1.0])
+    """Standard deviation of each channel, or one for all."""
+    options: Plain = Field(default_factory=dict)
+    """Settings of the source itself, e.g. `{n: 4096, size: 32}` for `synthetic`."""
+    augment: Augment = Field(default_factory=Augment)
+    """What happens to a training image on the device."""
+
+
+class Loss(Section):
+    smoothing: Number = Field(default=0.0, ge=0, lt=1)
+    """Label smoothing: the share of the target that is spread evenly over all classes."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Over the global batch. With `sum` the learning rate is per sample and holds at any batch size."""
+
+
+class Group(TypedDict, total=False):
+    """Settings of some parameters alone. (A dictionary: a config tells, and hashes, only those that are given.)"""
+
+    __pydantic_config__ = Section.model_config  # type: ignore[misc]
+
+    lr: WrittenRate
+    momentum: WrittenRate
+    weight_decay: WrittenRate
+    schedule: Schedule[WrittenPair]
+
+
+class Optim(Section):
+    name: Literal["nesterov", "sgd", "adam", "muon"] = "sgd"
+    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's;
+    `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
+    lr: Number = Field(default=0.1, ge=0)
+    """Learning rate of the weights where the schedule stands at 1."""
+    momentum: Number = Field(default=0.9, ge=0)
+    """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
+    bias_lr_factor: PositiveNumber = 1.0
+    """Biases and other one-dimensional parameters learn at `lr` times this, with `weight_decay` divided by it."""
+    reference_batch_size: Count = 0
+    """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
+    schedule: Schedule[Pair[Number]] = Field(default_factory=list)
+    """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
+    schedule_scale: PositiveNumber = 1.0
+    """Stretches the schedule: 0.2 fits one that is made for 10 epochs into 2."""
+    schedule_unit: Literal["epoch", "step"] = "epoch"
+    """What the points of `schedule` count. In epochs it holds at every batch size; in steps it is what many scripts have."""
+    clip: Number = Field(default=0.0, ge=0)
+    """Largest norm of the gradient of the loss; 0: no clipping."""
+    groups: dict[str, Group] = Field(default_factory=dict)
+    """Parameters with settings of their own, by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
+    may have `lr, momentum, weight_decay, schedule`."""
+    normalise_every: Positive = 1
+    """Steps between two scalings of the filters to norm √out (`muon` only)."""
+
+    @model_validator(mode="after")
+    def _of_muon(self) -> Self:
+        if self.normalise_every != 1 and self.name != "muon":
+            raise ValueError(f"normalise_every={self.normalise_every} has no use with {self.name}: it is muon's")
+        return self
+
+
+class Ema(Section):
+    decay: Number = Field(default=0.0, ge=0, lt=1)
+    """Decay a step of the averaged weights that evaluation uses; 0: no average."""
+    every: Positive = 5
+    """Steps between two updates of the average, each with decay ** every."""
+
+
+class Sync(Section):
+    name: Literal[
+        "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
+    ] = "ddp"
+    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
+    bucket_mb: PositiveNumber = 25.0
+    """Megabytes (10⁶ bytes) of gradient that travel in one collective, overlapped with the backward pass."""
+    options: Plain = Field(default_factory=dict)
+    """Settings of the strategy itself, e.g. `{rank: 2}` for `powersgd`."""
+
+
+class Evaluate(Section):
+    every: Free[Positive] = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    per_class: Free[bool] = False
+    """Print the accuracy of each class at the end (summary.json always has it)."""
+    batch_size: Free[Positive] = 512
+    """Images a rank evaluates at a time."""
+    tta: Literal["none", "flip", "flip_shift"] = "none"
+    """Test-time augmentation: `flip` averages the logits of an image and its mirror image; `flip_shift` does so for the
+    image (weight 1/2) and for it moved by one pixel up and left, and down and right (1/4 each)."""
+    tta_share: Number = Field(default=1.0, gt=0, le=1)
+    """Share of each batch's images, the least confident ones, that test-time augmentation looks at again."""
+
+
+class Checkpoint(Section):
+    every_steps: Free[Count] = 0
+    """Steps between two checkpoints; 0: one at the end of every epoch."""
+    every_seconds: Free[Number] = Field(default=0.0, ge=0)
+    """Also save when this many seconds have passed since the last one; 0: never."""
+    keep: Free[Positive] = 3
+    """Newest checkpoints to keep."""
+    keep_best: Free[bool] = True
+    """Also keep the one with the best accuracy."""
+    write: Free[Literal["rank0", "node"]] = "rank0"
+    """Who writes: rank 0, or one rank a node (for run directories on node-local disks)."""
+    on_signal: Free[bool] = True
+    """Save when a signal or a STOP file ends the run early."""
+
+
+class Preempt(Section):
+    signals: Free[Items[Signal]] = Field(default_factory=lambda: list(SIGNALS))
+    """Signals that ask for a checkpoint and an end with exit code 75."""
+    grace_seconds: Free[Number] = Field(default=60.0, ge=1)
+    """Seconds between such a signal and the end: no rank waits longer for rank 0's checkpoint."""
+
+
+class Log(Section):
+    format: Free[Literal["table", "json"]] = "table"
+    """`table` for people, `json` (one object a line) for clusters."""
+    every: Free[Positive] = 50
+    """Steps between two readings of the loss and the gradient's norm (events `step`)."""
+    score_every: Free[Count] = 0
+    """Steps between two lines `step N | train_loss | test_loss | step time`, instead of a line an epoch; 0: the latter."""
+    verbose: Free[bool] = False
+    """Let all ranks speak, not only rank 0."""
+    report: Free[bool] = True
+    """Write report.html into the run directory at the end of every attempt."""
+    tensorboard: Free[bool] = False
+    """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
+    wandb: Free[str | None] = None
+    """Project at Weights & Biases to log to; needs wandb, and its key in the environment (or WANDB_MODE=offline)."""
+
+
+class Metrics(Section):
+    enabled: Free[bool] = True
+    """Serve every rank's metrics for Prometheus, and write them to a textfile."""
+    run: Free[str | None] = None
+    """Label `run` of all metrics; null: the name of the run directory."""
+    port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
+    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free ports. A taken one is replaced."""
+    address: Free[str | None] = None
+    """Address to serve on, `any` for every one, IPv4 and IPv6; null: LOCKSTEP_METRICS_ADDRESS (the images say `any`), else any on
+    several nodes and under SLURM, and 127.0.0.1 on one machine."""
+    stale_seconds: Free[Number] = Field(default=600.0, ge=1)
+    """`/healthz` fails when the last step or evaluation batch is older."""
+    textfile_seconds: Free[Number] = Field(default=10.0, ge=0)
+    """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
+    textfiles: Free[str | None] = None
+    """Folder for a second copy of the textfiles, e.g. the node exporter's; the first is in the run directory."""
+    file_sd: Free[str | None] = None
+    """Folder in which each rank names itself to Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""

@@ -1,0 +1,237 @@
+"""From text to typed settings: strict YAML, `--set NAME=VALUE`, short names.
+
+Recipes (`training.config`) and jobs (`jobs.spec`) are read by these same functions, which know nothing of what a setting
+means. Every mistake raises `UserError` with the nearest name that exists, never a traceback. No torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from training import files
+from training.config.complaints import Place, bare, explain, is_section, nearest, shown, type_name
+from training.contract import UserError
+
+MAX_YAML_BYTES = 1 << 20
+MAX_DIGITS = 64
+"""Of a number. (YAML's 1:1:1:… in base 60 takes quadratic time; whole numbers of 4,300 digits cannot be printed.)"""
+
+
+class Section(BaseModel):
+    """A group of settings: strict types, no unknown names, documented by the text under each field."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=(),
+        defer_build=True,  # most sections are only ever read as a part of the whole
+    )  # fmt: skip
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML without aliases (they can expand without bound) and without silently repeated keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="keys must be plain names", problem_mark=key.start_mark)
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _number(loader: _StrictLoader, node: Any) -> Any:
+    if len(node.value) > MAX_DIGITS:
+        raise yaml.MarkedYAMLError(
+            problem=f"a number of {len(node.value)} characters, at most {MAX_DIGITS} are read",
+            problem_mark=node.start_mark,
+        )
+    return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _kind in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parses one YAML document. Raises `UserError` naming `where` and the line."""
+    if len(text) > MAX_YAML_BYTES:
+        raise UserError(f"{where} has {len(text)} characters; at most {MAX_YAML_BYTES} are read")
+    try:
+        return yaml.load(text, _StrictLoader)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}{line}: {error.problem or 'not valid YAML'}") from None
+    except Exception as error:  # noqa: BLE001 - `!!bool x` and the like make the parser raise nearly anything
+        raise UserError(f"{where} is not valid YAML: {_first_line(error)}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds one mapping. Raises `UserError` where it is missing, unreadable or no mapping."""
+    return mapping(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a YAML file. Raises `UserError` where it is missing, unreadable, too large or not UTF-8."""
+    try:
+        return files.read(path, MAX_YAML_BYTES).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: {_first_line(error)}") from None
+
+
+def mapping(text: str, where: str) -> dict[str, Any]:
+    """The mapping that a YAML text holds, {} for none. Raises `UserError` naming `where`."""
+    value = parse_yaml(text, where)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{where} holds a {type(value).__name__}, expected a mapping of settings")
+    return value
+
+
+def lines_of(text: str) -> dict[Place, int]:
+    """Line of each setting, by its place. The text is known to be sound YAML without aliases."""
+    lines: dict[Place, int] = {}
+
+    def walk(node: yaml.Node, place: Place) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                lines[(*place, key.value)] = key.start_mark.line + 1
+                walk(value, (*place, key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                lines[(*place, index)] = value.start_mark.line + 1
+                walk(value, (*place, index))
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None:
+        walk(root, ())
+    return lines
+
+
+def build(
+    model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", lines: Mapping[Place, int] | None = None
+) -> M:
+    """An instance of `model` from plain values, every one checked.
+
+    `prefix` stands before each name in an error; `lines` are those of the file that the values come from.
+
+    Raises:
+        UserError: an unknown name, a value of the wrong type, or one that the model refuses.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        place, words = explain(error, model, prefix)
+    line = next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None) if lines else None
+    raise UserError(f"{where}, line {line}: {words}" if line else f"{where}: {words}")
+
+
+def override(values: dict[str, Any], model: type[BaseModel], words: Iterable[str]) -> dict[str, Any]:
+    """`values` with the words of `--set` applied. Raises `UserError`."""
+    result = copy.deepcopy(values)
+    for name, value in assignments(model, words):
+        put(result, name.split("."), value)
+    return result
+
+
+def assignments(model: type[BaseModel], words: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each NAME=VALUE. NAME is a full one (`optim.lr`), a last part that is unique (`lr`), or one
+    within a mapping (`model_options.width`). Text that is always text is taken as it stands, all else is YAML.
+
+    Raises:
+        UserError: a word that is none of these, or not valid YAML.
+    """
+    names = dict(leaves(model))
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set takes NAME=VALUE, got {word!r}")
+        full = _resolve(name, names)
+        yield full, text if names.get(full) is str else parse_yaml(text, f"--set {name}")
+
+
+def _resolve(name: str, names: Mapping[str, Any]) -> str:
+    for leaf, hint in names.items():
+        is_mapping = typing.get_origin(bare(hint)) is dict
+        if name == leaf or (is_mapping and name.startswith(leaf + ".") and name != leaf + "."):
+            return name
+    found = [leaf for leaf in names if leaf.endswith("." + name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"--set {name}: could be any of {', '.join(found)}; write the whole name")
+    short = {leaf.rsplit(".", 1)[-1] for leaf in names}
+    raise UserError(f"--set: unknown setting {name!r}{nearest(name, set(names) | short)}")
+
+
+def put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+    """Sets one of nested plain values. Raises `UserError` where one on the way is no mapping."""
+    *groups, last = parts
+    for group in groups:
+        inner = values.setdefault(group, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {'.'.join(parts)}: {group!r} already has the value {shown(inner)}")
+        values = inner
+    values[last] = value
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting below `model` as (dotted name, type). A section that may be null is one, and so are its own."""
+    for name, field in model.model_fields.items():
+        inner = bare(field.annotation)
+        if not is_section(field.annotation):
+            yield prefix + name, field.annotation
+        if is_section(inner):
+            yield from leaves(inner, f"{prefix}{name}.")
+
+
+def flatten(section: BaseModel, without: object = None, prefix: str = "") -> dict[str, Any]:
+    """Dotted name → value. With `without`, not those of the fields that are annotated with it."""
+    flat: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if without is not None and without in field.metadata:
+            continue
+        if isinstance(value, BaseModel):
+            flat |= flatten(value, without, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def documentation(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
+    """(dotted name, type, default, docstring) of each setting."""
+    for name, field in model.model_fields.items():
+        if is_section(field.annotation):
+            yield from documentation(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True)
+            yield prefix + name, type_name(field.annotation), default, " ".join((field.description or "").split())
+
+
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON Schema of a YAML file that holds a `model`, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,86 @@
+"""The types of settings: numbers as people write them in YAML, with what bounds them."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidatorFunctionWrapHandler, WrapValidator
+
+from training.config.complaints import shown
+
+
+class Mark(enum.Enum):
+    """What holds of a setting between two starts of one run. All others are part of the run's identity."""
+
+    FREE = "may change"
+    LATER = "came after runs had been hashed without it: part of the identity where it is not the default"
+
+
+T = TypeVar("T")
+Free = Annotated[T, Mark.FREE]
+Later = Annotated[T, Mark.LATER]
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-3` as text, so text that is a number passes."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _fits(value: int) -> int:
+    if abs(value) >= 2**63:
+        raise ValueError(f"must be a whole number below 2**63, got {value}")
+    return value
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    if not _is_plain(value):
+        raise ValueError(f"must be a mapping of plain values, got {shown(value)}")
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value survives JSON and YAML unchanged: text, finite numbers, booleans, null, lists and mappings."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _as_written(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Checked, and a whole number stays one: configs have been hashed with it."""
+    number = check(value)
+    return number if isinstance(value, str) else value
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    epochs = [float(epoch) for epoch, _ in points]
+    if any(b <= a for a, b in itertools.pairwise(epochs)):
+        raise ValueError(f"must have points that rise, got {epochs}")
+    return points
+
+
+Number = Annotated[FiniteFloat, BeforeValidator(_number)]
+PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
+WrittenNumber = Annotated[Number, WrapValidator(_as_written)]
+WrittenRate = Annotated[
+    FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number), WrapValidator(_as_written)
+]
+Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
+Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
+Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Settings of something that this package does not know: they go into run.yaml and into the hash."""
+Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
+Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+WrittenPair = Annotated[Pair[WrittenNumber], AfterValidator(list)]
+Schedule = Annotated[Items[T], AfterValidator(_rising)]
+"""Of points (when, factor)."""

@@ -1,0 +1,1 @@
+"""The exact score on the test split."""

@@ -1,0 +1,78 @@
+"""`training evaluate`: the exact test score of a run's newest checkpoint, or of a file of plain weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from training import config as configuration
+from training import models
+from training.checkpoint import weights
+from training.config import Config, settings
+from training.contract import UserError
+from training.data.augment import check_settings
+from training.data.shards import Manifest, prepare
+from training.evaluate.evaluator import Evaluator, Score
+from training.models.arithmetic import real_type
+from training.observe.rundir import read_run
+from training.parallel.exchange import failing_together
+from training.parallel.world import World
+
+
+def config_of(
+    target: Path, recipe: str | None, assignments: list[str], trust_model: bool = False
+) -> tuple[Config, str | None]:
+    """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data).
+
+    Raises:
+        UserError: there is no such run; or it names a model of somebody's own, whose import runs code, without `trust_model`.
+    """
+    if not target.exists():
+        raise UserError(f"{target}: there is no such run or file")
+    if target.is_dir():
+        if recipe:
+            raise UserError(f"{target} is a run, which has its own config: leave out --recipe")
+        run = read_run(target)
+        config = _elsewhere(run["config"], assignments, target)
+        model = config.model
+        if not trust_model and not models.ours(model):
+            raise UserError(
+                f"{target} names the model {model}, whose import runs code: add --trust-model if you trust who wrote the run"
+            )
+        return config, run["data"].get("checksum")
+    if recipe is None:
+        raise UserError(f"{target}: name the recipe that these weights belong to with --recipe")
+    return configuration.load(recipe, assignments), None
+
+
+def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
+    """The run's config where its data lies elsewhere now. Raises `UserError` for settings that make it another run."""
+    values = settings.override(configuration.to_dict(config), Config, assignments)
+    changed = configuration.from_dict(values, f"{target} with --set")
+    if different := configuration.differences(config, changed):
+        raise UserError(
+            f"{target} was trained otherwise ({'; '.join(different)}): --set may change what a resumed run may, such as "
+            "data.root and evaluate.batch_size"
+        )
+    return changed
+
+
+def score_target(target: Path, config: Config, checksum: str | None, world: World) -> Score:
+    """Scores RUN or FILE on the test split. Collective. Raises `UserError`."""
+
+    def warn(message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    with failing_together(world):
+        tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
+        manifest = Manifest.read(prepare(config.data))
+        check_settings(config, manifest.shape)
+        if checksum is not None and checksum != manifest.checksum:
+            raise UserError(f"{manifest.directory} holds other data than {target} was trained on: restore it")
+        model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
+        weights.assign(model, tensors, target)
+        model.to(device=world.device, dtype=real_type(config.precision))
+        evaluator = Evaluator(config, world, manifest)
+    score = evaluator.score(model, {})
+    assert score is not None
+    return score

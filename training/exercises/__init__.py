@@ -1,0 +1,1 @@
+"""Programs on top of the rest, which imports none of them."""

@@ -1,0 +1,17 @@
+"""python -m training bench scaling | inference: measurements that answer a question, as a table, JSON and a chart."""
+
+from __future__ import annotations
+
+import importlib
+
+from training.cli import PROGRAM, Parser
+
+_PARTS = ("scaling", "inference")
+
+
+def main(argv: list[str]) -> int:
+    """Runs one benchmark and returns its exit code. Raises `UserError` for wrong words."""
+    parser = Parser(prog=f"{PROGRAM} bench", description=__doc__)
+    parser.add_argument("what", choices=_PARTS)
+    what = parser.parse_args(argv[:1]).what
+    return int(importlib.import_module(f"training.exercises.bench.{what}").main(argv[1:]))

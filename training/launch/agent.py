@@ -1,0 +1,394 @@
+"""python -m training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
+
+PID 1 of a node: torch's own elastic agent starts the ranks as one gang and restarts them together. What it adds:
+an exit code 2 or 75 ends the restarts, signals reach the ranks instead of ending the agent, every line of output
+carries its rank, and the exit code says what the cluster should do next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+
+from training.cli import PROGRAM, Parser
+from training.contract import (
+    ENV_LAUNCHER,
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_TIMED_OUT,
+    EXIT_USAGE,
+    MASTER_PORT,
+    UserError,
+)  # fmt: skip
+from training.launch import lines, rendezvous, scratch
+from training.launch.attempts import Attempts
+from training.launch.ending import Ending
+from training.launch.lifeline import FORWARDED
+from training.launch.rendezvous import NotMet
+from training.parallel.world import cores
+
+FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which knows which endings are final and hands signals on."""
+
+    signalled: int | None = None
+    timed_out = False
+    grace: int
+    attempts: Attempts
+    ours: bool
+    """The ranks are `python -m training run`, which saves on a signal; else a program of which nothing is known."""
+    caught: tuple[signal.Signals, ...]
+    """Without those that the launcher was told to ignore (nohup): the ranks ignore them, too."""
+    finish_lines: Callable[[], None]
+    starts: int
+    """How often the ranks were started before, by this launcher or one that it replaced."""
+    serves: bool
+    """The rendezvous is in this process."""
+    ending: Ending | None = None
+    """Of this round, where there are other nodes."""
+    _ended: RunResult | None = None
+    """How the ranks of this node have ended well."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.ending = self._ended = None
+        handler = worker_group.spec.rdzv_handler
+        with rendezvous.told(handler):
+            super()._rendezvous(worker_group)
+        store, nodes, node = worker_group.store, worker_group.group_world_size, worker_group.group_rank
+        assert store is not None and nodes is not None and node is not None
+        self.ending = Ending(handler, store, nodes, node, self.serves) if nodes > 1 else None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
+        os.environ[ENV_RESTARTS] = str(self.starts)
+        self.finish_lines()  # what killed ranks began
+        self.starts += 1  # a change of membership counts here, and not as a restart
+        # Ours take signals from the moment they catch them, and inherit that they wait until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
+        try:
+            ids = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.catch()  # torch has just installed handlers of its own, which would end the agent
+        if self.signalled is not None:
+            self._forward(self.signalled, None)  # it came while the ranks were starting
+        return ids
+
+    @property
+    def done(self) -> bool:
+        """All ranks have ended well, those of the other nodes, too."""
+        return self._worker_group.state == WorkerState.SUCCEEDED or (self.ending is not None and self.ending.over)
+
+    @property
+    def _waits(self) -> bool:
+        """No rank of this node runs: they have ended, or the old ones are gone and the new ones wait for other nodes."""
+        ended = self.ending is not None and self.ending.done
+        return ended or self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
+
+    def catch(self) -> None:
+        _handle(self.caught, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
+            self.signalled = number
+        if self._waits and not (self.ours or number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)):
+            return
+        if self._pcontext is None or self._waits:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        for pid in self._pcontext.pids().values():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def limit(self, seconds: float) -> None:
+        """Ends the ranks after `seconds`: with TERM, so that they can save, and with KILL after the grace."""
+        signal.signal(signal.SIGALRM, self._over)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        signal.setitimer(signal.ITIMER_REAL, self.grace)
+        wanted = signal.SIGKILL if self.timed_out else signal.SIGTERM
+        self.timed_out = True
+        self._forward(wanted, frame)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._ended is None:
+            result = self._look(worker_group)
+            if result.state != WorkerState.SUCCEEDED or self.ending is None:
+                return result
+            self._ended = result
+        assert self.ending is not None
+        if not self.ending.reached():
+            return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
+        if self.ending.lost:
+            print(
+                "launch: a node was lost before its end: the ranks start again without it", file=sys.stderr, flush=True
+            )
+            return RunResult(state=WorkerState.UNHEALTHY if self._remaining_restarts > 0 else WorkerState.FAILED)
+        if self.ending.verdict is None:
+            return self._ended
+        self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED)
+
+    def _exit_barrier(self) -> None:
+        """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
+
+    def _look(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        codes = {failure.exitcode for failure in result.failures.values()}
+        handler = worker_group.spec.rdzv_handler
+        if codes == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
+            # Another node's agent saw a newcomer first and asked its ranks to leave; ours left with them.
+            return RunResult(state=WorkerState.HEALTHY)
+        final = not codes.isdisjoint(FINAL)
+        if result.is_failed() and (final or self.signalled is not None):
+            self._remaining_restarts = 0
+        return result
+
+
+def exit_code(result: RunResult) -> int:
+    """The gang's ending as one code: wrong usage beats preempted beats failed."""
+    if not result.is_failed():
+        return EXIT_DONE
+    codes = {failure.exitcode for failure in result.failures.values()}
+    return next((code for code in FINAL if code in codes), EXIT_FAILED)
+
+
+def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
+    """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
+
+    Args:
+        attempt: how often this node was restarted so far, within the pod and by replacing it.
+    """
+    if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
+        return code
+    if code == EXIT_PREEMPTED:
+        return 128 + signal.SIGTERM
+    return 138 if attempt < max_restarts else EXIT_FAILED
+
+
+def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(
+        prog=f"{PROGRAM} launch", description="Starts the ranks of this node and sees them end.",
+        epilog="COMMAND is `run RECIPE …` (any `python -m training` command), or `-- PROGRAM …` of your own.",
+    )  # fmt: skip
+
+    parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
+                        help="ranks on this node; auto: the visible GPUs, else 2")  # fmt: skip
+    parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),
+                        help="number of nodes, or MIN:MAX for an elastic job")  # fmt: skip
+    parser.add_argument("--rendezvous", default=_endpoint(env), metavar="HOST:PORT",
+                        help="where the nodes meet; the node of that name serves it")  # fmt: skip
+    parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=_serves(env),
+                        help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
+    parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
+                        help="the same on all nodes of a job")  # fmt: skip
+    parser.add_argument("--address", default=own_address(env, socket.gethostname()),
+                        help="this node's address as the others see it; default: its host name")  # fmt: skip
+    parser.add_argument("--max-restarts", type=_count, default=env.get("PET_MAX_RESTARTS", "0"),
+                        help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
+    parser.add_argument("--join-timeout", type=_count, default="600", metavar="SECONDS",
+                        help="how long to wait for the other nodes (default 600)")  # fmt: skip
+    parser.add_argument("--linger", type=_count, default="0", metavar="SECONDS",
+                        help="stay so long after rank 0's node, for a cluster that ends the job with the first that leaves")  # fmt: skip
+    parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
+    parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
+                        help=f"end the ranks after so long, saved, with exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
+    parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain")
+    parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
+                        help="count this node's restarts there, on shared storage: a replaced node goes on counting")  # fmt: skip
+    parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
+                        help="begin every line with its rank")  # fmt: skip
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
+    if args.command[0] == "--":
+        command = args.command[1:] or parser.error("nothing after --")
+    else:
+        command = [sys.executable, "-u", "-m", "training", *args.command]
+    return args, command
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    if "PET_RDZV_ENDPOINT" in env:
+        return env["PET_RDZV_ENDPOINT"]
+    return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
+
+
+def own_address(env: Mapping[str, str], host: str) -> str:
+    """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
+    master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
+    return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
+
+
+def _serves(env: Mapping[str, str]) -> bool | None:
+    return env["PET_NODE_RANK"] == "0" if "PET_NODE_RANK" in env and "PET_RDZV_ENDPOINT" not in env else None
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise UserError(
+            f"--max-restarts, --time-limit, --join-timeout and --linger must be whole numbers from 0, got {text!r}"
+        )
+    return int(text)
+
+
+def rank_count(text: str, command: list[str]) -> int:
+    """`--ranks`: a number, or `auto` for the visible GPUs, else 2. Raises `UserError`."""
+    gpus = 0 if "device=cpu" in command else torch.cuda.device_count()
+    if text == "auto":
+        return gpus or 2
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
+    if gpus and int(text) > gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise UserError(f"--ranks {text}, but {gpus} GPUs are visible: start at most one rank a GPU")
+    return int(text)
+
+
+def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
+    """Launches and returns the code for the cluster. Raises `UserError` for wrong words."""
+    env = os.environ if env is None else env
+    args, command = _parse(argv, env)
+    ranks = rank_count(args.ranks, command)
+    parameters = rendezvous.parameters(args)
+    if shutil.which(command[0]) is None:
+        raise UserError(f"launch: there is no program {command[0]!r}")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ[ENV_LAUNCHER] = str(os.getpid())
+    # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
+    attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
+    if not attempts.begin():
+        print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
+    try:
+        with scratch.folder("lockstep-") as logs, lines.full_module() as finish_lines:
+            code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
+    except NotMet as error:
+        print(f"launch: {error}: given up", file=sys.stderr, flush=True)
+        attempts.end(EXIT_FAILED, final=True)
+        return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
+    final = ending is not None and ending.final  # another node has ended the job with this code
+    attempts.end(code, final)
+    if ending is not None:
+        _handle(caught, _leave_while_waiting)
+        with contextlib.suppress(SignalException):
+            ending.leave(args.linger)
+        _handle(caught, _nothing)
+    return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+
+
+def _run(
+    args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
+    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...],
+) -> tuple[int, Ending | None]:  # fmt: skip
+    """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
+    agent: Agent | None = None
+    began, serves = time.monotonic(), rendezvous.serves(parameters)
+    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
+    torchs = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if signal.Signals[name] in caught]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*torchs, "SIGQUIT"])
+    _handle((*caught, signal.SIGALRM), _leave_while_waiting)
+    signal.setitimer(signal.ITIMER_REAL, args.time_limit)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
+        spec = WorkerSpec(
+            role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
+            rdzv_handler=rendezvous.connect(parameters, serves), max_restarts=attempts.left, monitor_interval=0.1,
+            local_addr=parameters.local_addr,
+        )  # fmt: skip
+        agent = Agent(
+            spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
+            shutdown_timeout=args.grace,
+            log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
+        )  # fmt: skip
+        agent.serves = serves
+        agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
+        agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
+        agent.catch()
+        agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
+        result = agent.run()
+        _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
+        code = exit_code(result)
+        if agent.ending is not None and agent.ending.verdict is not None:
+            code = agent.ending.verdict
+        if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
+            print(f"launch: {name} before a rank had begun", file=sys.stderr, flush=True)
+            code = EXIT_PREEMPTED
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
+            print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
+            code = EXIT_TIMED_OUT
+        if agent.ending is not None and code != EXIT_DONE:
+            agent.ending.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
+        spec.rdzv_handler.shutdown()
+    except SignalException as error:
+        _handle(caught, signal.SIG_IGN)
+        if agent is not None and agent.done:
+            return EXIT_DONE, None
+        over = error.sigval == signal.SIGALRM if agent is None else agent.timed_out
+        if agent is not None and agent.ending is not None:
+            agent.ending.interrupted()
+        what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
+        when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had begun"
+        print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
+        return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, None
+    except RendezvousTimeoutError:
+        raise NotMet(f"the nodes did not meet at {parameters.endpoint} within {args.join_timeout:g} s") from None
+    except RendezvousError as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)
+        return EXIT_FAILED, None
+    return code, agent.ending
+
+
+def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
+    for number in numbers:
+        signal.signal(number, handler)
+
+
+def _too_early(result: RunResult, signalled: int | None) -> str:
+    """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
+
+    A rank that has begun catches all of them.
+    """
+    codes = {failure.exitcode for failure in result.failures.values()}
+    return signal.Signals(signalled).name if signalled is not None and -signalled in codes else ""
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """In place of SIG_IGN, which Python complains of where the signal has come already."""
+
+
+def _leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    for other in (*FORWARDED, signal.SIGALRM):  # the second of two at once would end what the first has begun
+        if signal.getsignal(other) is _leave_while_waiting:
+            signal.signal(other, _nothing)
+    raise SignalException(f"signal {number}", signal.Signals(number))

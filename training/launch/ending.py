@@ -1,0 +1,182 @@
+"""The nodes of a job end together: none that is done leaves before all are, and rank 0's node leaves first.
+
+Kubernetes ends a job of workers with the first one that completes, and takes the others' pods away, with what they had
+still to say. So a node whose ranks have ended well tells the others, and waits: for a node that is not done yet, for one
+that is started again (its ranks then start again, too), and for the exit code of one that fails late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from training.contract import EXIT_PREEMPTED
+from training.launch import rendezvous
+from training.launch.rendezvous import NotMet
+
+DONE, FAILED, ENDED = "lockstep/done", "lockstep/failed", "lockstep/ended"
+LAST, HEARD = "lockstep/last", "lockstep/heard"
+ANSWER_SECONDS = 20.0
+SAVING_SECONDS = 20.0
+"""How long the node that serves the store stays for others that save: less than the margin that clusters add to the grace."""
+HEARD_SECONDS = 5.0
+"""What the other nodes may take to hear of that."""
+LOOK_SECONDS = 1.0
+LAST_SECONDS = 60.0
+"""What rank 0's node may take from the end of its ranks to the end of its launcher."""
+
+
+class Ending:
+    """One round of one node.
+
+    Args:
+        store: of this round.
+        nodes: of this round.
+        node: this one's place among them; rank 0 is on node 0.
+        serves: the store is in this process.
+    """
+
+    def __init__(self, handler: RendezvousHandler, store: Store, nodes: int, node: int, serves: bool) -> None:
+        self._serves = serves
+        self._handler, self._nodes, self._node = handler, nodes, node
+        self.done = False
+        """The ranks of this node have ended well."""
+        self.over = False
+        """Those of all nodes have."""
+        self.verdict: int | None = None
+        """The exit code of the job, where another node has failed for good."""
+        self.final = False
+        """And no cluster shall start this node again."""
+        self._answers = store.clone()  # asked in threads: a server that is gone answers nobody, and torch waits for it
+        self.lost = False
+        """A node was lost before its end, and the job may go on without it: the ranks start again."""
+        self._alone = False
+        """It has failed while the ranks of the other nodes ran: these end by themselves."""
+        self._missing_since: float | None = None
+
+    def reached(self) -> bool:
+        """This node is done: whether all are, or one has failed or was lost. To be asked again until then.
+
+        Raises:
+            RendezvousConnectionError: the node that serves the rendezvous is gone.
+            NotMet: a node is gone, and no other has come in its place.
+        """
+        try:
+            if not self.done:
+                self.done = True
+                self._add(DONE, 1)
+            self.over = self._add(DONE) >= self._nodes
+            if not self.over and self._check(FAILED):
+                code, final = str(self._ask(lambda: self._answers.get(FAILED).decode())).split()
+                self.verdict, self.final = int(code), final == "final"
+                self._add(HEARD, 1)
+        except RuntimeError as error:
+            raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
+        if self.over or self.verdict is not None:
+            return True
+        here = rendezvous.present(self._handler)
+        if here >= self._nodes or self._handler.num_nodes_waiting() > 0:  # one that starts again has left the round
+            self._missing_since = None
+            return False
+        if here >= self._handler.settings.min_nodes:  # type: ignore[attr-defined]
+            self.lost = True
+            return True
+        self._missing_since = self._missing_since or time.monotonic()
+        timeout = self._handler.settings.timeout.join.total_seconds()  # type: ignore[attr-defined]
+        if time.monotonic() - self._missing_since > timeout:
+            raise NotMet(f"{self._nodes - here} of {self._nodes} nodes were lost before their end, {timeout:g} s ago")
+        return False
+
+    def failed(self, code: int, final: bool) -> None:
+        """This node has failed for good: those that wait for it end with its exit code.
+
+        Args:
+            final: no cluster shall start a node again.
+        """
+        with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
+            if self.verdict is None:  # else it was told by one of the others
+                self._tell(code, final)
+            self._add(ENDED, 1)
+            if code == EXIT_PREEMPTED:
+                self._stay_for_who_saves()
+
+    def _tell(self, code: int, final: bool) -> None:
+        self._ask(lambda: self._answers.set(FAILED, f"{code} {'final' if final else 'retry'}"))
+        # Ranks that ended at the same moment are told of at their launcher's next look.
+        _until(lambda: self._add(DONE) > 0, LOOK_SECONDS)
+        waiting = self._add(DONE)
+        self._alone = waiting == 0
+        self._stay_for(waiting)
+
+    def interrupted(self) -> None:
+        """A signal ends this node before the others have ended."""
+        with contextlib.suppress(RuntimeError):
+            self._add(ENDED, 1)
+            self._stay_for_who_saves()
+
+    def _stay_for_who_saves(self) -> None:
+        """Nodes that need longer to save would be cut off: the store goes with the node that serves it."""
+        if self._serves:
+            _until(lambda: self._add(ENDED) >= self._nodes, SAVING_SECONDS)
+
+    def leave(self, linger: float) -> None:
+        """Returns when this node may leave: the others `linger` seconds after rank 0's, also where they have failed late."""
+        if self.over:
+            self._part()
+        if self._node != 0 and not self._alone:
+            time.sleep(linger)
+
+    def _part(self) -> None:
+        try:
+            if self._node == 0:
+                self._ask(lambda: self._answers.set(LAST, "1"))
+            else:
+                _until(lambda: self._check(LAST), LAST_SECONDS)
+            self._add(HEARD, 1)
+            self._stay_for(self._nodes)
+        except RuntimeError:
+            pass  # the node that serves it was lost
+
+    def _stay_for(self, nodes: int) -> None:
+        """Returns when so many have heard: the store goes with the node that serves it."""
+        if self._serves:
+            _until(lambda: self._add(HEARD) >= nodes, HEARD_SECONDS)
+
+    def _add(self, key: str, amount: int = 0) -> int:
+        return int(self._ask(lambda: self._answers.add(key, amount)))
+
+    def _check(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._answers.check([key])))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """The store's answer. Raises `RuntimeError` where there is none in time; signals are heeded meanwhile."""
+        said: list[Any] = []
+        broken: list[RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                said.append(question())
+            except RuntimeError as error:
+                broken.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+        if broken:
+            raise broken[0]
+        if not said:
+            raise RuntimeError(f"no answer for {ANSWER_SECONDS:g} s")
+        return said[0]
+
+
+def _until(reached: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.1)

@@ -1,0 +1,79 @@
+"""What a run prints: lines that cannot end it, and the launcher's, whole out of many writers.
+
+Into the launcher's output a thread a rank copies what its rank has written. torch's agent reads a rank's file while it is
+being written, takes what is there for a line, and begins it with the rank's prefix; nor does it flush. A line that was
+written in pieces would come out in pieces, each with a prefix, and other ranks' lines between them; into a pipe nothing
+would come at all before some kilobytes are together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from training.contract import printable
+
+LIMIT = 1 << 16
+"""Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
+_PREFIX = re.compile(r"\[rank \d+\] ")
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
+    with contextlib.suppress(OSError):
+        print(printable(text), file=file, flush=True)
+
+
+class WholeLines:
+    """Stands before a text stream. What a thread writes goes on when its line has ended; `finish` sends what has not."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self._begun: dict[int, str] = {}
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            writer = threading.get_ident()
+            begun = self._begun.pop(writer, "")
+            prefix = _PREFIX.match(begun)
+            whole = begun + (text.removeprefix(prefix[0]) if prefix else text)
+            if whole.endswith("\n") or len(whole) > LIMIT:
+                self._send(whole)
+            elif whole:
+                self._begun[writer] = whole
+        return len(text)
+
+    def finish(self) -> None:
+        """Sends the lines that were never ended: their writers are gone."""
+        with self._lock:
+            for begun in self._begun.values():
+                self._send(f"{begun}\n")
+            self._begun.clear()
+
+    def _send(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs this line, not the thread that brings the next ones
+            self._stream.write(text)
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def full_module() -> Iterator[Callable[[], None]]:
+    """Standard output and standard error of this process in whole lines. Gives what sends those that were never ended."""
+    out, err = WholeLines(sys.stdout), WholeLines(sys.stderr)
+
+    def finish() -> None:
+        out.finish()
+        err.finish()
+
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield finish
+        finally:
+            finish()

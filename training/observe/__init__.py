@@ -1,0 +1,22 @@
+"""What a run tells, and whom.
+
+An event (an epoch, a reading, a checkpoint, a preemption) is said once, by rank 0, to `rundir.RunDirectory.event`. That
+appends a line to events.jsonl and hands the same mapping to its listeners:
+
+    rundir.py     the run directory: run.yaml, status.json, summary.json, and events.jsonl with its listeners
+    console.py    a listener: tables, a progress bar or JSON lines for whoever started the run
+    trackers.py   listeners: TensorBoard, Weights & Biases
+    report/       reads the files when an attempt has ended, and makes report.html of them
+
+Metrics are no events: every rank has its own, read while it runs.
+
+    metrics.py    the table of all metrics, and a rank's values
+    server.py     /metrics and /healthz over HTTP
+    exporter.py   where a rank's metrics go: the server, its address in files, textfiles
+
+What is measured:
+
+    clock.py      seconds of each phase of a step
+    reading.py    mean loss and gradient norm, without a wait
+    watch.py      between two steps: equality of the replicas, and a score every N steps
+"""

@@ -1,0 +1,185 @@
+"""Where the time of a step goes. The points are marked by the loop; `synchronizing` stands around the sync strategy.
+
+    begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
+
+Step time alone hides a slow rank: all ranks wait for it and read the same. The time to `grad_ready` names it, less
+what the rank waited for others on the way there.
+
+On a GPU the host only queues work, and its clock says nothing of it: there the points are CUDA events, read when they
+have passed. Nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeAlias
+
+import torch
+
+Times: TypeAlias = dict[str, float]
+"""Seconds of one step: {data_wait, grad_ready, sync_wait, step_duration}."""
+Mark: TypeAlias = "float | torch.cuda.Event"
+"""A point in time: seconds of the host, or an event in the GPU's stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """This point of the rank's work, to be handed to a `StepClock` later."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Watch(Protocol):
+    """What is known of a step whose strategy waits for other ranks before `synchronize` (`training.sync.watch`)."""
+
+    complete: Mark | None
+    """When the rank's own gradients were complete."""
+    waits: list[tuple[Mark, Mark]]
+    """Waits for other ranks before that."""
+
+
+class StepClock:
+    """Seconds of the last step by phase. The clock is injected, so that tests need not wait."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._closed: list[Times] = []
+        self.trained = 0.0
+        """Seconds of training so far, evaluation and saving excluded; continues over restarts."""
+        self.begin()
+
+    def begin(self) -> None:
+        self._begin = self._data = self._grad = self._synced = self._now()
+        self._waited = 0.0
+
+    def data_ready(self) -> None:
+        self._data = self._grad = self._synced = self._now()
+
+    def grad_ready(self, at: Mark | None = None) -> None:
+        """The rank's own gradients are complete (now, or at a `mark` noted before): from here on it waits for others."""
+        self._grad = self._synced = at if isinstance(at, float) else self._now()
+
+    def waited(self, since: Mark, until: Mark) -> None:
+        """Before `grad_ready` the rank waited for others, too, between two marks: moves that to `sync_wait`."""
+        if isinstance(since, float) and isinstance(until, float):
+            self._waited += until - since
+
+    def synced(self) -> None:
+        self._synced = self._now()
+
+    @contextlib.contextmanager
+    def synchronizing(self, watch: Watch | None) -> Iterator[None]:
+        """Around a strategy's `synchronize`, with its `watch`: marks `grad_ready` and `synced`.
+
+        Where there is no watch, the rank's own gradients are complete when it is entered.
+        """
+        if watch is None:
+            self.grad_ready()
+        else:
+            for since, until in watch.waits:
+                self.waited(since, until)
+            self.grad_ready(watch.complete)
+        yield
+        self.synced()
+
+    def end(self) -> Times:
+        """Closes the step. Returns its seconds as the host saw them."""
+        now = self._now()
+        self.trained += now - self._begin
+        times = {
+            "data_wait": self._data - self._begin,
+            "grad_ready": self._grad - self._data - self._waited,
+            "sync_wait": self._synced - self._grad + self._waited,
+            "step_duration": now - self._begin,
+        }
+        self._closed = [times]
+        return times
+
+    def settle(self) -> None:
+        """Waits for the device, and counts that as training: steps end on the host when they are queued."""
+
+    def measured(self) -> list[Times]:
+        """The closed steps whose seconds have become known since the last call, oldest first."""
+        closed, self._closed = self._closed, []
+        return closed
+
+
+class CudaStepClock(StepClock):
+    """The same points as events in the GPU's stream: a phase lasts as long as the GPU worked or idled in it.
+
+    `data_wait` is then the time that the GPU stood still for data, `sync_wait` the time that its stream waited for the
+    collectives of the other ranks. A step becomes known a few steps later, when its last event has passed.
+    """
+
+    _POOL = 64
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._free: list[torch.cuda.Event] = []
+        self._open: list[torch.cuda.Event] = []
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[tuple[list[torch.cuda.Event], list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
+        super().__init__(now)
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        super().begin()
+        self._open, self._waits = [self._event()] * 4, []
+
+    def data_ready(self) -> None:
+        super().data_ready()
+        self._open[1:] = [self._event()] * 3
+
+    def grad_ready(self, at: Mark | None = None) -> None:
+        super().grad_ready(at)
+        self._open[2:] = [self._event() if at is None or isinstance(at, float) else at] * 2
+
+    def waited(self, since: Mark, until: Mark) -> None:
+        if not isinstance(since, float) and not isinstance(until, float):
+            self._waits.append((since, until))
+
+    def synced(self) -> None:
+        super().synced()
+        self._open[3] = self._event()
+
+    def end(self) -> Times:
+        self._pending.append(([*self._open, self._event()], self._waits))
+        return super().end()
+
+    def settle(self) -> None:
+        began = self._now()
+        torch.cuda.synchronize()
+        self.trained += self._now() - began
+
+    def measured(self) -> list[Times]:
+        found = []
+        while self._pending and self._pending[0][0][-1].query():
+            events, waits = self._pending.popleft()
+            begin, data, grad, synced, end = events
+            waited = sum(_seconds(since, until) for since, until in waits)
+            found.append(
+                {
+                    "data_wait": _seconds(begin, data),
+                    "grad_ready": _seconds(data, grad) - waited,
+                    "sync_wait": _seconds(grad, synced) + waited,
+                    "step_duration": _seconds(begin, end),
+                }
+            )
+            self._free += list(dict.fromkeys(events))[: self._POOL - len(self._free)]
+        return found
+
+
+def _seconds(first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    return 0.0 if first is second else first.elapsed_time(second) / 1e3
+
+
+def step_clock(device: torch.device) -> StepClock:
+    return CudaStepClock() if device.type == "cuda" else StepClock()

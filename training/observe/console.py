@@ -1,0 +1,87 @@
+"""What a run prints: a table (a line for each epoch, or every N steps) and a progress bar, or its events as JSON lines.
+
+Tables and JSON lines are made of the run's events. Sentences (`line`) and warnings (`warn`) are not events: ranks other
+than 0, which have no events, print theirs, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.config import Log
+from training.files import json_text
+from training.launch.lines import say
+from training.parallel.world import World
+
+
+class Console:
+    """Rank 0 prints; the others only warnings, and sentences with `log.verbose`.
+
+    Args:
+        by_step: lines of `score` events (`log.score_every`) stand in place of the table of epochs.
+    """
+
+    def __init__(self, log: Log, world: World, epochs: int, steps_per_epoch: int, by_step: bool = False) -> None:
+        self.log, self.world = log, world
+        self._by_step = by_step
+        self._prints = world.leader or log.verbose
+        self._header = False
+        self._bar: Progress | None = None
+        if world.leader and log.format == "table" and sys.stderr.isatty():
+            columns = (
+                TextColumn("epoch {task.fields[epoch]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, transient=True, redirect_stdout=True)
+            self._task = self._bar.add_task("train", total=epochs * steps_per_epoch, epoch=1)
+            self._bar.start()
+
+    def line(self, text: str) -> None:
+        """A sentence for people; none with `log.format=json`, whose output is for programs."""
+        if self._prints and self.log.format == "table":
+            say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
+
+    def per_class(self, accuracies: dict[str, float | None]) -> None:
+        for name, accuracy in accuracies.items():
+            self.line(
+                f"Accuracy of {name:12}: " + ("no test sample" if accuracy is None else f"{100 * accuracy:6.2f} %")
+            )
+
+    def warn(self, text: str) -> None:
+        """Always on stderr, whatever the format."""
+        say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
+
+    def step(self, epoch: int, done: int) -> None:
+        """Moves the progress bar. `epoch` counts from 0, `done` are the steps of the whole run."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, epoch=epoch + 1)
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
+        if self.log.format == "json":
+            if self.world.leader:
+                say(json_text(event))
+        elif event["event"] == "score":
+            say(
+                f"step {event['step']:5d} | train_loss {event['train_loss']:7.4f} | test_loss {event['test_loss']:7.4f}"
+                f" | step time {1000 * event['step_seconds']:7.2f} ms"
+            )
+        elif event["event"] == "epoch" and not self._by_step:
+            if not self._header:
+                self._header = True
+                say("epoch    batch    train time [sec]    validation accuracy    train loss    images/s")
+            accuracy = "            –" if event["accuracy"] is None else f"{event['accuracy']:13.4f}"
+            say(
+                f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}{accuracy}"
+                f" {event['train_loss']:13.4f} {event['images_per_second']:11.0f}"
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

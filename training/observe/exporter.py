@@ -1,0 +1,168 @@
+"""Where the metrics of a rank go: an HTTP server, files with its address, and textfiles for runs that end before a scrape.
+
+    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711}, for as long as the rank lives
+    RUN/metrics/rank-00003.prom     what the server would answer, every few seconds and at the end
+    TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter
+    FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, where a cluster has no discovery of its own
+
+Nothing here may end the training, or make it wait: what fails is said once, on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import ipaddress
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from training import config as configuration
+from training import contract, files
+from training.contract import UserError
+from training.launch.lines import say
+from training.observe.metrics import Metrics
+from training.observe.server import Server
+from training.parallel.world import World
+
+
+class Exporter:
+    """The metrics of one rank and all places they go to. `close` ends it, and may be called twice.
+
+    Raises:
+        UserError: LOCKSTEP_METRICS_PORT is no port.
+    """
+
+    def __init__(self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]) -> None:
+        run_dir = run_dir.resolve()
+        self.metrics = Metrics(settings.run or run_dir.name, world.rank, world.device)
+        self.enabled, self._rank, self._settings = settings.enabled, world.rank, settings
+        self._warned: set[str] = set()
+        self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
+        self._server: Server | None = None
+        self._endpoint = contract.endpoint_file(run_dir, world.rank)
+        self._textfiles = [contract.textfile(run_dir, world.rank)]
+        # Other runs may write into the same folder: file names begin with the name of the run.
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
+        if settings.textfiles is not None:
+            self._textfiles.append(Path(settings.textfiles) / f"{name}-{self._textfiles[0].name}")
+        file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
+        self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
+        port = base_port(settings, env)
+        if self.enabled:
+            if world.leader:
+                _remove_ranks_beyond(world.size, [self._endpoint, *self._textfiles, *filter(None, [self._target])])
+            address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or _default_address(world)
+            self._serve(None if address == ANY_ADDRESS else address, port + world.local_rank if port else 0)
+
+    def begin(self) -> None:
+        """The training begins: textfiles are written from here on. (Of a run that is complete already, the last ones stay.)"""
+        self._begun = True
+        if self.enabled:
+            self._write_textfiles()
+            if self._settings.textfile_seconds:
+                threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
+
+    def _serve(self, address: str | None, port: int) -> None:
+        for attempt in (port, 0):
+            try:
+                self._server = Server(address, attempt, self.metrics, self._settings.stale_seconds)
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                continue
+            break
+        if self._server is None:
+            self._warn("serve", f"cannot serve metrics ({reason})")
+            return
+        if port not in (0, self._server.port):
+            self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
+        threading.Thread(target=self._server.run, name="metrics", daemon=True).start()
+        host, port = address if address and not _is_unspecified(address) else socket.gethostname(), self._server.port
+        self._publish(self._endpoint, json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode() + b"\n")
+        if self._target is not None:
+            target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._publish(self._target, json.dumps([{"targets": [target], "labels": {}}]).encode() + b"\n")
+
+    def _write_often(self) -> None:
+        while not self._closed.wait(self._settings.textfile_seconds):
+            self._write_textfiles()
+
+    def _write_textfiles(self, last: bool = False) -> None:
+        """One writer at a time, as all have the same temporary file. After the `last` state nothing is written."""
+        with self._writing:
+            if last or not self._closed.is_set():
+                text = self.metrics.text()
+                for path in self._textfiles:
+                    self._publish(path, text)
+
+    def _publish(self, path: Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.remove_stale(path.parent, (path.name,))
+            files.publish(path, data)
+        except OSError as error:
+            self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
+
+    def _warn(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            say(f"warning: rank {self._rank}: {message}; the run goes on", sys.stderr)
+
+    def close(self, code: int) -> None:
+        """The attempt has ended: the last textfiles, then the end of the server."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self.metrics.ended(code)
+        if self.enabled:
+            if self._begun or self.metrics.found_corrupt:  # a start that was refused writes nothing
+                self._write_textfiles(last=True)
+            with contextlib.suppress(OSError):
+                if self._target is not None:
+                    self._target.unlink(missing_ok=True)
+                self._endpoint.unlink(missing_ok=True)
+                self._endpoint.parent.rmdir()  # succeeds for the last rank
+        if self._server is not None:
+            self._server.stop()
+
+
+ANY_ADDRESS = "any"
+
+
+def _default_address(world: World) -> str:
+    """The loopback address for a run on one machine. On nodes of a cluster Prometheus asks from another machine."""
+    return "127.0.0.1" if world.nodes == 1 and world.launcher != "slurm" else ANY_ADDRESS
+
+
+def _is_unspecified(address: str) -> bool:
+    """0.0.0.0 or ::, on which a server can listen, and which is no address for clients."""
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return False
+
+
+def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
+    """The port of local rank 0, from the config or the environment; 0 for any free one. Raises `UserError`."""
+    text = env.get(contract.ENV_METRICS_PORT, "")
+    if settings.port is not None or not text:
+        return contract.METRICS_PORT if settings.port is None else settings.port
+    if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
+        raise UserError(f"{contract.ENV_METRICS_PORT}={text!r} is not a port (0 … 65535)")
+    return int(text)
+
+
+def _remove_ranks_beyond(size: int, own: list[Path]) -> None:
+    """Removes the files of ranks from `size` on, which an earlier attempt with more ranks left. `own`: rank 0's of each kind."""
+    for mine in own:
+        before = mine.stem.removesuffix("00000")
+        with contextlib.suppress(OSError):
+            for path in mine.parent.glob(f"{glob.escape(before)}*{mine.suffix}"):
+                number = path.stem.removeprefix(before)
+                if number.isdigit() and int(number) >= size:
+                    path.unlink(missing_ok=True)

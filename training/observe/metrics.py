@@ -1,0 +1,230 @@
+"""The metrics of a rank for Prometheus: the table of all of them, and the calls by which the training sets their values.
+
+    metrics = Metrics("cifar", 0, device)
+    metrics.step(times, step=7, lr=0.1, samples=64, sync_bytes=1_000_000)
+    metrics.text()                      # b"# HELP training_step …"
+
+Every series has the labels `run` and `rank`, so that the same queries work wherever Prometheus found the rank. A label
+whose values have no bound (a step, an epoch, a path, a host, a hyper-parameter) would make a new series for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import prometheus_client
+import torch
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from training.observe.clock import Times
+from training.parallel.memory import resident_bytes
+
+PREFIX = "training_"
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to a minute."""
+
+
+class Row(NamedTuple):
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
+    """Labels beside `run` and `rank` → all values that each may take. An empty tuple: one value a process, known later."""
+
+
+TABLE: dict[str, Row] = {
+    "info": Row("gauge", "What runs here, always 1.", {"recipe": (), "sync": (), "world_size": (), "version": ()}),
+    "attempt": Row("gauge", "Number of this start of the run, from 1."),
+    "start_timestamp_seconds": Row("gauge", "Unix time at which this attempt began."),
+    "step": Row("gauge", "Optimizer steps done since the run began, earlier attempts included."),
+    "steps_planned": Row("gauge", "Optimizer steps of the whole run."),
+    "last_step_timestamp_seconds": Row("gauge", "Unix time of the end of the last optimizer step; of the start, before it."),
+    "finished": Row("gauge", "1 once this attempt has ended, however it ended."),
+    "exit_code": Row("gauge", "Exit code of this attempt: 0 done, 1 failed, 2 wrong usage or data, 75 preempted. Absent while it runs."),
+    "loss": Row("gauge", "Mean training loss of all ranks' samples between the last two readings."),
+    "grad_norm": Row("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading."),
+    "learning_rate": Row("gauge", "Learning rate of the last step."),
+    "accuracy": Row("gauge", "Share of the test images that the last evaluation got right, 0 to 1."),
+    "samples_total": Row("counter", "Samples this rank has trained on in this attempt."),
+    "sync_bytes_total": Row("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
+    "nonfinite_steps_total": Row("counter", "Steps whose gradient was NaN or infinite."),
+    "preemptions_total": Row("counter", "Early ends of the run after a checkpoint, earlier attempts included."),
+    "checkpoint_failures_total": Row(
+        "counter", "Checkpoints that could not be written.", {"reason": ("disk", "timeout")}
+    ),
+    "corrupt_files_total": Row(
+        "counter", "Files that did not have their checksum and were not used.", {"kind": ("checkpoint", "shard")}
+    ),
+    "checkpoint_last_success_timestamp_seconds": Row("gauge", "Unix time at which the newest checkpoint was on the disk."),
+    "step_duration_seconds": Row("histogram", "Seconds of an optimizer step, waiting for data included."),
+    "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
+    "grad_ready_seconds": Row("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),
+    "sync_wait_seconds": Row("histogram", "Seconds from the rank's own gradients to the sum over all ranks. The slowest rank waits least."),
+    "checkpoint_duration_seconds": Row("histogram", "Seconds from handing a checkpoint to the writer until it was verified on the disk."),
+    "process_cpu_seconds_total": Row("counter", "User and system CPU seconds of the rank's process."),
+    "process_resident_memory_bytes": Row("gauge", "Resident memory of the rank's process."),
+    "rank_gpu_info": Row("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}),
+    "gpu_memory_allocated_bytes": Row("gauge", "GPU memory in tensors."),
+    "gpu_memory_reserved_bytes": Row("gauge", "GPU memory that the process has reserved for tensors."),
+    "gpu_memory_peak_bytes": Row("gauge", "Most GPU memory in tensors at one time so far."),
+}  # fmt: skip
+"""Every metric, without its prefix. docs/metrics.md is checked against it."""
+
+READ_AT_SCRAPE = ("process_cpu_seconds_total", "process_resident_memory_bytes", "rank_gpu_info", "gpu_memory_allocated_bytes",
+                  "gpu_memory_reserved_bytes", "gpu_memory_peak_bytes")  # fmt: skip
+"""Nobody sets these: they are read from the process and its GPU when somebody asks for the metrics."""
+LATER = ("exit_code", "loss", "grad_norm", "accuracy", "checkpoint_last_success_timestamp_seconds", "checkpoint_duration_seconds",
+         "info", "steps_planned")  # fmt: skip
+"""Metrics without a series until their first value. All others begin at 0. An age of the newest checkpoint on ranks that
+write none, for one, would raise an alert."""
+
+_KINDS: dict[str, Any] = {
+    "gauge": prometheus_client.Gauge, "counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram,
+}  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one rank, in a registry of their own. Safe to read from other threads."""
+
+    def __init__(self, run: str, rank: int, device: torch.device) -> None:
+        prometheus_client.disable_created_metrics()  # a `_created` series beside each counter, which nobody reads
+        self.registry = prometheus_client.CollectorRegistry()
+        self._labels = {"run": run, "rank": str(rank)}
+        self._families: dict[str, Any] = {}
+        for name, row in TABLE.items():
+            if name not in READ_AT_SCRAPE:
+                options = {"buckets": BUCKETS} if row.kind == "histogram" else {}
+                self._families[name] = _KINDS[row.kind](
+                    PREFIX + name, row.help, [*self._labels, *row.labels], registry=self.registry, **options
+                )
+                values = next(iter(row.labels.values()), ("",)) if name not in LATER else ()
+                for value in values:
+                    self._series(name, *filter(None, [value]))
+        self.registry.register(_Process(self._labels, device))
+        now = time.time()
+        self._set("start_timestamp_seconds", now)
+        self._set("last_step_timestamp_seconds", now)
+        self._step, self._stamp, self._lr = (
+            self._series(name) for name in ("step", "last_step_timestamp_seconds", "learning_rate")
+        )
+        self._samples, self._bytes = self._series("samples_total"), self._series("sync_bytes_total")
+        self._phases = [
+            (phase, self._series(f"{phase}_seconds"))
+            for phase in ("step_duration", "data_wait", "grad_ready", "sync_wait")
+        ]
+        self._sync_bytes = 0
+        self.alive_at = time.monotonic()
+        """Monotonic seconds of the last sign of life, see `alive`."""
+        self.finished = self.found_corrupt = False
+
+    def _series(self, name: str, *values: str) -> Any:
+        """The series of a metric with these values of its own labels; made by the first call."""
+        return self._families[name].labels(*self._labels.values(), *values)
+
+    def _set(self, name: str, value: float) -> None:
+        self._series(name).set(value)
+
+    def describe(self, recipe: str, sync: str, world_size: int, version: str, attempt: int, step: int, planned: int,
+                 preemptions: int) -> None:  # fmt: skip
+        """What is known before the first step.
+
+        Args:
+            step: optimizer steps done by earlier attempts.
+            planned: optimizer steps of the whole run.
+            preemptions: of earlier attempts.
+        """
+        self._series("info", recipe, sync, str(world_size), version).set(1)
+        self._set("attempt", attempt)
+        self._set("step", step)
+        self._set("steps_planned", planned)
+        self._series("preemptions_total").inc(preemptions)
+
+    def alive(self) -> None:
+        """A sign of life: the rank has ended a step, or a batch of the evaluation."""
+        self.alive_at = time.monotonic()
+
+    def step(self, measured: list[Times], step: int, lr: float, samples: int, sync_bytes: int) -> None:
+        """One optimizer step.
+
+        Args:
+            measured: seconds of each phase, of the steps whose times became known since the last call. On a GPU these
+                are steps before this one: its events are read when they have passed.
+            step: optimizer steps done since the run began.
+            lr: learning rate of this step.
+            samples: samples of this step that this rank trained on.
+            sync_bytes: bytes of gradient that this rank has handed to collectives in this attempt so far.
+        """
+        for times in measured:
+            for phase, histogram in self._phases:
+                histogram.observe(times[phase])
+        self._step.set(step)
+        self._stamp.set(time.time())
+        self._lr.set(lr)
+        self._samples.inc(samples)
+        self._bytes.inc(sync_bytes - self._sync_bytes)
+        self._sync_bytes = sync_bytes
+        self.alive()
+
+    def reading(self, loss: float, grad_norm: float | None) -> None:
+        """What `reading.Reading` read: the mean loss, and the gradient's norm where it was computed."""
+        self._set("loss", loss)
+        if grad_norm is not None:
+            self._set("grad_norm", grad_norm)
+
+    def accuracy(self, share: float) -> None:
+        self._set("accuracy", share)
+
+    def nonfinite(self) -> None:
+        self._series("nonfinite_steps_total").inc()
+
+    def preempted(self) -> None:
+        self._series("preemptions_total").inc()
+
+    def checkpoint_written(self, seconds: float) -> None:
+        self._series("checkpoint_duration_seconds").observe(seconds)
+        self._set("checkpoint_last_success_timestamp_seconds", time.time())
+
+    def checkpoint_failed(self, reason: Literal["disk", "timeout"]) -> None:
+        self._series("checkpoint_failures_total", reason).inc()
+
+    def corrupt_file(self, kind: Literal["checkpoint", "shard"]) -> None:
+        self.found_corrupt = True
+        self._series("corrupt_files_total", kind).inc()
+
+    def ended(self, code: int) -> None:
+        self.finished = True
+        self._set("finished", 1)
+        self._set("exit_code", code)
+
+    def text(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return prometheus_client.generate_latest(self.registry)
+
+
+class _Process(Collector):
+    """The metrics of `READ_AT_SCRAPE`."""
+
+    def __init__(self, labels: dict[str, str], device: torch.device) -> None:
+        self._labels, self._device = labels, device
+        self._uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family("process_cpu_seconds_total", time.process_time())
+        resident = resident_bytes()
+        if resident is not None:
+            yield self._family("process_resident_memory_bytes", resident)
+        if self._device.type == "cuda":
+            uuid = self._uuid if self._uuid.startswith("GPU-") else f"GPU-{self._uuid}"  # as dcgm-exporter writes it
+            yield self._family("rank_gpu_info", 1, UUID=uuid)
+            yield self._family("gpu_memory_allocated_bytes", torch.cuda.memory_allocated(self._device))
+            yield self._family("gpu_memory_reserved_bytes", torch.cuda.memory_reserved(self._device))
+            yield self._family("gpu_memory_peak_bytes", torch.cuda.max_memory_allocated(self._device))
+
+    def _family(self, name: str, value: float, **more: str) -> Metric:
+        labels = {**self._labels, **more}
+        kind = CounterMetricFamily if TABLE[name].kind == "counter" else GaugeMetricFamily
+        family = kind(PREFIX + name, TABLE[name].help, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family

@@ -1,0 +1,116 @@
+"""Reads the mean loss of all ranks and the gradient's norm every `log.every` steps. Neither the GPU nor a rank waits.
+
+    reading.take(losses, norm, step=50)     # starts a sum over the ranks, and a copy to the host
+    for values in reading.ready(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived
+
+Every rank calls them at the same steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training.parallel.world import World
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Numbers on their way to the host."""
+
+    sums: torch.Tensor
+    """float64 [2]: the sum of losses and the number of samples of the epoch so far."""
+    norm: torch.Tensor | None
+    summed: dist.Work | None
+    """The sum over the ranks; None with one rank."""
+    arrived: torch.cuda.Event | None
+    """The end of the copy; None on a CPU, where nothing is copied."""
+    first_of_epoch: bool
+    values: dict[str, Any]
+    """What `take` was given, to come back with the numbers."""
+
+    def is_here(self) -> bool:
+        if self.arrived is not None:
+            return self.arrived.query()
+        return self.summed is None or self.summed.is_completed()
+
+    def wait(self) -> None:
+        """Raises `RuntimeError` where the sum failed on the way."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        elif self.summed is not None:
+            self.summed.wait()
+
+
+class Reading:
+    """Turns the epoch's running sums into the mean loss since the last reading, over the samples of all ranks.
+
+    Args:
+        losses: float64 [2], this rank's sum of losses and number of samples in the current epoch; read once here,
+            because a resumed run begins in the middle of an epoch. Collective.
+    """
+
+    def __init__(self, losses: torch.Tensor, world: World) -> None:
+        self._world = world
+        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        before = losses.cpu().clone()
+        dist.all_reduce(before)
+        self._sum, self._count = before.tolist()
+        self._first = False
+        self._copies: deque[_Copy] = deque()
+
+    def new_epoch(self) -> None:
+        """The sums start at zero again."""
+        self._first = True
+
+    def take(self, losses: torch.Tensor, norm: torch.Tensor | None, **values: Any) -> None:
+        """Starts to read the sums and the norm, as they will be when the work queued so far is done. Collective.
+
+        Args:
+            losses: float64 [2], as in the constructor, of the current epoch.
+            norm: of the gradient, a scalar; None where it was not computed.
+            values: come back from `ready` with what was read.
+        """
+        sums = losses.clone()
+        norm = None if norm is None else norm.detach().clone()
+        summed = dist.all_reduce(sums, async_op=True) if self._world.size > 1 else None
+        arrived = None
+        if self._stream is not None:  # a stream of its own waits for the other ranks; the one that trains does not
+            self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
+            with torch.cuda.stream(self._stream):
+                if summed is not None:
+                    summed.wait()
+                sums, norm = _to_host(sums), None if norm is None else _to_host(norm)
+                arrived = torch.cuda.Event()
+                arrived.record()
+        self._copies.append(_Copy(sums, norm, summed, arrived, self._first, values))
+        self._first = False
+
+    def ready(self, wait: bool = False) -> Iterator[dict[str, Any]]:
+        """The readings that have arrived, in order; with `wait`, all that `take` has started.
+
+        Yields the `values` of `take` with `train_loss`, the mean over all ranks' samples since the last reading (None
+        where there were none), and `grad_norm`.
+        """
+        while self._copies and (wait or self._copies[0].is_here()):
+            copy = self._copies.popleft()
+            copy.wait()
+            before = (0.0, 0.0) if copy.first_of_epoch else (self._sum, self._count)
+            self._sum, self._count = copy.sums.tolist()
+            samples = self._count - before[1]
+            yield {
+                **copy.values,
+                "train_loss": (self._sum - before[0]) / samples if samples > 0 else None,
+                "grad_norm": None if copy.norm is None else float(copy.norm),
+            }
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))  # its memory is that of the stream that trains
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,143 @@
+"""Reads a run directory for the report: run.yaml, status.json, summary.json, events.jsonl and the ranks' textfiles.
+
+Every file may be missing, cut off or damaged, and may hold anything: what can be read is used, the rest is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training import contract, files
+from training.config import settings
+from training.contract import UserError
+
+_EVENT_BYTES = 128 << 20
+"""Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""
+_LINE_BYTES = 1 << 16
+_LARGEST = 1e15
+"""A count or a number of seconds from here on is damaged."""
+_LATEST = 253_402_300_800.0
+"""Unix time at the end of the year 9999, beyond which there are no dates."""
+PHASES = ("data_wait", "grad_ready", "sync_wait")
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What one run directory holds. Times are Unix seconds."""
+
+    name: str
+    path: Path
+    about: dict[str, Any]
+    """run.yaml as it stands."""
+    status: dict[str, Any]
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+    ranks: list[dict[str, float]]
+    """By rank: mean seconds a step of each phase, `rest`, `step_duration`, and `steps` of the last attempt."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Settings by their dotted names."""
+        return flat(self.part("config"))
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A mapping within run.yaml; empty where there is none."""
+        found = self.about.get(name)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def began(self) -> float:
+        """Time of the first event; 0 where there is none."""
+        return float(self.events[0]["time"]) if self.events else 0.0
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        """The events of these kinds."""
+        return [event for event in self.events if event["event"] in kinds]
+
+
+def read(path: Path) -> RunRecord:
+    """Raises `UserError` where `path` is no run directory."""
+    run_file = path / contract.RUN_FILE
+    if not run_file.is_file():
+        raise UserError(f"{path} holds no run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
+    path = path.resolve()
+    return RunRecord(
+        path.name, path, settings.read_yaml(run_file), _mapping(path / contract.STATUS_FILE),
+        _mapping(path / contract.SUMMARY_FILE), _events(path / contract.EVENTS_FILE), _ranks(path / contract.METRICS),
+    )  # fmt: skip
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    value = files.read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The events in order. Of steps and epochs that an attempt lost and a later one took again, the later ones."""
+    found: list[dict[str, Any]] = []
+    try:
+        with files.regular(path) as file:
+            while file.tell() < _EVENT_BYTES and (line := file.readline(_LINE_BYTES)):
+                try:
+                    value = json.loads(line.decode(errors="replace"))
+                except (ValueError, RecursionError):
+                    continue  # cut off by a kill
+                if isinstance(value, dict) and isinstance(value.get("event"), str):
+                    at = number_of(value.get("time"))
+                    if at is not None and 0 < at < _LATEST:
+                        found.append(value)
+    except OSError:
+        return []
+    last = {(event["event"], number_of(event.get("step"))): index for index, event in enumerate(found)}
+    return [
+        event for index, event in enumerate(found)
+        if event["event"] not in ("step", "epoch") or last[event["event"], number_of(event.get("step"))] == index
+    ]  # fmt: skip
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return None
+
+
+def _ranks(folder: Path) -> list[dict[str, float]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = []
+    for path in sorted(folder.glob("rank-*.prom")):
+        try:
+            families = list(text_string_to_metric_families(files.read(path, 1 << 20).decode()))
+        except Exception:  # noqa: BLE001, S112 - the parser raises whatever a damaged file makes it trip over
+            continue
+        values = {
+            s.name.removeprefix("training_"): s.value for f in families for s in f.samples if "le" not in s.labels
+        }
+        # Counts and seconds below zero, infinite or NaN are damaged. (A loss may be NaN; it is not read here.)
+        values = {name: float(value) for name, value in values.items() if 0 <= value < _LARGEST}
+        steps, spent = values.get("step_duration_seconds_count", 0.0), values.get("step_duration_seconds_sum", 0.0)
+        digits = path.stem.removeprefix("rank-")
+        if steps >= 1 and spent > 0 and digits.isascii() and digits.isdigit():
+            row = {phase: values.get(f"{phase}_seconds_sum", 0.0) / steps for phase in PHASES}
+            row |= {"rest": max(0.0, spent / steps - sum(row.values())), "step_duration": spent / steps}
+            found.append({"rank": float(digits), "steps": steps, **row})
+    return found

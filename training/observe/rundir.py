@@ -1,0 +1,262 @@
+"""The run directory: opens and locks it, and writes what says how the run is doing. (`report/record.py` reads it again.)
+
+    run.yaml       what the run is: config, versions, data, world
+    status.json    how far it came, and how it ended
+    events.jsonl   what happened, a line each; listeners get the same events
+    summary.json   the final numbers of a complete run
+    checkpoints/   written by training/checkpoint/
+
+Rank 0 has one. With `checkpoint.write=node` the first rank of every other node has one, too, on its node's disk, for its
+checkpoints and status.
+
+The same command on the same directory resumes. A directory of another config is refused, and nothing in it is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+import yaml
+
+from training import config as configuration
+from training import contract, files
+from training.config import Config, settings
+from training.contract import UserError
+from training.launch.lines import say
+from training.parallel.world import World
+
+
+class RunDirectory:
+    """The directory of a run, locked for one attempt at it: from `open` to `close`."""
+
+    def __init__(self, path: Path, lock: filelock.FileLock, saved: dict[str, Any] | None) -> None:
+        self.path, self.saved = path, saved
+        self._lock = lock
+        self._warned = False
+        status = files.read_json(path / contract.STATUS_FILE)
+        before = (
+            {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
+        )
+        self.attempt: int = before.get("attempt", 0) + 1
+        self.step_before: int = before.get("step", 0)
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        """Get every event from now on, each as the mapping that was written. What they raise ends the run."""
+        self.at_close: list[Callable[[], None]] = []
+        """Called by `close`, the last one first."""
+        self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
+        """The word with which the run was begun by `--fresh`, see `open`."""
+
+    @classmethod
+    def open(cls, path: Path, config: Config, fresh: bool | str) -> RunDirectory:
+        """Locks the directory for this process; makes it where there is none.
+
+        Args:
+            fresh: True moves an earlier run aside first. A word does so only where the run was not begun with the same
+                word: a job gives its own, so that its restarts go on with what its first start has begun.
+
+        Raises:
+            UserError: the directory is in use, holds a run of another config, or cannot be written.
+        """
+        try:
+            path = path.resolve()
+            if path.exists() and (fresh is True or (isinstance(fresh, str) and _begun_otherwise(path, fresh))):
+                _move_aside(path)
+            lock = _locked(path, _patience())
+        except filelock.Timeout:
+            raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
+        except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+            raise UserError(f"cannot use the run directory {path}: {getattr(error, 'strerror', error)}") from None
+        try:
+            files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
+            saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
+            if saved is not None:
+                different = configuration.differences(saved["config"], config)
+                if different:
+                    raise UserError(
+                        f"{path} holds a run of another config ({'; '.join(different)}): "
+                        "choose another --run-dir, undo the change, or start over with --fresh"
+                    )
+            elif (path / contract.CHECKPOINTS).exists():
+                raise UserError(f"{path} has checkpoints but no {contract.RUN_FILE}: restore it, or use --fresh")
+        except OSError as error:
+            lock.release()
+            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
+        except UserError:
+            lock.release()
+            raise
+        run = cls(path, lock, saved)
+        if isinstance(fresh, str):
+            run.fresh_word = fresh
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / contract.CHECKPOINTS
+
+    def describe(self, config: Config, world: World, global_batch: int, data: dict[str, str], threads: str) -> None:
+        """Writes run.yaml. Raises `UserError` where the directory cannot be written."""
+        value = {
+            "config": configuration.to_dict(config),
+            "config_hash": config.hash(),
+            "global_batch_size": global_batch,
+            "data": data,
+            "versions": versions(),
+            "threads": threads,
+            "git_revision": git_revision(),
+            "world": {
+                "size": world.size,
+                "nodes": world.nodes,
+                "launcher": world.launcher,
+                "device": str(world.device),
+            },
+            **({"fresh": self.fresh_word} if self.fresh_word else {}),
+            "environment": {name: os.environ[name] for name in contract.RUN_ENVIRONMENT if name in os.environ},
+        }
+        path = self.path / contract.RUN_FILE
+        try:
+            files.replace(path, yaml.safe_dump(value, sort_keys=False, allow_unicode=True).encode())
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Appends a line to events.jsonl, and gives the same event to the listeners.
+
+        A disk that refuses does not end the run: that is said once. A line that a kill has cut off is ended first.
+        """
+        entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
+        try:
+            with (self.path / contract.EVENTS_FILE).open("ab+") as file:
+                torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+                file.write(b"\n" * torn + files.json_text(entry).encode() + b"\n")
+        except OSError as error:
+            self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
+        for listener in self.listeners:
+            listener(entry)
+
+    def status(self, code: int | None, reason: str, step: int) -> None:
+        """Replaces status.json, which backends trust above exit codes. `code` None: running."""
+        status = {"code": code, "reason": reason, "step": step, "attempt": self.attempt}
+        if job := os.environ.get(contract.ENV_JOB):
+            status["job"] = job
+        restart = os.environ.get(contract.ENV_RESTARTS, "")
+        if restart.isdigit():
+            status["restart"] = int(restart)  # which start of the job this is, by the launcher's count
+        self._replace(contract.STATUS_FILE, status)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Replaces summary.json."""
+        self._replace(contract.SUMMARY_FILE, values)
+
+    def _replace(self, name: str, value: Any) -> None:
+        try:
+            files.replace_json(self.path / name, value)
+        except OSError as error:
+            self._warn(f"cannot write {name}: {error.strerror}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            say(f"warning: {self.path}: {message}; the run goes on", sys.stderr)
+
+    def close(self) -> None:
+        """Calls what is in `at_close`, and gives the lock back."""
+        while self.at_close:
+            self.at_close.pop()()
+        self._lock.release()
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """run.yaml of a run directory, with `config` as a `Config`. Raises `UserError` where it is missing or malformed."""
+    file = path / contract.RUN_FILE
+    value = settings.read_yaml(file)
+    batch, data = value.get("global_batch_size"), value.get("data")
+    if not isinstance(value.get("config"), dict) or not isinstance(batch, int) or not isinstance(data, dict):
+        raise UserError(f"{file} is malformed: restore it, or start over in another run directory")
+    return {**value, "config": configuration.from_dict(value["config"], str(file))}
+
+
+LOCK_SECONDS = 10.0
+"""How long another process may still hold the lock."""
+LOCK_SECONDS_AGAIN = 180.0
+"""The same after a restart: network file systems keep the lock of a node that failed until its lease is over."""
+
+
+def _patience() -> float:
+    return LOCK_SECONDS_AGAIN if os.environ.get(contract.ENV_RESTARTS, "0") != "0" else LOCK_SECONDS
+
+
+def _locked(path: Path, seconds: float) -> filelock.FileLock:
+    """Takes the lock of the directory that has this name, not of one that was moved aside while we waited for it.
+
+    Raises `filelock.Timeout`, `OSError`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        waited_for = path.stat().st_ino
+        lock = filelock.FileLock(path / ".lock", timeout=max(0.0, deadline - time.monotonic()))
+        lock.acquire()
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == waited_for:
+                return lock
+        lock.release()
+
+
+def _begun_otherwise(path: Path, word: str) -> bool:
+    if not (path / contract.RUN_FILE).exists():
+        return (path / contract.CHECKPOINTS).exists()
+    try:
+        return settings.read_yaml(path / contract.RUN_FILE).get("fresh") != word
+    except UserError:  # damaged: whoever began it, this start cannot go on with it
+        return True
+
+
+def _move_aside(path: Path) -> None:
+    """Renames a run that nobody is using. Raises `UserError` for a folder that holds something else."""
+    if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
+        raise UserError(f"{path} holds no run of ours, so --fresh leaves it alone: choose another --run-dir")
+    lock = _locked(path, 10)
+    try:
+        _rename_aside(path)
+    finally:
+        lock.release()
+
+
+def _rename_aside(path: Path) -> None:
+    number = 1
+    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(target)
+    say(f"moved the earlier run to {target}", sys.stderr)
+
+
+def versions() -> dict[str, str]:
+    return {
+        "lockstep": contract.VERSION, "torch": str(torch.__version__), "python": platform.python_version(),
+        "cuda": torch.version.cuda or "", "platform": platform.platform(),
+    }  # fmt: skip
+
+
+def git_revision() -> str:
+    """The revision of the source tree, or of the image; an empty text where neither is known."""
+    source = Path(__file__).resolve().parents[2]
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(source), "rev-parse", "--show-toplevel", "HEAD"],
+            capture_output=True, text=True, timeout=5, check=True,
+        ).stdout.splitlines()  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        found = []
+    if len(found) == 2 and Path(found[0]).resolve() == source:  # not the project in whose .venv this is installed
+        return found[1]
+    return os.environ.get(contract.ENV_REVISION, "")

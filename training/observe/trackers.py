@@ -1,0 +1,166 @@
+"""Sends the numbers of a run's events to TensorBoard and Weights & Biases. Off by default; rank 0 only.
+
+Both listen to the run's events, so they show what events.jsonl holds, under the names of the speedruns' logs: `elapsed`,
+`train_loss`, `val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from training import config as configuration
+from training import files
+from training.config import Config
+from training.contract import UserError
+from training.launch.lines import say
+from training.observe.rundir import RunDirectory
+
+TENSORBOARD = "tensorboard"
+"""Folder of its event files in the run directory."""
+WANDB_ID = "wandb.json"
+"""File of the run directory with the identity of the run at W&B."""
+_NAMES = {"trained_seconds": "elapsed", "accuracy": "val_acc"}
+"""Names that differ: in events → as logged."""
+_WANTED = ("trained_seconds", "train_loss", "test_loss", "accuracy", "epoch", "examples_seen", "images_per_second", "lr",
+           "grad_norm", "step_duration", "sync_wait", "data_wait")  # fmt: skip
+"""What is logged of an event that has it."""
+
+
+class Tracker(Protocol):
+    def log(self, values: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def attach(config: Config, run: RunDirectory, step: int) -> None:
+    """Makes the trackers that the config asks for, and lets them listen to the run.
+
+    Args:
+        step: optimizer steps done. What an earlier attempt logged beyond it is dropped: these steps are taken again.
+
+    Raises:
+        UserError: one of them is not installed.
+    """
+    for name, wanted, make in (
+        ("tensorboard", config.log.tensorboard, _tensorboard), ("wandb", config.log.wandb, _wandb),
+    ):  # fmt: skip
+        if wanted:
+            listener = _Listener(name, partial(make, config, run, step))
+            run.listeners.append(listener.on_event)
+            run.at_close.append(listener.close)
+
+
+def scalars(event: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a `step`, `score` or `epoch` event by the names they are logged under."""
+    if event["event"] not in ("step", "score", "epoch"):
+        return {}
+    return {_NAMES.get(name, name): float(event[name]) for name in _WANTED if isinstance(event.get(name), (int, float))}
+
+
+class _Listener:
+    """Stands between the run and a tracker: what the tracker raises switches it off, and does not reach the training."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self._name = name
+        self._tracker: Tracker | None = None
+        self._guarded(lambda: setattr(self, "_tracker", make()))
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        values = scalars(event)
+        tracker = self._tracker
+        if values and tracker is not None:
+            self._guarded(lambda: tracker.log(values, event["step"]))
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            self._guarded(self._tracker.close)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a service's client raises
+            self._tracker = None
+            say(f"warning: {self._name} is off: {error}; the run goes on", sys.stderr)
+
+
+def _tensorboard(config: Config, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
+    _wait_for_a_later_second(run.path / TENSORBOARD)
+    return _TensorBoard(SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1))
+
+
+def _wait_for_a_later_second(folder: Path) -> None:
+    """Waits until this second is later than that of every event file in the folder.
+
+    TensorBoard reads its files in the order of their names, events.out.tfevents.SECOND.HOST.PID. Of two starts within one
+    second the earlier could be read last, and what the later one has TensorBoard drop would then stay.
+    """
+    names = os.listdir(folder) if folder.is_dir() else []
+    stamps = [match[1] for name in names if (match := re.match(r"events\.out\.tfevents\.([0-9]{1,12})\.", name))]
+    last = max(map(int, stamps), default=0)
+    while 0 <= last - int(time.time()) <= 1:  # further ahead is another machine's clock, which no wait mends
+        time.sleep(0.05)
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if "val_acc" in values or "elapsed" in values:
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _wandb(config: Config, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("log.wandb needs wandb: pip install wandb, or set it to null") from None
+    saved = files.read_json(run.path / WANDB_ID)
+    identity = saved.get("id") if isinstance(saved, dict) else None
+    if not isinstance(identity, str):
+        identity = uuid.uuid4().hex[:12]
+        files.replace_json(run.path / WANDB_ID, {"id": identity})  # a restart goes on in the same run
+    return _Wandb(
+        wandb.init(
+            project=config.log.wandb,
+            name=run.path.name,
+            id=identity,
+            resume="allow",
+            dir=str(run.path),
+            config=configuration.to_dict(config),
+            settings=wandb.Settings(silent=True),
+        )
+    )
+
+
+class _Wandb:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        # Its own step counter may not go back, and ours does after a kill.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()

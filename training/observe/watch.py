@@ -1,0 +1,74 @@
+"""Between two optimizer steps: whether the replicas are equal (`check_closeness`), and a score every N steps (`log.score_every`).
+
+A watcher is a callable that is called after every step, on all ranks; `watchers` makes those that the config asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from training.evaluate.evaluator import Score
+from training.resilience.closeness import check_parameter_closeness
+from training.run.prepare import Prepared
+
+Watcher = Callable[[], None]
+
+
+def watchers(prepared: Prepared, score: Callable[[], Score | None]) -> list[Watcher]:
+    """The watchers of a run; `score` evaluates the current weights. Their calls may be collective, and may raise."""
+    config = prepared.config
+    found: list[Watcher] = []
+    if config.check_closeness:
+        found.append(_Closeness(prepared))
+    if config.log.score_every:
+        found.append(_PeriodicScore(prepared, score))
+    return found
+
+
+class _Closeness:
+    """Raises `ReplicasDiffer` every `check_closeness` steps where a rank's parameters are not rank 0's."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.p = prepared
+
+    def __call__(self) -> None:
+        if self.p.steps_done % self.p.config.check_closeness == 0:
+            self.p.state.clock.settle()
+            check_parameter_closeness(
+                self.p.state.model, batch_statistics=False
+            )  # running statistics differ between ranks, see `averaged_buffers`
+
+
+class _PeriodicScore:
+    """An event `score` at step 1 and every `log.score_every` steps.
+
+    `train_loss` is the mean loss of that step's global batch, before its update; `test_loss` is of the whole test split, after it.
+    `step_seconds` is the mean seconds of a step since the last score.
+    """
+
+    def __init__(self, prepared: Prepared, score: Callable[[], Score | None]) -> None:
+        self.p, self.score = prepared, score
+        state = prepared.state
+        self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
+        self._last = (prepared.steps_done, state.clock.trained)
+
+    def __call__(self) -> None:
+        p, state = self.p, self.p.state
+        before = self._seen if state.cursor.epoch == self._epoch else torch.zeros_like(self._seen)
+        self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
+        if p.steps_done != 1 and p.steps_done % p.config.log.score_every:
+            return
+        state.clock.settle()
+        loss = (self._seen - before).cpu()
+        dist.all_reduce(loss)
+        score = self.score()
+        steps, seconds = p.steps_done - self._last[0], state.clock.trained - self._last[1]
+        self._last = (p.steps_done, state.clock.trained)
+        if score is not None:
+            p.event(
+                "score", step=p.steps_done, train_loss=float(loss[0] / loss[1].clamp_min(1)), test_loss=score.loss,
+                accuracy=score.accuracy, step_seconds=seconds / max(steps, 1),
+            )  # fmt: skip

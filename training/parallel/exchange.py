@@ -1,0 +1,219 @@
+"""Small collectives over trees of tensors and plain values, without pickle; and agreement on errors.
+
+A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans and None: what a checkpoint holds.
+`split` takes it apart into JSON and tensors, `join` puts it together again; both keep every bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from training.contract import UserError
+from training.parallel.world import World
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Element types by their names in the safetensors format."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+
+
+def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """(a JSON value in which tensors are numbered, the tensors in that order). Raises `TypeError` for other types."""
+    tensors: list[torch.Tensor] = []
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in DTYPE_NAMES:
+                raise TypeError(f"a tree cannot hold {value.dtype}")
+            tensors.append(value.detach())
+            return {"$tensor": len(tensors) - 1}
+        if isinstance(value, dict):
+            if all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return {key: walk(inner) for key, inner in value.items()}
+            return {"$items": [[walk(key), walk(inner)] for key, inner in value.items()]}
+        if isinstance(value, tuple):
+            return {"$tuple": [walk(inner) for inner in value]}
+        if isinstance(value, list):
+            return [walk(inner) for inner in value]
+        if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):  # np.float64 is a float, too
+            return {"$scalar": walk(torch.from_numpy(np.array(value)))}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            native = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
+            return {"$array": walk(torch.from_numpy(native))}
+        if isinstance(value, (bytes, bytearray)):
+            return {"$bytes": walk(as_bytes(bytes(value)))}
+        if isinstance(value, (set, frozenset)):
+            return {"$set" if isinstance(value, set) else "$frozenset": [walk(inner) for inner in value]}
+        raise TypeError(f"a tree cannot hold a {type(value).__name__}")
+
+    return walk(tree), tensors
+
+
+def join(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of `split`. Raises `ValueError` for a value that `split` did not make."""
+    if isinstance(plain, list):
+        return [join(inner, tensors) for inner in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if set(plain) == {"$tensor"}:
+        index = plain["$tensor"]
+        if not isinstance(index, int) or not 0 <= index < len(tensors):
+            raise ValueError(f"no tensor {index!r}")
+        return tensors[index]
+    if set(plain) == {"$items"}:
+        return {join(key, tensors): join(inner, tensors) for key, inner in plain["$items"]}
+    if len(plain) == 1:
+        ((mark, inner),) = plain.items()
+        if mark in _COLLECTIONS:
+            return _COLLECTIONS[mark](join(value, tensors) for value in inner)
+        if mark in ("$array", "$scalar", "$bytes"):
+            return _kept_as_tensor(mark, join(inner, tensors))
+    if any(key.startswith("$") for key in plain):
+        raise ValueError(f"unknown mark {sorted(plain)[0]!r}")
+    return {key: join(inner, tensors) for key, inner in plain.items()}
+
+
+def _kept_as_tensor(mark: str, found: Any) -> Any:
+    """What `split` made a tensor of. Raises `ValueError` where `found` cannot be that tensor."""
+    if isinstance(found, torch.Tensor):
+        if mark == "$array":
+            return found.numpy()
+        if mark == "$scalar" and found.ndim == 0:
+            return found.numpy()[()]
+        if mark == "$bytes" and found.ndim == 1:
+            return found.numpy().tobytes()
+    raise ValueError(f"{mark} of no such tensor")
+
+
+def pack(tree: Any) -> torch.Tensor:
+    """A tree as one uint8 tensor on the CPU."""
+    plain, tensors = split(tree)
+    about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors]
+    head = json.dumps([plain, about]).encode()
+    parts = [torch.tensor(list(len(head).to_bytes(8, "little")), dtype=torch.uint8), as_bytes(head)]
+    parts += [tensor_bytes(t) for t in tensors]
+    return torch.cat(parts)
+
+
+def unpack(packed: torch.Tensor) -> Any:
+    """The inverse of `pack`."""
+    length = int.from_bytes(bytes(packed[:8].tolist()), "little")
+    plain, about = json.loads(packed[8 : 8 + length].numpy().tobytes())
+    tensors, at = [], 8 + length
+    for entry in about:
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        size = math.prod(shape) * dtype.itemsize
+        tensors.append(packed[at : at + size].clone().view(dtype).reshape(shape))
+        at += size
+    return join(plain, tensors)
+
+
+def as_bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as a flat uint8 tensor on the CPU (a view where it is contiguous there)."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
+    """The tree of rank `source`, on every rank. Tensors arrive on the CPU."""
+    if world.size == 1:
+        return tree
+    packed = pack(tree) if world.rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([packed.numel()])
+    dist.broadcast(length, source)
+    if world.rank != source:
+        packed = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(packed, source)
+    return tree if world.rank == source else unpack(packed)
+
+
+def all_gather_trees(tree: Any, world: World) -> list[Any]:
+    """The trees of all ranks, in the order of their ranks. Sizes may differ."""
+    if world.size == 1:
+        return [tree]
+    return [unpack(blob) for blob in all_gather_rows(pack(tree))]
+
+
+def all_gather_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors [rows, …] of all ranks, in the order of their ranks. The ranks may differ in rows, in nothing else."""
+    size = dist.get_world_size()
+    length = torch.tensor([len(tensor)], device=tensor.device)
+    lengths = [torch.empty_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length)
+    rows = [int(each) for each in lengths]
+    padded = tensor.new_zeros((max(rows), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded)
+    return [each[:count] for each, count in zip(gathered, rows)]
+
+
+def gather_trees(tree: Any, world: World) -> list[Any] | None:
+    """The trees of all ranks on rank 0, None elsewhere. Rank 0's own is handed back as it is, without a copy."""
+    if world.size == 1:
+        return [tree]
+    packed = pack(tree)
+    longest = torch.tensor([packed.numel()])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    padded = torch.zeros(int(longest), dtype=torch.uint8)
+    padded[: packed.numel()] = packed
+    gathered = [torch.empty_like(padded) for _ in range(world.size)] if world.leader else None
+    dist.gather(padded, gathered, 0)
+    # A packed tree carries its own sizes, so the padding behind it is not looked at.
+    return None if gathered is None else [tree, *(unpack(blob) for blob in gathered[1:])]
+
+
+@contextlib.contextmanager
+def failing_together(world: World) -> Iterator[None]:
+    """Runs a part that may fail on some ranks; then all raise (`raise_together`), or none does. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - raised again below
+        error = caught
+    raise_together(error, world)
+
+
+def raise_together(error: Exception | None, world: World) -> None:
+    """Every rank calls this after a step that may fail on some of them; all raise, or none does.
+
+    Without it the ranks that succeeded would wait in the next collective for one that is gone.
+
+    Raises:
+        UserError: some rank had one; the message names the ranks unless all of them had the same.
+        RuntimeError: some rank had another error.
+    """
+    mine = None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__]
+    if world.size == 1 and error is not None:
+        raise error
+    found = [(rank, *item) for rank, item in enumerate(all_gather_trees(mine, world)) if item is not None]
+    if found:
+        _raise(found, world, error)
+
+
+def _raise(found: list[tuple[int, bool, str]], world: World, own: Exception | None) -> NoReturn:
+    message = found[0][2]
+    same = [rank for rank, _, text in found if text == message]
+    if len(same) < world.size:
+        message = f"rank {', '.join(map(str, same))}: {message}"
+    if all(by_user for _, by_user, _ in found):
+        shared = UserError(message)
+        shared.shared = True
+        raise shared from own
+    raise RuntimeError(message) from own

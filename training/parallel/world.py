@@ -1,0 +1,362 @@
+"""Who am I among the ranks? The only reader of RANK, SLURM_*, OMPI_* and PMI_*.
+
+    world = detect(os.environ)          # pure: World(rank, size, local_rank, local_size, node, nodes, …)
+    with joined(world, "auto", 600):    # the process group: gloo for CPU tensors, NCCL for CUDA tensors
+        ...
+
+Nothing set means one rank; a contradiction is an error that names the variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors
+from training.parallel import stores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """One process's place. `rank` counts over all nodes, `local_rank` within `node`."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    master: tuple[str, int] | None = None
+    launcher: str = "none"
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+
+def detect(env: Mapping[str, str]) -> World:
+    """Reads the launcher's variables: torchrun's, SLURM's (inside a step), Open MPI's, PMI's.
+
+    Raises:
+        UserError: a variable is missing, is no number, or contradicts another.
+    """
+    processes = env.get("PET_NPROC_PER_NODE", "")
+    if processes.isdigit() and int(processes) > 1 and "TORCHELASTIC_RUN_ID" not in env:
+        raise UserError(
+            f"PET_NPROC_PER_NODE={processes} asks for a launcher, but this process was started without one: "
+            "start `python -m training launch run …` (or torchrun) in the container"
+        )
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    mpi = next(((launcher, names) for launcher, names in _MPI.items() if names[0] in env), None)
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        # mpirun inside an allocation: its ranks inherit what the step that started it was told. Where srun itself speaks
+        # PMI, both say the same, and SLURM says more.
+        told = (env["SLURM_PROCID"], env.get(_tasks(env)))
+        if mpi is None or told == (env[mpi[1][0]], env.get(mpi[1][1])):
+            return _from_slurm(env)
+    return World() if mpi is None else _from_mpi(env, *mpi)
+
+
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    rank, size = _number(env, "RANK", "torchrun sets both RANK and WORLD_SIZE"), _number(env, "WORLD_SIZE", "")
+    master = _master(env)
+    if "LOCAL_RANK" in env:
+        local_rank = _number(env, "LOCAL_RANK", "")
+        local_size = _number(env, "LOCAL_WORLD_SIZE", "") if "LOCAL_WORLD_SIZE" in env else max(local_rank + 1, 1)
+    elif master is None or master[0] in ("127.0.0.1", "localhost", "::1"):
+        local_rank, local_size = rank, size  # a script that spawns its ranks on one machine
+    else:
+        local_rank, local_size = 0, 1  # one process a container, as PyTorchJob starts it
+    if "GROUP_RANK" in env:
+        node, nodes = _number(env, "GROUP_RANK", ""), _number(env, "GROUP_WORLD_SIZE", "")
+    else:
+        node, nodes = rank // max(local_size, 1), max(1, size // max(local_size, 1))
+    if master is None:
+        if size > local_size:
+            raise UserError(
+                f"WORLD_SIZE={size} spans several nodes, but MASTER_ADDR is not set: set it to rank 0's host"
+            )
+        master = ("127.0.0.1", _port(env, MASTER_PORT))
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+    return _checked(rank, size, local_rank, local_size, node, nodes, master, launcher, ("RANK", "WORLD_SIZE"))
+
+
+def _tasks(env: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
+def _from_slurm(env: Mapping[str, str]) -> World:
+    rank = _number(env, "SLURM_PROCID", "")
+    tasks = _tasks(env)
+    size = _number(env, tasks, "srun sets it")
+    node = _number(env, "SLURM_NODEID", "") if "SLURM_NODEID" in env else 0
+    per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(size))))
+    local_rank = _number(env, "SLURM_LOCALID", "") if "SLURM_LOCALID" in env else rank
+    local_size = per_node[node] if node < len(per_node) else size
+    master = _master(env)
+    if master is None:
+        hosts = host_list(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+        host = hosts[0] if len(per_node) > 1 and hosts else "127.0.0.1"
+        # Below Linux's ephemeral ports (32768 and up), so that no client socket sits on it already.
+        job = env.get("SLURM_JOB_ID", "0")
+        step = env.get("SLURM_STEP_ID", "0")
+        spread = int(job) * 7 + (int(step) if step.isdigit() else 0) if job.isdigit() else 0
+        master = (host, _port(env, 12000 + spread % 20000))
+    return _checked(rank, size, local_rank, local_size, node, len(per_node), master, "slurm", ("SLURM_PROCID", tasks))
+
+
+_MPI = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> World:
+    rank, size = _number(env, names[0], ""), _number(env, names[1], "mpiexec sets it")
+    local_rank = _number(env, names[2], "") if names[2] in env else rank
+    local_size = _number(env, names[3], "") if names[3] in env else size
+    master = _master(env)
+    if master is None:
+        if local_size < size:
+            raise UserError(
+                f"{names[1]}={size} and {names[3]}={local_size}: several nodes, but MASTER_ADDR is not set; "
+                "pass rank 0's host, e.g. mpiexec -x MASTER_ADDR=node1 …"
+            )
+        # Every rank of one mpiexec has the same parent on one node: that tells two runs on a machine apart.
+        master = ("127.0.0.1", _port(env, 12000 + os.getppid() % 20000))
+    node, nodes = rank // max(local_size, 1), max(1, size // max(local_size, 1))
+    return _checked(rank, size, local_rank, local_size, node, nodes, master, launcher, names[:2])
+
+
+def _checked(
+    rank: int, size: int, local_rank: int, local_size: int, node: int, nodes: int,
+    master: tuple[str, int], launcher: str, names: tuple[str, ...],
+) -> World:  # fmt: skip
+    if not 0 <= rank < size:
+        raise UserError(f"{names[0]}={rank} but {names[1]}={size}: ranks count from 0 to {names[1]} − 1")
+    if not 0 <= local_rank < local_size <= size:
+        raise UserError(
+            f"local rank {local_rank} of {local_size} contradicts {names[0]}={rank}, {names[1]}={size}: "
+            "check LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+    return World(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size,
+        node=node, nodes=nodes, master=master, launcher=launcher,
+    )  # fmt: skip
+
+
+def _number(env: Mapping[str, str], name: str, hint: str) -> int:
+    text = env.get(name)
+    if text is None:
+        present = ", ".join(f"{key}={env[key]}" for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if key in env)
+        raise UserError(f"{name} is not set{f' beside {present}' if present else ''}{f': {hint}' if hint else ''}")
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise UserError(f"{name}={text!r} is not a whole number")
+    return int(text)
+
+
+def _port(env: Mapping[str, str], default: int) -> int:
+    port = _number(env, "MASTER_PORT", "") if "MASTER_PORT" in env else default
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is not a port (1 … 65535)")
+    return port
+
+
+def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
+    return (env["MASTER_ADDR"], _port(env, MASTER_PORT)) if env.get("MASTER_ADDR") else None
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's compressed counts: `2(x3),1` → [2, 2, 2, 1]. Raises `UserError`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        if not match:
+            raise UserError(f"SLURM_TASKS_PER_NODE={text!r} is not of the form 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def host_list(text: str) -> list[str]:
+    """SLURM's compressed node list: `gpu[01-03,7],login` → [gpu01, gpu02, gpu03, gpu7, login]. Raises `UserError`."""
+    hosts: list[str] = []
+    for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
+        if not ranges:
+            hosts.append(prefix + suffix)
+        for part in filter(None, ranges.split(",")):
+            if not re.fullmatch(r"\d{1,6}(-\d{1,6})?", part):
+                raise UserError(f"SLURM's node list {text!r} is not of the form node[01-03,7]")
+            low, _, high = part.partition("-")
+            numbers = range(int(low), int(high or low) + 1)
+            hosts += [f"{prefix}{number:0{len(low)}d}{suffix}" for number in numbers]
+    return hosts
+
+
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPU cores this process may use: its affinity, and the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
+            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        limit = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return allowed
+    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
+
+
+def set_threads(world: World, wanted: int, env: Mapping[str, str]) -> str:
+    """Gives the rank its share of the node's cores and returns the sentence that says so.
+
+    `wanted` > 0 wins, then LOCKSTEP_THREADS, then OMP_NUM_THREADS – except the 1 that torchrun writes by itself.
+    """
+    omp = env.get("OMP_NUM_THREADS", "")
+    by_torchrun = world.launcher == "torchrun" and omp == "1" and world.local_size > 1
+    if wanted:
+        threads, source = wanted, "threads"
+    elif env.get(ENV_THREADS, "").isdigit() and int(env[ENV_THREADS]):
+        threads, source = int(env[ENV_THREADS]), ENV_THREADS
+    elif omp.isdigit() and int(omp) and not by_torchrun:
+        threads, source = int(omp), "OMP_NUM_THREADS"
+    else:
+        threads = max(1, cores() // world.local_size)
+        source = f"{cores()} cores / {world.local_size} ranks" if world.local_size > 1 else f"{cores()} cores"
+    torch.set_num_threads(threads)
+    return f"{threads} thread{'s' if threads > 1 else ''} a rank ({source})"
+
+
+def choose_device(world: World, wanted: str) -> torch.device:
+    """The rank's device. Raises `UserError` where there is no GPU, or fewer than ranks."""
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and count == 0:
+        raise UserError("device is cuda, but no GPU is visible: use device=cpu, or check CUDA_VISIBLE_DEVICES")
+    if count == 0:
+        return torch.device("cpu")
+    if world.local_size > count > 1:  # all ranks of the node say so
+        raise UserError(
+            f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks"
+        )
+    # With one visible GPU and several ranks, the launcher shows each rank its own; `joined` checks that it does.
+    return torch.device("cuda", world.local_rank if count > 1 else 0)
+
+
+@contextlib.contextmanager
+def joined(world: World | None = None, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+    """Joins the process group (of one, where nothing was launched) and leaves it at the end.
+
+    Without a world, this process's environment says who it is, and it gets its share of the node's cores.
+
+    Raises:
+        UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun.
+    """
+    _refuse_spawned_by_a_rank()
+    if world is None:
+        world = detect(os.environ)
+        set_threads(world, 0, os.environ)
+    chosen = choose_device(world, device)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
+    if world.master is not None:  # for what else of torch reads them
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+    if world.nodes == 1:
+        stores.stay_on_this_machine()
+    # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
+    # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
+    dist.init_process_group(
+        backend, store=_store(world, timeout), rank=world.rank, world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
+    leave = dist.destroy_process_group
+    try:
+        world = dataclasses.replace(world, device=chosen)
+        if chosen.type == "cuda" and world.size > 1:
+            _refuse_shared_gpus(world)
+        yield world
+    except BaseException as error:
+        done = isinstance(error, SystemExit) and not error.code
+        if (
+            chosen.type == "cuda" and not done
+        ):  # destroyed, NCCL would wait for kernels that wait for a rank which may not come
+            leave = dist.distributed_c10d._abort_process_group
+        raise
+    finally:
+        gc.collect()  # networks that hold the group
+        leave()
+        for name, value in before.items():  # else the next one would take these for its launcher's words
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _store(world: World, timeout: float) -> dist.Store:
+    if world.master is None:
+        return dist.HashStore()
+    # Under torchrun its agent serves the store, except where it is told to leave that to rank 0.
+    serves = world.leader and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
+    return dist.PrefixStore("default_pg", store)
+
+
+@contextlib.contextmanager
+def script() -> Iterator[World]:
+    """`joined` for a program of one's own: an error that its user can mend is one line, and exit code 2."""
+    with user_errors(), joined() as world:
+        yield world
+
+
+def _refuse_spawned_by_a_rank() -> None:
+    """A script that spawns its ranks, started under torchrun, would spawn them once a rank, all at one address.
+
+    torchrun's own children are no children of multiprocessing, and where it starts functions instead of programs, it is
+    the parent, which has no rank itself.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    try:
+        environment = Path(f"/proc/{parent.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return  # no Linux, or gone: the rendezvous will tell
+    values = dict(entry.partition(b"=")[::2] for entry in environment)
+    if b"TORCHELASTIC_RUN_ID" in values and b"RANK" in values:
+        rank, size = values[b"RANK"].decode(), values.get(b"WORLD_SIZE", b"?").decode()
+        raise UserError(
+            f"this process was spawned (mp.spawn) by rank {rank} of {size} of torchrun, which had started the ranks "
+            "already: start the script with plain python, or let torchrun start it and drop the spawn"
+        )
+
+
+def _refuse_shared_gpus(world: World) -> None:
+    mine = torch.tensor(list(str(torch.cuda.get_device_properties(world.device).uuid).encode()), dtype=torch.uint8)
+    every = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(every, mine)
+    owners: dict[bytes, int] = {}
+    for rank, uuid in enumerate(every):
+        first = owners.setdefault(bytes(uuid.tolist()), rank)
+        if first != rank:
+            raise UserError(f"ranks {first} and {rank} share one GPU: start one rank a GPU")

@@ -1,0 +1,1 @@
+"""What keeps a run whole: signals, ranks that hang, gradients that are not finite, replicas that differ."""

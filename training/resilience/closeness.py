@@ -1,0 +1,110 @@
+"""Do all ranks still hold the same model? `check_parameter_closeness` compares every rank with rank 0.
+
+    from training.resilience.closeness import check_parameter_closeness
+    check_parameter_closeness(model)            # in a script of your own, after any step; every rank calls it
+    lockstep run … --check-closeness every=100  # in any run
+
+Replicas that start equal and add the same gradients stay equal to the bit, whatever the strategy. The first difference
+is where a gradient was not summed, a seed differed, or memory went bad – long before the loss shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""
+
+
+class ReplicasDiffer(RuntimeError):
+    """A rank's model is not rank 0's. The message names the first tensor, in the model's order, and the ranks."""
+
+
+@torch.no_grad()
+def check_parameter_closeness(
+    model: nn.Module, process_group: dist.ProcessGroup | None = None, *,
+    rtol: float = 0.0, atol: float = 0.0, batch_statistics: bool = True,
+) -> bool:  # fmt: skip
+    """Compares every rank's parameters and buffers with rank 0's. Collective; all ranks raise, or none does.
+
+    True where they agree, so that it may stand in an `assert`.
+
+    A wrapped model (DDP, FSDP) may be given as it is. A sharded parameter has no copy on other ranks to be compared
+    with and is left out; with a `process_group` whose ranks hold the same shard, the shards are compared.
+
+    Args:
+        process_group: the ranks to compare, by default all; the first of it is the reference.
+        rtol: relative tolerance, as `torch.isclose`. Replicas are equal to the bit, so the default is 0.
+        atol: absolute tolerance.
+        batch_statistics: compare batch norm's running statistics too, which are a rank's own unless they are synchronised.
+
+    Raises:
+        ReplicasDiffer: naming the first parameter or buffer that differs, on which ranks, and by how much.
+    """
+    if dist.get_world_size(process_group) == 1:
+        return True
+    named = list(_tensors(model, process_group, batch_statistics))
+    device = next((tensor.device for _, tensor in named), torch.device("cpu"))
+    _check_structure(named, device, process_group)
+    found = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)  # (index of the first difference, its size, elements)
+    for index, (_, tensor) in enumerate(named):
+        reference = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(reference, _first(process_group), group=process_group)
+        if found[0] < 0:
+            same = torch.isclose(tensor, reference, rtol=rtol, atol=atol, equal_nan=True)
+            if not bool(same.all()):
+                apart = (tensor.double() - reference.double()).abs()[~same]
+                found = torch.tensor([index, apart.max().item(), len(apart)], dtype=torch.float64)
+    every = _gathered(found.to(device), process_group)
+    differing = [int(index) for index, _, _ in every if index >= 0]
+    if not differing:
+        return True
+    first = min(differing)
+    name, tensor = named[first]
+    ranks = [rank for rank, (index, _, _) in enumerate(every) if index == first]
+    size, count = max((size, int(count)) for index, size, count in every if index == first)
+    raise ReplicasDiffer(
+        f"{name} on rank {', '.join(map(str, ranks))} differs from rank 0's: by up to {size:.3g} "
+        f"in {count} of {tensor.numel()} elements (allowed: {rtol:g} relative, {atol:g} absolute)"
+    )
+
+
+def _tensors(
+    model: nn.Module, group: dist.ProcessGroup | None, batch_statistics: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not batch_statistics and name.rsplit(".", 1)[-1] in BATCH_STATISTICS:
+            continue
+        placements = getattr(tensor, "placements", None)  # a DTensor, without importing what takes most of a second
+        if placements is not None:
+            if group is None and any(placement.is_shard() for placement in placements):
+                continue
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
+        yield name.removeprefix("module."), tensor
+
+
+def _check_structure(
+    named: list[tuple[str, torch.Tensor]], device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """The broadcasts below match only where all ranks have the same names and shapes."""
+    text = repr([(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named])
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
+    every = _gathered(torch.tensor([digest], dtype=torch.float64, device=device), group)
+    other = [rank for rank, value in enumerate(every) if value != every[0]]
+    if other:
+        raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
+
+
+def _gathered(value: torch.Tensor, group: dist.ProcessGroup | None) -> list[list[float]]:
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, value, group=group)
+    return [row.tolist() for row in every]
+
+
+def _first(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_global_rank(group, 0)

@@ -1,0 +1,66 @@
+"""Who diverged? Names the rank and the parameter behind a gradient that is not finite.
+
+The check itself costs no collective (see `Trainer`), but it sees the sum, not its author. A step is a function of the
+weights and the cursor (and of what dropout draws, which differs), so every rank takes its backward pass once more without
+sending, and looks at its own gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.checkpoint.state import TrainState
+from training.optim.loss_scaler import LOWEST
+from training.parallel.exchange import all_gather_trees
+
+
+def finite_everywhere(model: nn.Module) -> bool:
+    """Whether every parameter is finite, on every rank: a strategy may have given each its own part. Collective."""
+    own = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+    finite = bool(torch.stack([torch.isfinite(value).all() for value in own]).all()) if own else True
+    everywhere = torch.tensor(int(finite))
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+def diagnose(state: TrainState, forward_backward: Callable[[nn.Module], None]) -> str:
+    """One sentence that names every rank whose own loss or gradient is not finite. Collective; clears the gradients.
+
+    Args:
+        forward_backward: computes the gradients of the step in the module that it is given.
+    """
+    model = state.sync.full_module(state.model)
+    if (scaler := state.scaler) is not None:
+        factor = scaler.value
+        scaler.set(LOWEST)  # what overflows at another is not the cause
+    state.sync.zero_grad()
+    try:
+        with state.sync.accumulate():
+            forward_backward(model)
+        own = _first_bad(model, state.losses)
+    finally:
+        if scaler is not None:
+            scaler.set(factor)
+        state.sync.zero_grad()
+    found = [f"rank {rank}: {what}" for rank, what in enumerate(all_gather_trees(own, state.world)) if what]
+    return "; ".join(found) or "every rank's own gradient is finite, but their sum overflows"
+
+
+def _first_bad(model: nn.Module, losses: torch.Tensor) -> str | None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"parameter {name} is not finite"
+    if not bool(torch.isfinite(losses).all()):
+        return f"loss is not finite{_first_gradient(model)}"
+    return _first_gradient(model).removeprefix(", ") or None
+
+
+def _first_gradient(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return f", gradient of {name} is not finite"
+    return ""

@@ -1,0 +1,172 @@
+"""Ending early, together: signal → flag → consensus, one step later.
+
+A signal handler only sets a flag. At every boundary (step, evaluation batch) the flags of all ranks are reduced in an
+asynchronous all-reduce, whose result is read at the *next* boundary, when it has long arrived: it costs nothing, and
+every rank leaves at the same boundary even where one alone saw the signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from training.contract import EXIT_PREEMPTED
+from training.launch.lines import say
+from training.parallel.world import World
+
+ASKING = ("TERM", "USR1", "USR2", "INT", "HUP")
+ONE_SIGNAL_SECONDS = 2.0
+"""Signals within this time count as one: launchers and clusters send the same one to a process twice."""
+LAST_WORDS_SECONDS = 1.0
+"""How long the second signal waits for `Signals.on_second_signal`."""
+
+
+class Signals:
+    """Catches the signals that ask for an early end. The second one, later, ends the process at once.
+
+    Python runs signal handlers between bytecodes only, so a rank that waits in a collective would not see its signal
+    until the collective ends. The C handler writes the number into a pipe at once, and a thread reads it there.
+    """
+
+    def __init__(self, names: Sequence[str], now: Callable[[], float] = time.monotonic, meeting: bool = False) -> None:
+        self.received: str | None = None
+        self.on_second_signal: Callable[[int], None] | None = None
+        """Called with the exit code before the second signal ends the process, in a thread of its own."""
+        self.meeting = meeting
+        """Until the ranks have met there is nothing to save or to agree on: a signal ends the process at once."""
+        self._first = 0.0
+        self._now = now
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        numbers = [signal.Signals[f"SIG{name}"] for name in names]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+            numbers = [number for number in numbers if number != signal.SIGHUP]
+        self._before = {number: signal.signal(number, _nothing) for number in numbers}
+        self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._in_child)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        # Whoever started us may have held signals back, so that none is lost while torch is being imported.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in ASKING])
+
+    @property
+    def since(self) -> float | None:
+        """When the first one came (`time.monotonic`); None: none has."""
+        return self._first if self.received is not None else None
+
+    def _watch(self) -> None:
+        while numbers := os.read(self._read, 64):
+            for number in numbers:
+                if number in self._before:
+                    self._note(number)
+        os.close(self._read)
+
+    def _note(self, number: int) -> None:
+        if self.meeting:
+            say(f"{signal.Signals(number).name} before the ranks had met: run the same command again", sys.stderr)
+            self._leave(EXIT_PREEMPTED)
+        elif self.received is None:
+            self.received, self._first = signal.Signals(number).name, self._now()
+        elif self._now() - self._first > ONE_SIGNAL_SECONDS:
+            self._leave(128 + number)
+
+    def _leave(self, code: int) -> None:
+        if self.on_second_signal is not None:
+            thread = threading.Thread(target=self.on_second_signal, args=(code,), daemon=True)
+            thread.start()
+            thread.join(LAST_WORDS_SECONDS)  # a file system that hangs may be why somebody insists
+        os._exit(code)
+
+    def _in_child(self) -> None:
+        """A forked child (a data loader of the user's own) is not asked to save, and does not tell the parent."""
+        if self._write >= 0:
+            signal.set_wakeup_fd(-1)
+            for number in self._before:
+                signal.signal(number, signal.SIG_DFL)
+
+    def ignore(self) -> None:
+        """From here on nothing is left to save: a launcher's parting TERM must not change the exit code."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them before; held back again where they were."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        signal.set_wakeup_fd(self._before_fd)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._write)
+        self._write = -1
+        self._thread.join()
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """In place of the default action; the pipe carries the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks agreed on at one boundary."""
+
+    stop: bool = False
+    save: bool = False
+
+
+class Consensus:
+    """Collects the wishes of all ranks.
+
+    Args:
+        signals: what the process received; None where the embedding script keeps its own handlers.
+        stop_file: a file whose appearance asks for the end; rank 0 looks for it once a second.
+    """
+
+    def __init__(
+        self, world: World, signals: Signals | None, stop_file: Path | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.world, self.signals, self.stop_file, self._now = world, signals, stop_file, now
+        self.reason: str | None = None
+        self._looked = -1.0
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    def _wants_stop(self) -> bool:
+        if self.reason is None and self.signals is not None and self.signals.received:
+            self.reason = f"{self.signals.received} on rank {self.world.rank}"
+        if self.reason is None and self.stop_file is not None and self.world.leader:
+            now = self._now()
+            if now - self._looked >= 1.0:
+                self._looked = now
+                with contextlib.suppress(OSError):
+                    if self.stop_file.exists():
+                        self.reason = f"{self.stop_file.name} file"
+        return self.reason is not None
+
+    def poll(self, save_due: bool = False) -> Decision:
+        """Call at the same boundaries on every rank. What is due now is decided by the next call."""
+        wishes = torch.tensor([int(self._wants_stop()), int(save_due)], dtype=torch.int32)
+        if self.world.size == 1:
+            return Decision(bool(wishes[0]), bool(wishes[1]))
+        before, self._pending = self._pending, None
+        work = dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._pending = (wishes, work)
+        if before is None:
+            return Decision()
+        before[1].wait()
+        return Decision(bool(before[0][0]), bool(before[0][1]))
+
+    def settle(self) -> None:
+        """Waits for the reduction under way. Every rank calls it before leaving a loop of polls."""
+        if self._pending is not None:
+            self._pending[1].wait()
+            self._pending = None

@@ -1,0 +1,340 @@
+"""Everything between a config and the first step: run directory, data, model, replicas, and the state to go on from.
+
+Each part that can fail on one rank alone runs in `failing_together`, so that either all ranks go on or all stop with one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from training import models, optim, sync
+from training.checkpoint import store, weights
+from training.checkpoint.state import Cursor, TrainState, checked, scatter
+from training.config import Config
+from training.contract import EXIT_FAILED, EXIT_USAGE, VERSION, UserError
+from training.data.augment import augment, check_settings, draw_keys, normalise
+from training.data.loader import Loader
+from training.data.shards import CorruptShard, Manifest, Samples
+from training.data.shards import prepare as prepare_shards
+from training.launch.lines import say
+from training.models.arithmetic import compiled, real_type
+from training.observe import trackers
+from training.observe.clock import step_clock
+from training.observe.console import Console
+from training.observe.exporter import Exporter
+from training.observe.metrics import Metrics
+from training.observe.rundir import RunDirectory
+from training.optim.ema import Ema
+from training.optim.loss_scaler import LossScaler
+from training.parallel import memory
+from training.parallel.exchange import all_gather_trees, broadcast_tree, failing_together
+from training.parallel.world import World, set_threads
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One attempt, ready for its first step. `run` is None on ranks that write nothing."""
+
+    config: Config
+    world: World
+    run: RunDirectory | None
+    attempt: int
+    manifest: Manifest
+    loader: Loader
+    state: TrainState
+    network: nn.Module
+    """The model as the sync strategy wrapped it, to be called in a step."""
+    console: Console
+    exporter: Exporter
+    global_batch: int
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.exporter.metrics
+
+    @property
+    def steps_planned(self) -> int:
+        return self.config.epochs * self.loader.steps_per_epoch
+
+    @property
+    def steps_done(self) -> int:
+        return self.state.cursor.epoch * self.loader.steps_per_epoch + self.state.cursor.step
+
+    @property
+    def samples_done(self) -> int:
+        """Samples trained so far, all ranks together."""
+        cursor, loader = self.state.cursor, self.loader
+        an_epoch = loader.steps_per_epoch * self.global_batch
+        if self.config.uneven != "pad":
+            an_epoch = min(an_epoch, loader.total)
+        return cursor.epoch * an_epoch + min(cursor.step * self.global_batch, an_epoch)
+
+    @property
+    def complete(self) -> bool:
+        return self.state.cursor.epoch >= self.config.epochs
+
+    @property
+    def data(self) -> dict[str, str]:
+        return {"name": self.manifest.source, "checksum": self.manifest.checksum}
+
+    def event(self, kind: str, **values: Any) -> None:
+        if self.run is not None and self.world.leader:
+            self.run.event(kind, **values)
+
+
+def prepare(config: Config, world: World, run_dir: Path, fresh: bool | str) -> Prepared:
+    """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
+    threads = set_threads(world, config.threads, os.environ)
+    _deterministic(config)
+    _arithmetic(config)
+    if world.device.type == "cpu":
+        memory.keep_freed()
+    run: RunDirectory | None = None
+    exporter: Exporter | None = None
+    try:
+        with failing_together(world):
+            if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
+                run = RunDirectory.open(run_dir, config, fresh)
+        with failing_together(world):  # only now: a directory that is refused stays untouched
+            exporter = Exporter(config.metrics, world, run_dir, os.environ)
+        return _prepare(config, world, run, exporter, threads)
+    except BaseException as error:
+        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        if exporter is not None:
+            note_corrupt_shard(exporter.metrics, error)
+            exporter.close(code)
+        if run is not None:
+            run.status(code, str(error) or type(error).__name__, run.step_before)
+            run.close()
+        raise
+
+
+def note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
+    """Counts a damaged shard among the causes of an error that ends the run."""
+    if isinstance(error, CorruptShard) or isinstance(error.__cause__, CorruptShard):
+        metrics.corrupt_file("shard")
+
+
+def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: Exporter, threads: str) -> Prepared:
+    with failing_together(world):
+        chosen = _offer(run, world, exporter.metrics)
+    with failing_together(world):
+        manifest = Manifest.read(prepare_shards(config.data))
+        check_settings(config, manifest.shape)
+    identity = (
+        (run.attempt, run.saved and run.saved["global_batch_size"], run.saved and run.saved["data"]) if run else None
+    )
+    attempt, saved_batch, saved_data = broadcast_tree(identity, world)
+    _same_data(manifest, saved_data, world)
+    with failing_together(world):
+        model = _build_model(config, world, manifest)
+        global_batch = saved_batch or config.global_batch_size or (config.batch_size or 0) * world.size
+        loader = Loader(config, world, manifest, global_batch, models.batch_multiple(model))
+    source, path = _newest(chosen, world)
+    if config.init == "seed" and source is None:
+        _check_same(model, world)  # as they were drawn: a file is read, and whitening done, on rank 0 alone
+    with failing_together(world):
+        _initial_weights(model, config, world, loader, resumed=source is not None)
+        gathered = _load(path) if path is not None and world.rank == source else None
+    state, network = _replicate(model, config, world, loader, global_batch)
+    state.history["attempts"] = attempt
+    if source is not None:
+        with failing_together(world), _as_user_error():
+            scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
+    console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
+    p = Prepared(config, world, run, attempt, manifest, loader, state, network, console, exporter, global_batch)
+    p.metrics.describe(
+        recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
+        step=p.steps_done, planned=p.steps_planned, preemptions=state.history.get("preemptions", 0),
+    )  # fmt: skip
+    with failing_together(world):
+        if run is not None:
+            run.describe(config, world, global_batch, p.data, threads)
+            if world.leader and not p.complete:
+                trackers.attach(config, run, p.steps_done)
+    if run is not None:
+        if not p.complete:
+            run.status(None, "running", p.steps_done)
+        run.listeners.append(console.on_event)
+    if slices := loader.describe_slices():
+        p.event("slices", slices=slices)
+        for own in slices:
+            console.line(
+                "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
+                "{left_out} left out".format(**own)
+            )
+    console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {threads}")
+    if source is not None and not p.complete:
+        p.event("resumed", step=p.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
+        console.line(f"Resuming at step {p.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})")
+    return p
+
+
+def _deterministic(config: Config) -> None:
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(config.deterministic)
+
+
+def _arithmetic(config: Config) -> None:
+    """How a GPU computes in float32. torch's own defaults take TF32 for convolutions."""
+    precision = "tf32" if config.tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+
+
+def _offer(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:
+    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
+    if run is None:
+        return None
+    store.clean(run.checkpoints)
+
+    def warn(message: str) -> None:
+        metrics.corrupt_file("checkpoint")
+        run.event("corrupt_checkpoint", message=message)
+        say(f"warning: rank {world.rank}: {message}", sys.stderr)
+
+    return store.newest_verified(run.checkpoints, warn)
+
+
+def _newest(own: Path | None, world: World) -> tuple[int | None, Path | None]:
+    """(the rank that holds the newest checkpoint of all, this rank's path). The first such rank wins. Collective."""
+    steps = all_gather_trees(-1 if own is None else store.step_of(own), world)
+    if max(steps) < 0:
+        return None, None
+    return steps.index(max(steps)), own
+
+
+def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
+    """Every rank has the data that the run began with. Collective."""
+    found = all_gather_trees(manifest.checksum, world)
+    if len(set(found)) > 1:
+        raise UserError(
+            "the ranks see different data: " + ", ".join(f"rank {r}: {c[:12]}…" for r, c in enumerate(found))
+        )
+    if saved and saved.get("checksum") != manifest.checksum:
+        raise UserError(
+            f"{manifest.directory} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
+            f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
+        )
+
+
+def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
+    # With `broadcast`, only rank 0's draw counts; the others draw differently, so that a missing broadcast shows.
+    seed = config.seed if config.init == "seed" or world.leader else config.seed + world.rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
+    if not models.ours(config.model):
+        _check_outputs(model, config.model, manifest)
+    torch.manual_seed(config.seed + world.rank)  # what dropout draws differs by rank
+    random.seed(config.seed + world.rank)
+    model.to(device=world.device, dtype=real_type(config.precision))
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+@torch.no_grad()
+def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
+    """One score a class, for two samples: else the first step would fail with the loss function's words."""
+    shape = manifest.shape
+    count = 2 * models.batch_multiple(model)
+    samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
+    was, expected = model.training, f"[n, {len(manifest.classes)}] (n samples, one score a class)"
+    try:
+        found = model.eval()(samples)
+    except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
+        return
+    finally:
+        model.train(was)
+    scores = isinstance(found, torch.Tensor) and found.ndim == 2 and len(found) == count
+    if not scores or found.shape[1] < len(manifest.classes):  # more than needed do no harm
+        what = f"of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+        raise UserError(f"model {name} gives {what} for {count} samples, expected {expected}")
+
+
+def _initial_weights(model: nn.Module, config: Config, world: World, loader: Loader, resumed: bool) -> None:
+    """Whitening and the like happen once, on rank 0; `init_from` is read there too. All ranks then get its weights."""
+    if resumed:
+        return
+    if world.leader and config.init_from is not None:
+        weights.load_into(model, Path(config.init_from))
+    elif world.leader and callable(whiten := getattr(model, "prepare", None)):
+        images = _first_images(loader.samples, 10_000).to(world.device)
+        whiten(normalise(images, config.data, real_type(config.precision), False))
+
+
+def _first_images(samples: Samples, count: int) -> torch.Tensor:
+    return samples.take(torch.arange(samples.low, min(samples.low + count, samples.high)))[0]
+
+
+def _check_same(model: nn.Module, world: World) -> None:
+    """`init: seed` promises that every rank drew the same weights; frozen ones come from rank 0."""
+    drawn = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad]
+    for rank, theirs in enumerate(all_gather_trees(drawn, world)):
+        if theirs != drawn:
+            raise RuntimeError(f"init=seed gave rank {rank} other weights than rank {world.rank}: use init=broadcast")
+
+
+def _replicate(
+    model: nn.Module, config: Config, world: World, loader: Loader, global_batch: int
+) -> tuple[TrainState, nn.Module]:
+    with failing_together(world):
+        strategy = sync.build(config.sync)
+        strategy.check(config, world)
+    network = strategy.wrap(model, world, _example(config, loader))
+    if config.compile:
+        with failing_together(world):
+            network = compiled(network, world.device)
+    optimizer = strategy.make_optimizer(_optimizer_of(config, global_batch, model))
+    ema = Ema(model, config.ema.decay, config.ema.every, strategy.duplicate()) if config.ema.decay else None
+    losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+    scaler = LossScaler(world.device) if config.precision == "float16" else None
+    state = TrainState(world, model, optimizer, strategy, ema, Cursor(), step_clock(world.device), losses, {}, scaler)
+    model.train()
+    return state, network
+
+
+def _optimizer_of(config: Config, global_batch: int, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: optim.build(parameters, config, global_batch, model)
+
+
+def _example(config: Config, loader: Loader) -> torch.Tensor:
+    """A few samples as the network will see them."""
+    first = loader.samples.low
+    images = _first_images(loader.samples, max(loader.multiple, 2)).to(loader.world.device)
+    rows = torch.arange(len(images), device=images.device)
+    kind = real_type(config.precision)
+    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), kind, config.channels_last)
+
+
+@contextlib.contextmanager
+def _as_user_error() -> Iterator[None]:
+    """A checkpoint that verifies but does not fit the model: the code or the user's own model has changed."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
+            "go on with the code that wrote it, or start over in another run directory"
+        ) from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return checked(store.load(path))
+    except (store.CorruptCheckpoint, ValueError) as error:
+        raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None

@@ -1,0 +1,52 @@
+"""What a run leaves when it ends: summary.json, report.html, and a line."""
+
+from __future__ import annotations
+
+from training import contract
+from training.run.prepare import Prepared
+
+
+def summarise(prepared: Prepared, wall_seconds: float, failures: int) -> None:
+    """Writes summary.json and the last event of a run that is complete.
+
+    Args:
+        wall_seconds: of this attempt.
+        failures: checkpoints of this attempt that the disk refused.
+    """
+    state, config = prepared.state, prepared.config
+    history, trained = state.history, max(state.clock.trained, 1e-9)
+    summary = {
+        "recipe": config.recipe, "sync": config.sync.name, "world_size": prepared.world.size, "steps": prepared.steps_done,
+        "epochs": state.cursor.epoch, "train_loss": history.get("train_loss"), "test_loss": history.get("test_loss"),
+        "accuracy": history.get("accuracy"), "class_accuracy": history.get("class_accuracy"),
+        "best_accuracy": history.get("best_accuracy"), "images_per_second": prepared.samples_done / trained,
+        "examples_seen": prepared.samples_done, "trained_seconds": trained, "wall_seconds": wall_seconds,
+        "global_batch_size": prepared.global_batch, "restarts": prepared.attempt - 1,
+        "preemptions": history.get("preemptions", 0), "checkpoint_failures": failures, "config_hash": config.hash(),
+        "data": prepared.data,
+    }  # fmt: skip
+    if prepared.run is not None and prepared.world.leader:
+        prepared.run.summary(summary)
+    prepared.event("done", **summary)
+
+
+def say_complete(prepared: Prepared) -> None:
+    """A line for a run that was complete before this start."""
+    accuracy = prepared.state.history.get("accuracy")
+    reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
+    prepared.console.line(
+        f"The run is complete: {prepared.config.epochs} epochs, {prepared.steps_done} steps{reached}. "
+        "Raise epochs to go on, or start over with --fresh (FRESH=1 make train)."
+    )
+
+
+def write_report(prepared: Prepared) -> None:
+    """Rank 0 writes report.html, when the others have written what goes into it. It never costs the run its ending."""
+    if prepared.run is None or not prepared.world.leader or not prepared.config.log.report:
+        return
+    try:
+        from training.observe import report
+
+        report.write([prepared.run.path], prepared.run.path / contract.REPORT_FILE)
+    except Exception as error:  # noqa: BLE001
+        prepared.console.warn(f"no {contract.REPORT_FILE}: {error}")

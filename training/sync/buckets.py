@@ -1,0 +1,205 @@
+"""The engine of flat, zero1, bf16_compress, hooks and horovod: buckets of gradients, summed while backward still runs.
+
+Collectives match by their order alone, and two ranks may get their gradients in different orders, or lack some. So the
+buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete: one that is
+complete early waits for its turn, and a gradient that does not come is sent as zero by `synchronize`.
+
+    autograd has a gradient  →  on_grad (watch.py)  →  Reducer.mark_ready  →  Reducer.send  →  dist.all_reduce
+
+After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), §3.2 and §4.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.contract import UserError
+from training.sync.base import GradientSync, nbytes
+from training.sync.watch import on_grad
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Gradients that are sent together: those of one parameter, or of several that share a buffer.
+
+    Args:
+        buffer: 1-d, the gradients of all `params` one after another. None: of one parameter, whose `.grad` is sent itself.
+        views: the place of each parameter's gradient in the buffer, of the parameter's shape.
+    """
+
+    params: list[nn.Parameter]
+    buffer: torch.Tensor | None = None
+    views: list[torch.Tensor] | None = None
+    missing: int = 0
+    """Parameters whose gradient is not complete yet in this step."""
+    work: dist.Work | None = None
+    """The collective, while it is under way."""
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """What is summed. A bucket without a buffer has it once its parameter has a gradient."""
+        grad = self.params[0].grad if self.buffer is None else self.buffer
+        assert grad is not None
+        return grad
+
+    def fill(self) -> None:
+        """A gradient that has not come is zero."""
+        for index, parameter in enumerate(self.params):
+            if parameter.grad is None:
+                if self.views is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    self.views[index].zero_()  # has an old gradient
+                    parameter.grad = self.views[index]
+
+
+class Reducer:
+    """Sums gradients over the ranks, and scales them. Subclasses send a bucket in another way.
+
+    Args:
+        named: names and parameters, in the same order on all ranks. Those without `requires_grad` are left alone.
+        buckets: in the order in which they start; by default one a parameter, last layers first.
+        scale: what the sum is multiplied with; 1/world size for the mean.
+        passes: backward passes whose gradients are added up before a parameter is sent.
+        error: raised, from within `backward`, where a parameter gets a gradient in more passes than that.
+
+    `backward` raises `UserError` for a sparse gradient.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
+        scale: float = 1.0, passes: int = 1, error: type[Exception] = UserError,
+    ) -> None:  # fmt: skip
+        self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
+        self.buckets = [Bucket([p]) for p in reversed(self.names)] if buckets is None else buckets
+        self.scale, self.passes, self.error = scale, passes, error
+        self.weight = 1.0
+        """What this rank's gradients are multiplied with before they are summed."""
+        self.on_done: Callable[[nn.Parameter], None] | None = None
+        """Called with each parameter as soon as its sum is there, in order."""
+        self.bytes_sent = 0
+        self.size = dist.get_world_size()
+        self._paused = False
+        self._bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params}
+        self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
+        for parameter in self._bucket:
+            on_grad(parameter, self.mark_ready)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what has come. Nothing may be under way."""
+        self._started = self._finished = 0
+        self._passes_left = dict.fromkeys(self._bucket, self.passes)
+        for bucket in self.buckets:
+            bucket.missing, bucket.work = len(bucket.params), None
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients have come that `synchronize` has not dealt with."""
+        under_way = self._finished < self._started
+        return under_way or any(left != self.passes for left in self._passes_left.values())
+
+    def mark_ready(self, parameter: nn.Parameter) -> None:
+        """A gradient has come: starts the buckets that are complete, as far as it is their turn."""
+        left, grad, view = self._passes_left[parameter], parameter.grad, self._view.get(parameter)
+        assert grad is not None
+        if left <= 0:  # the bucket is, or may be, under way
+            raise self.error(
+                f"{self.names[parameter]} got a gradient in more than {self.passes} backward passes since the last "
+                "synchronize(), and has been sent: run all passes of a step but the last inside accumulate() (no_sync() of "
+                "a wrapped module, backward_passes_per_step of Horovod's optimizer), and synchronize() after it"
+            )
+        if grad.is_sparse:
+            raise UserError(f"{self.names[parameter]} has a sparse gradient, which is not summed: use sparse=False")
+        if view is not None and grad is not view:  # autograd's own tensor, or one that somebody put there
+            view.copy_(grad)
+            parameter.grad = view
+        if self._paused:
+            return
+        self._passes_left[parameter] = left - 1
+        if left == 1:
+            self._bucket[parameter].missing -= 1
+        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
+            self.buckets[self._started].work = self.send(self.buckets[self._started])
+            self._started += 1
+        if self.on_done is not None:
+            while self._finished < self._started and _is_completed(self.buckets[self._finished].work):
+                self._finish_next()
+
+    def send(self, bucket: Bucket) -> dist.Work | None:
+        """Starts the collective of a bucket that is complete on this rank. None where there is no other rank."""
+        if self.weight != 1.0:
+            bucket.payload.mul_(self.weight)
+        if self.size == 1:
+            return None
+        self.bytes_sent += nbytes(bucket.payload)
+        return dist.all_reduce(bucket.payload, async_op=True)
+
+    def receive(self, bucket: Bucket) -> None:
+        """The collective of the bucket is done."""
+
+    def _finish_next(self) -> None:
+        bucket = self.buckets[self._finished]
+        self._finished += 1
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = None
+            self.receive(bucket)
+        if self.scale != 1.0:
+            bucket.payload.mul_(self.scale)
+        if self.on_done is not None:
+            for parameter in bucket.params:
+                self.on_done(parameter)
+
+    def synchronize(self) -> None:
+        """Sends what has not been sent, as zero where there is none, and returns when all sums are there."""
+        for bucket in self.buckets[self._started :]:
+            bucket.fill()
+            bucket.work = self.send(bucket)
+            self._started += 1
+        while self._finished < self._started:
+            self._finish_next()
+        self.reset()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients and send nothing."""
+        before, self._paused = self._paused, True  # may be nested
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+def _is_completed(work: dist.Work | None) -> bool:
+    return work is None or work.is_completed()
+
+
+class Bucketed(GradientSync):
+    """A strategy whose gradients a `Reducer` sums. `wrap` or `make_optimizer` sets it."""
+
+    reducer: Reducer
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.reducer.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, count: int) -> None:
+        self.reducer.bytes_sent = count
+
+    def zero_grad(self) -> None:
+        self.reducer.reset()
+        super().zero_grad()
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return self.reducer.paused()
+
+    def synchronize(self) -> None:
+        self.reducer.synchronize()

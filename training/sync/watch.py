@@ -1,0 +1,85 @@
+"""The moments at which autograd has gradients: hooks that call a strategy, and what they say of the phases of a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from training.observe.clock import Mark, mark
+
+
+def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
+    """Calls `method(parameter)` as soon as autograd has the parameter's gradient, while the method's object lives.
+
+    Python's garbage collector does not see a tensor's hooks. Held through them, a strategy and its model would keep each
+    other for ever, and with them a process group that was destroyed.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(given: torch.Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(given)
+
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
+class GradientWatch:
+    """When all of this rank's own gradients had come, and where it waited for other ranks before that.
+
+    For strategies that wait for the other ranks inside the forward or the backward pass.
+    With any other strategy the own gradients are complete when `synchronize` is called.
+
+    Args:
+        unused: some gradients may not come at all. Then the own part ends with the backward pass.
+    """
+
+    def __init__(self, device: torch.device, unused: bool = False) -> None:
+        self._device, self._unused = device, unused
+        self._hooked: set[torch.Tensor] = set()
+        self._queued = False
+        self.missing: set[torch.Tensor] = set()
+        """Parameters whose gradient has not come yet in this pass."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was noted of this step."""
+        self.complete: Mark | None = None
+        """When the last own gradient came."""
+        self.waits: list[tuple[Mark, Mark]] = []
+        """Waits for other ranks, from … to …, before that."""
+
+    def expect(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A pass begins that gives each of these a gradient."""
+        self.missing = set(parameters)
+        for parameter in self.missing - self._hooked:
+            on_grad(parameter, self._on_grad)
+        self._hooked |= self.missing
+        self._queued = False
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        self.missing.discard(parameter)
+        if not self._unused:
+            if not self.missing:
+                self.complete = mark(self._device)
+        elif not self._queued:  # at the first gradient, so that it is called before a callback of DDP, which waits
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+
+    def _on_end(self) -> None:
+        self._queued, self.complete = False, mark(self._device)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether own gradients may still come in this pass."""
+        return bool(self.missing) or self._unused
+
+    def now(self) -> Mark:
+        return mark(self._device)
+
+    def waited(self, since: Mark) -> None:
+        """The rank has waited for other ranks since then, and has own gradients still to come."""
+        self.waits.append((since, mark(self._device)))
