@@ -41,7 +41,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Config(Section):
+class Recipe(Section):
+    """What is trained: model, data, loss and optimizer."""
+
     recipe: str = "custom"
     """Name of the recipe that this config started from."""
     model: str = "bag_of_tricks"
@@ -52,8 +54,6 @@ class Config(Section):
     """File of weights to start from (`training export`); a leading `module.` in its names is dropped."""
     init: Literal["broadcast", "seed"] = "broadcast"
     """Rank 0 sends its fresh weights, or every rank draws the same ones from the seed."""
-    seed: Count = 0
-    """Seed of the weights, the order and the augmentation."""
     epochs: Free[Positive] = 10
     """Passes over the training set."""
     batch_size: Positive | None = None
@@ -72,6 +72,29 @@ class Config(Section):
     """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
     capture: Literal["never", "auto"] = "never"
     """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
+    data: Data = Field(default_factory=Data)
+    """The images."""
+    loss: Loss = Field(default_factory=Loss)
+    """The loss."""
+    optim: Optim = Field(default_factory=Optim)
+    """The optimizer and its schedule."""
+    ema: Ema = Field(default_factory=Ema)
+    """The average of the weights."""
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    """Validation."""
+
+    @model_validator(mode="after")
+    def _one_batch_size(self) -> Self:
+        if (self.batch_size is None) == (self.global_batch_size is None):
+            raise ValueError("set exactly one of batch_size (per rank) and global_batch_size")
+        return self
+
+
+class RunSettings(Section):
+    """What surrounds the steps of any run, of a recipe or of a loop of one's own."""
+
+    seed: Count = 0
+    """Seed of the weights, the order and the augmentation."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
     nonfinite_limit: Free[Count] = 100
@@ -90,18 +113,8 @@ class Config(Section):
     """Seconds after which a collective that some rank did not join ends the job."""
     threads: Free[Count] = 0
     """CPU threads a rank; 0: the cores of the node divided by its ranks."""
-    data: Data = Field(default_factory=Data)
-    """The images."""
-    loss: Loss = Field(default_factory=Loss)
-    """The loss."""
-    optim: Optim = Field(default_factory=Optim)
-    """The optimizer and its schedule."""
-    ema: Ema = Field(default_factory=Ema)
-    """The average of the weights."""
     sync: Sync = Field(default_factory=Sync)
     """Gradient synchronisation."""
-    evaluate: Evaluate = Field(default_factory=Evaluate)
-    """Validation."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """Saving."""
     preempt: Preempt = Field(default_factory=Preempt)
@@ -112,11 +125,9 @@ class Config(Section):
     """What Prometheus sees."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _deterministic_arithmetic(self) -> Self:
         if self.deterministic and (self.tf32 or self.cudnn_benchmark):
             raise ValueError("deterministic goes with tf32: false and cudnn_benchmark: false")
-        if (self.batch_size is None) == (self.global_batch_size is None):
-            raise ValueError("set exactly one of batch_size (per rank) and global_batch_size")
         return self
 
     def hash(self) -> str:
@@ -125,6 +136,10 @@ class Config(Section):
         later = {name: field.default for name, field in type(self).model_fields.items() if Mark.LATER in field.metadata}
         told = {name: value for name, value in values.items() if name not in later or value != later[name]}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+class Config(RunSettings, Recipe):
+    """All settings of a recipe's run."""
 
 
 def recipes() -> list[str]:
