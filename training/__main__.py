@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     signals = Signals(config.preempt.signals, meeting=True)
     from training.parallel import world
-    from training.run import attempt
+    from training.run import recipe
 
     me = world.detect(env)
     run_dir = args.run_dir or Path("runs") / config.recipe
@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             # A launcher restarts the ranks with the same words: fresh is meant once.
             restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
             fresh = args.fresh_once or (args.fresh and not restarted)
-            return attempt.train(config, joined, run_dir, fresh, signals, _BEGAN)
+            return recipe.train(config, joined, run_dir, fresh, signals, _BEGAN)
     finally:
         signals.restore()
 
@@ -168,7 +168,8 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     from training.observe import rundir
 
     tensors, step = weights.from_run(args.target)
-    weights.write(weights.published(tensors, rundir.read_run(args.target)["config"].model), args.out)
+    config = rundir.read_run(args.target)["config"]
+    weights.write(weights.published(tensors, getattr(config, "model", "")), args.out)
     print(f"{args.out}: {len(tensors)} tensors of step {step}")
     return EXIT_DONE
 

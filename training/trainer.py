@@ -4,7 +4,7 @@
         augment → forward → loss → backward → sum over the ranks → update → average
     after each epoch: evaluate, save
 
-What surrounds a step (the boundary at which all ranks leave or save together, metrics, checkpoints) is the `Session`'s.
+What surrounds a step (the boundary at which all ranks leave or save together, metrics, checkpoints) is in `training.run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.models.arithmetic import autocast, real_type
 from training.optim import learning_rate, set_rates
 from training.optim.loss_scaler import LOWEST
 from training.resilience.divergence import diagnose
-from training.session import Session
+from training.run.epochs import Epochs
 
 
 class NonFinite(Exception):
@@ -50,19 +50,19 @@ class Trainer:
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last step's gradient before clipping, on the device; None where nobody asked for it."""
 
-    def train(self, session: Session) -> None:
+    def train(self, epochs: Epochs) -> None:
         """Trains to the end of the last epoch. Raises `Ended` where the run ends before that."""
         cursor = self.state.cursor
         while cursor.epoch < self.config.epochs:
-            for batch in session.batches():  # between two steps all ranks leave, or save, where they agreed to
+            for batch in epochs.batches():  # between two steps all ranks leave, or save, where they agreed to
                 try:
                     self.step(batch)
-                    session.nonfinite_steps = 0
+                    epochs.nonfinite_steps = 0
                 except NonFinite:
-                    session.skip_step(self.diagnose(batch))
+                    epochs.skip_step(self.diagnose(batch))
                 self.update_average()
-                session.step_done(batch, learning_rate(self.config.optim, self.schedule_position), self.grad_norm)
-            session.epoch_done()
+                epochs.batch_done(batch, learning_rate(self.config.optim, self.schedule_position), self.grad_norm)
+            epochs.epoch_done()
 
     def step(self, batch: Batch) -> None:
         """One optimizer step over this rank's part of a global batch.

@@ -21,8 +21,8 @@ from training.cudagraph import CapturedTrainer
 from training.observe.clock import StepClock
 from training.parallel.world import World
 from training.run import prepare
-from training.run.attempt import make_trainer
 from training.run.prepare import Prepared
+from training.run.recipe import make_trainer
 from training.trainer import NonFinite
 
 BASE = [

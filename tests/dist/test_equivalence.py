@@ -13,7 +13,7 @@ from tests.ranks import on_ranks
 from training import config
 from training.parallel.world import World
 from training.run import prepare
-from training.run.attempt import make_trainer
+from training.run.recipe import make_trainer
 
 STRATEGIES = ["ddp", "flat"]  # test_sync_contract.py holds them all
 VARIANTS: dict[str, list[str]] = {

@@ -17,7 +17,7 @@ from training import config
 from training.__main__ import main
 from training.config import load, settings
 from training.contract import UserError
-from training.run import prepare
+from training.run import context
 
 
 @pytest.mark.parametrize("name", config.recipes())
@@ -223,7 +223,7 @@ def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None
     changed = ["tf32=true", "cudnn_benchmark=true"]
     try:
         for words, expected in ((changed, ["tf32", "tf32", True]), ([], ["ieee", "ieee", False])):
-            prepare._arithmetic(config.load("smoke", words))
+            context._arithmetic(config.load("smoke", words))
             assert [getattr(owner, name) for owner, name in flags] == expected
     finally:
         for (owner, name), value in zip(flags, before):

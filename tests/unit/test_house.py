@@ -37,7 +37,7 @@ def test_nothing_rests_on_the_exercises_and_only_programs_on_an_attempt() -> Non
     for name, imports in graph("training").items():
         if not name.startswith("training.exercises"):
             assert not [other for other in imports if other.startswith("training.exercises")], name
-            assert name == "training.__main__" or "training.run.attempt" not in imports, name
+            assert name == "training.__main__" or "training.run.recipe" not in imports, name
 
 
 HOP = re.compile(r"^\| (\d) \| `([\w/]+\.py):(\d+)` `(.+)` \|")

@@ -32,7 +32,7 @@ PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.nn.functional", "torch.distributed.optim",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.device_mesh", "torch.nn.parallel",
     "torch.optim", "torch._dynamo", "torchvision", "sklearn.datasets", "safetensors.torch", "prometheus_client", "rich",
-    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "training.run.attempt", "training.run.prepare",
+    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "training.run.recipe", "training.run.prepare",
     "training.evaluate.command",
     "training.checkpoint.weights", "training.observe.report", "training.resilience.preempt", "training.observe.trackers",
     "training.data.sources", "training.models", "training.optim", "training.sync", "training.cli", "training.launch.lifeline",

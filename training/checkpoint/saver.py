@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from training.checkpoint.state import gather
 from training.checkpoint.store import SaveResult, Writer
-from training.run.prepare import Prepared
+from training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
 """Between two looks whether it is time to leave, while a save is waited for."""
@@ -29,17 +29,17 @@ class Saver:
             answer is waited for no longer than the grace.
     """
 
-    def __init__(self, prepared: Prepared, asked_to_leave: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(self, context: RunContext, asked_to_leave: Callable[[], float | None] = lambda: None) -> None:
         self._asked_to_leave = asked_to_leave
         self._leaving_since: float | None = None
-        settings = prepared.config.checkpoint
-        self.p, self.settings, self._grace = prepared, settings, prepared.config.preempt.grace_seconds
+        settings = context.config.checkpoint
+        self.p, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
         self.failures = 0
         self._writer = None
-        if prepared.run is not None:
-            self._writer = Writer(prepared.run.checkpoints, settings.keep, settings.keep_best)
+        if context.run is not None:
+            self._writer = Writer(context.run.checkpoints, settings.keep, settings.keep_best)
         self._future: Future[SaveResult] | None = None
-        self._last_step = prepared.steps_done
+        self._last_step = context.steps_done
         self._last_time = time.monotonic()
         self._last_failed = self._hangs = False
 

@@ -36,8 +36,8 @@ from training.contract import UserError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 __all__ = [
-    "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "Preempt", "Sync",
-    "differences", "from_dict", "load", "recipes", "to_dict",
+    "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "OwnSettings",
+    "Preempt", "Recipe", "RunSettings", "Sync", "differences", "from_dict", "load", "of_run", "recipes", "to_dict",
 ]  # fmt: skip
 
 
@@ -142,6 +142,15 @@ class Config(RunSettings, Recipe):
     """All settings of a recipe's run."""
 
 
+class OwnSettings(RunSettings):
+    """The settings of a loop of one's own (`training.session`)."""
+
+    script: str
+    """The program, as the metrics name it."""
+    config: Plain = Field(default_factory=dict)
+    """The script's own settings. A run directory refuses a start in which they differ."""
+
+
 def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
@@ -174,16 +183,24 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
 
 
 def from_dict(values: dict[str, Any], where: str) -> Config:
-    """A config from what `to_dict` wrote. Raises `UserError`."""
+    """A recipe's config from what `to_dict` wrote. Raises `UserError`."""
     return settings.build(Config, values, where)
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def of_run(values: dict[str, Any], where: str) -> RunSettings:
+    """The settings of any run, a recipe's or a loop of one's own, from what `to_dict` wrote. Raises `UserError`."""
+    return settings.build(OwnSettings, values, where) if "script" in values else from_dict(values, where)
+
+
+def to_dict(config: RunSettings) -> dict[str, Any]:
     """Nested plain values, ready for YAML."""
     return json.loads(json.dumps(config, default=dict))
 
 
-def differences(old: Config, new: Config) -> list[str]:
+def differences(old: RunSettings, new: RunSettings) -> list[str]:
     """`name: old → new` for each setting that makes `new` another run than `old`."""
+    if type(old) is not type(new):
+        kinds = [f"script {c.script}" if isinstance(c, OwnSettings) else "a recipe" for c in (old, new)]
+        return [f"it trains {kinds[0]} → {kinds[1]}"]
     before, after = (settings.flatten(config, Mark.FREE) for config in (old, new))
     return [f"{name}: {before[name]} → {after[name]}" for name in after if before[name] != after[name]]

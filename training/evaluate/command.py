@@ -14,7 +14,7 @@ from training.data.augment import check_settings
 from training.data.shards import Manifest, prepare
 from training.evaluate.evaluator import Evaluator, Score
 from training.models.arithmetic import real_type
-from training.observe.rundir import read_run
+from training.observe.rundir import recipe_of
 from training.parallel.exchange import failing_together
 from training.parallel.world import World
 
@@ -32,7 +32,7 @@ def config_of(
     if target.is_dir():
         if recipe:
             raise UserError(f"{target} is a run, which has its own config: leave out --recipe")
-        run = read_run(target)
+        run = recipe_of(target, "evaluating it")
         config = _elsewhere(run["config"], assignments, target)
         model = config.model
         if not trust_model and not models.ours(model):

@@ -30,7 +30,7 @@ import yaml
 
 from training import config as configuration
 from training import contract, files
-from training.config import Config, settings
+from training.config import Config, RunSettings, settings
 from training.contract import UserError
 from training.launch.lines import say
 from training.parallel.world import World
@@ -57,7 +57,7 @@ class RunDirectory:
         """The word with which the run was begun by `--fresh`, see `open`."""
 
     @classmethod
-    def open(cls, path: Path, config: Config, fresh: bool | str) -> RunDirectory:
+    def open(cls, path: Path, config: RunSettings, fresh: bool | str) -> RunDirectory:
         """Locks the directory for this process; makes it where there is none.
 
         Args:
@@ -103,7 +103,9 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / contract.CHECKPOINTS
 
-    def describe(self, config: Config, world: World, global_batch: int, data: dict[str, str], threads: str) -> None:
+    def describe(
+        self, config: RunSettings, world: World, global_batch: int | None, data: dict[str, str], threads: str
+    ) -> None:  # fmt: skip
         """Writes run.yaml. Raises `UserError` where the directory cannot be written."""
         value = {
             "config": configuration.to_dict(config),
@@ -176,13 +178,25 @@ class RunDirectory:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """run.yaml of a run directory, with `config` as a `Config`. Raises `UserError` where it is missing or malformed."""
+    """run.yaml of a run directory, with `config` as settings. Raises `UserError` where it is missing or malformed."""
     file = path / contract.RUN_FILE
     value = settings.read_yaml(file)
     batch, data = value.get("global_batch_size"), value.get("data")
-    if not isinstance(value.get("config"), dict) or not isinstance(batch, int) or not isinstance(data, dict):
+    config = value.get("config")
+    known = isinstance(batch, int) or (batch is None and isinstance(config, dict) and "script" in config)
+    if not isinstance(config, dict) or not known or not isinstance(data, dict):
         raise UserError(f"{file} is malformed: restore it, or start over in another run directory")
-    return {**value, "config": configuration.from_dict(value["config"], str(file))}
+    return {**value, "config": configuration.of_run(config, str(file))}
+
+
+def recipe_of(path: Path, what_for: str) -> dict[str, Any]:
+    """run.yaml of a recipe's run. Raises `UserError` where it is another one's."""
+    run = read_run(path)
+    if not isinstance(run["config"], Config):
+        raise UserError(
+            f"{path} holds a run of {run['config'].script}, not of a recipe: {what_for} needs its own script"
+        )
+    return run
 
 
 LOCK_SECONDS = 10.0

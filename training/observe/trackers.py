@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from training import config as configuration
 from training import files
-from training.config import Config
+from training.config import RunSettings
 from training.contract import UserError
 from training.launch.lines import say
 from training.observe.rundir import RunDirectory
@@ -40,7 +40,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def attach(config: Config, run: RunDirectory, step: int) -> None:
+def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
     """Makes the trackers that the config asks for, and lets them listen to the run.
 
     Args:
@@ -93,7 +93,7 @@ class _Listener:
             say(f"warning: {self._name} is off: {error}; the run goes on", sys.stderr)
 
 
-def _tensorboard(config: Config, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
+def _tensorboard(config: RunSettings, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -129,7 +129,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _wandb(config: Config, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
+def _wandb(config: RunSettings, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
     try:
         import wandb
     except ImportError:

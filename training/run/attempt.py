@@ -1,109 +1,242 @@
-"""`train` runs one attempt of a run, from where its directory says it stands, and returns the exit code."""
+"""What surrounds the steps of any run: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
+
+    attempt = Attempt(context, signals, began)
+    with attempt:
+        attempt.boundary()                          # before each step; raises `Ended` where the ranks agreed to leave
+        …                                           # a step
+        attempt.step_done(lr, samples, grad_norm)
+    code = conclude(context, signals, ending)       # or `failed`, where an error came
+
+A recipe's run (`training.run.recipe`) and a loop of one's own (`training.session`) stand on it. All ranks call the same
+methods in the same order.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from training import contract, cudagraph
-from training.config import Config
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UserError
+from training import contract
+from training.checkpoint.saver import Saver
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from training.observe.clock import Times
+from training.observe.reading import Reading
 from training.parallel.world import World
-from training.resilience.hang import describe_failed_collective, is_collective
-from training.resilience.preempt import Signals
-from training.run.prepare import Prepared, note_corrupt_shard, prepare
-from training.run.summary import say_complete, summarise, write_report
-from training.session import Ended, Ending, Session
-from training.trainer import Trainer
+from training.resilience import divergence
+from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
+from training.resilience.hang import Heartbeat, describe_failed_collective, is_collective
+from training.resilience.preempt import Consensus, Decision, Signals
+from training.run.context import RunContext, note_corrupt_shard
 
 
-def train(
-    config: Config, world: World, run_dir: Path, fresh: bool | str = False, signals: Signals | None = None,
-    began: float | None = None,
-) -> int:  # fmt: skip
-    """Trains, or resumes, a run. Every rank of a joined world calls it.
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended: the exit code and a sentence."""
+
+    code: int
+    reason: str
+
+
+class Ended(BaseException):
+    """The run ends here, on all ranks. No `Exception`: a loop of one's own that catches those must not go on alone."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.ending = Ending(code, reason)
+
+
+class Attempt:
+    """One attempt, from the cursor to the end. Every method is called by all ranks, in the same order.
 
     Args:
         signals: what the process receives; None where the calling script handles signals itself.
-        began: `time.perf_counter()` at the start of the process, for the preprocessing time.
+        began: `time.perf_counter()` at the start of the process.
+    """
+
+    def __init__(self, context: RunContext, signals: Signals | None, began: float) -> None:
+        self.context, self.began = context, began
+        self.times: Times = {}
+        self.nonfinite_steps = 0
+        """Steps in a row whose gradient was not finite."""
+        stop_file = None if context.run is None else context.run.path / contract.STOP_FILE
+        self.consensus = Consensus(context.world, signals, stop_file)
+        self.heartbeat = Heartbeat(context.world)
+        self.saver = Saver(context, lambda: signals.since if signals is not None else None)
+        self.reading = Reading(context.state.losses, context.world)
+
+    def __enter__(self) -> Attempt:
+        context = self.context
+        context.exporter.begin()
+        context.event(
+            "start", world_size=context.world.size, step=context.steps_done, config_hash=context.config.hash()
+        )  # fmt: skip
+        preprocessing = time.perf_counter() - self.began
+        context.event("prepared", seconds=preprocessing)
+        context.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        try:
+            if error is None or isinstance(error, Ended):  # all ranks are here: after another error one may be missing
+                self.tell_readings(wait=True)
+                self.consensus.settle()
+            else:
+                with contextlib.suppress(RuntimeError):  # the first error counts
+                    self.consensus.settle()
+        finally:
+            self.saver.close()  # whatever happened, the save under way is finished
+
+    def boundary(self) -> None:
+        """Between two steps: leaves, or saves, where the ranks agreed to. Raises `Ended`."""
+        decision = self.poll(self.saver.due_by_time())
+        if decision.stop:
+            self.leave()
+        if self.saver.due_by_step() or (decision.save and self.saver.steps_since > 1):
+            self.save()
+
+    def poll(self, save_due: bool = False) -> Decision:
+        """What the ranks agreed on at the boundary before this one."""
+        self.context.metrics.alive()
+        return self.consensus.poll(save_due)
+
+    def skip_step(self, reason: str) -> None:
+        """A step has moved no weight, because its gradient was not finite. Raises `Ended` where the run is not to go on."""
+        context, config = self.context, self.context.config
+        context.metrics.nonfinite()
+        context.event("nonfinite", step=context.steps_done + 1, reason=reason)
+        if config.nonfinite == "stop":
+            raise Ended(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
+        context.console.warn(f"left out {reason}")
+        self.nonfinite_steps += 1
+        if self.nonfinite_steps > config.nonfinite_limit:
+            raise Ended(
+                EXIT_FAILED,
+                f"{self.nonfinite_steps} steps in a row were left out (nonfinite_limit), the last one at {reason}",
+            )
+
+    def step_done(self, lr: float, samples: int, grad_norm: torch.Tensor | None) -> None:
+        """Tells of a step that the cursor counts already. Waits for nothing. Raises `Ended` where replicas differ.
+
+        Args:
+            samples: of this rank's part.
+            grad_norm: of the gradient, a scalar on the device; None where it was not computed.
+        """
+        context, state = self.context, self.context.state
+        state.clock.end()
+        done = context.steps_done
+        self.heartbeat.beat(done)
+        context.console.step(state.cursor.epoch, done)
+        measured = state.clock.measured()
+        if measured:
+            self.times = measured[-1]
+        if context.config.metrics.enabled:
+            context.metrics.step(measured, done, lr, samples, state.sync.bytes_sent)
+        if done % context.config.log.every == 0:
+            self.reading.take(state.losses, grad_norm, step=done, lr=lr)
+        self.tell_readings()
+        every = context.config.check_closeness
+        if every and done % every == 0:
+            self._check_closeness(done)
+
+    def _check_closeness(self, done: int) -> None:
+        self.context.state.clock.settle()
+        try:  # running statistics differ between ranks, see `averaged_buffers`
+            check_parameter_closeness(self.context.state.model, batch_statistics=False)
+        except ReplicasDiffer as error:
+            raise Ended(EXIT_FAILED, f"the replicas are not the same after step {done}: {error}") from error
+
+    def tell_readings(self, wait: bool = False) -> None:
+        """Events `step` of the readings that have arrived; with `wait`, of all. All ranks wait alike, or none."""
+        for values in self.reading.ready(wait):
+            if values["train_loss"] is not None:
+                self.context.metrics.reading(values["train_loss"], values["grad_norm"])
+            times = {name: round(value, 6) for name, value in self.times.items()}
+            self.context.event("step", **values, **times)
+
+    def epoch_loss(self) -> float:
+        """The mean loss of the epoch, over the samples of all ranks; the next epoch's sum begins at zero. Collective."""
+        losses = self.context.state.losses.cpu().clone()
+        dist.all_reduce(losses)
+        self.context.state.losses.zero_()
+        self.reading.new_epoch()
+        return float(losses[0] / losses[1].clamp_min(1))
+
+    def save(self, accuracy: float | None = None) -> None:
+        """Saves. Raises `Ended` instead where weights are lost, so that the newest checkpoint is a good one."""
+        context = self.context
+        if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(context.state.model):
+            step = context.steps_done
+            raise Ended(
+                EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
+            )
+        self.saver.save(accuracy)
+
+    def leave(self) -> None:
+        """The ranks have agreed to end early: saves, and raises `Ended`."""
+        self.saver.leaving()
+        self.consensus.settle()
+        self.tell_readings(wait=True)
+        context, state = self.context, self.context.state
+        state.clock.settle()
+        context.metrics.preempted()
+        state.history["preemptions"] = state.history.get("preemptions", 0) + 1
+        if context.config.checkpoint.on_signal:
+            self.save()
+        saved, step = self.saver.durable(), context.steps_done
+        who = self.consensus.reason or "another rank"
+        context.event("preempted", step=step, reason=who, saved=saved)
+        if not saved:
+            raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
+        if context.run is not None:
+            (context.run.path / contract.STOP_FILE).unlink(missing_ok=True)  # it must not stop the next start, too
+        raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: run the same command again to go on")
+
+
+def conclude(context: RunContext, signals: Signals | None, ending: Ending) -> int:
+    """The attempt has come to its end on all ranks: status, last metrics, report. Returns the exit code. Collective."""
+    world, run = context.world, context.run
+    if signals is not None:
+        signals.ignore()
+    if run is not None:
+        run.status(ending.code, ending.reason, context.steps_done)
+    context.exporter.close(ending.code)
+    context.console.close()
+    if ending.code != EXIT_DONE and world.leader:
+        context.console.warn(ending.reason)
+    _leave_together(world, lambda: _write_report(context))
+    return ending.code
+
+
+def failed(context: RunContext, error: BaseException) -> int | None:
+    """An error has ended the attempt, perhaps on this rank alone: status and last metrics.
 
     Returns:
-        0 done, 75 saved and to be run again, 1 diverged or not saved.
-
-    Raises:
-        UserError: the config, the data or the run directory cannot be used.
+        1 where a collective failed, which has been told in a sentence that says more than the traceback would. None:
+        the error is to be raised again.
     """
-    began = time.perf_counter() if began is None else began
-    with cudagraph.capture_stream(config, world.device):
-        prepared = prepare(config, world, run_dir, fresh)
-        return _train(prepared, signals, began)
-
-
-def make_trainer(prepared: Prepared) -> Trainer:
-    """The trainer of a run: one that records its steps as CUDA graphs where the config asks for it and that can be."""
-    config, loader, console = prepared.config, prepared.loader, prepared.console
-    steps = {"batch_multiple": loader.multiple, "steps_per_epoch": loader.steps_per_epoch}
-    if config.capture == "auto":
-        obstacle = cudagraph.obstacle(config, prepared.state)
-        if obstacle is None:
-            return cudagraph.CapturedTrainer(config, prepared.state, prepared.network, console.warn, None, **steps)
-        console.line(f"Steps run eagerly: {obstacle}")
-    return Trainer(config, prepared.state, prepared.network, **steps)
-
-
-def _train(prepared: Prepared, signals: Signals | None, began: float) -> int:
-    world, run, exporter, console = prepared.world, prepared.run, prepared.exporter, prepared.console
-    if signals is not None:
-        signals.on_second_signal = exporter.close
-    try:
-        if prepared.complete:
-            say_complete(prepared)
-            if run is not None and world.leader and not (run.path / contract.SUMMARY_FILE).exists():
-                summarise(prepared, time.perf_counter() - began, 0)  # killed after the last save, before the summary
-            ending = Ending(EXIT_DONE, "complete")
-        else:
-            ending = _to_the_end(prepared, signals, began)
-        if signals is not None:
-            signals.ignore()
+    world, run = context.world, context.run
+    context.console.close()
+    note_corrupt_shard(context.metrics, error)
+    context.exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
+    if world.size > 1 and is_collective(error):
+        reason = describe_failed_collective(world, context.steps_done, error)
         if run is not None:
-            run.status(ending.code, ending.reason, prepared.steps_done)
-        exporter.close(ending.code)
-        console.close()
-        if ending.code != EXIT_DONE and world.leader:
-            console.warn(ending.reason)
-        _leave_together(world, lambda: write_report(prepared))
-        return ending.code
-    except BaseException as error:
-        console.close()
-        note_corrupt_shard(prepared.metrics, error)
-        exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
-        if world.size > 1 and is_collective(error):
-            reason = describe_failed_collective(world, prepared.steps_done, error)
-            if run is not None:
-                run.status(EXIT_FAILED, reason, prepared.steps_done)
-            console.warn(reason)
-            return EXIT_FAILED  # the sentence says more than gloo's traceback would
-        if run is not None and isinstance(error, UserError):
-            run.status(EXIT_USAGE, str(error), prepared.steps_done)
-        elif run is not None:
-            run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", prepared.steps_done)
-        raise
-    finally:
-        if run is not None:
-            run.close()
-
-
-def _to_the_end(prepared: Prepared, signals: Signals | None, began: float) -> Ending:
-    try:
-        with Session(prepared, signals, began) as session:
-            make_trainer(prepared).train(session)
-            return session.finish()
-    except Ended as ended:
-        return ended.ending
+            run.status(EXIT_FAILED, reason, context.steps_done)
+        context.console.warn(reason)
+        return EXIT_FAILED
+    if run is not None and isinstance(error, UserError):
+        run.status(EXIT_USAGE, str(error), context.steps_done)
+    elif run is not None:
+        run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", context.steps_done)
+    return None
 
 
 def _leave_together(world: World, last: Callable[[], None]) -> None:
@@ -119,3 +252,15 @@ def _leave_together(world: World, last: Callable[[], None]) -> None:
         dist.barrier()
     if world.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _write_report(context: RunContext) -> None:
+    """Rank 0 writes report.html, when the others have written what goes into it. It never costs the run its ending."""
+    if context.run is None or not context.world.leader or not context.config.log.report:
+        return
+    try:
+        from training.observe import report
+
+        report.write([context.run.path], context.run.path / contract.REPORT_FILE)
+    except Exception as error:  # noqa: BLE001
+        context.console.warn(f"no {contract.REPORT_FILE}: {error}")

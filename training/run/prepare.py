@@ -5,62 +5,45 @@ Each part that can fail on one rank alone runs in `failing_together`, so that ei
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from training import models, optim, sync
-from training.checkpoint import store, weights
-from training.checkpoint.state import Cursor, TrainState, checked, scatter
+from training.checkpoint import weights
+from training.checkpoint.state import Cursor, TrainState, scatter
 from training.config import Config
-from training.contract import EXIT_FAILED, EXIT_USAGE, VERSION, UserError
+from training.contract import VERSION, UserError
 from training.data.augment import augment, check_settings, draw_keys, normalise
 from training.data.loader import Loader
-from training.data.shards import CorruptShard, Manifest, Samples
+from training.data.shards import Manifest, Samples
 from training.data.shards import prepare as prepare_shards
-from training.launch.lines import say
 from training.models.arithmetic import compiled, real_type
 from training.observe import trackers
 from training.observe.clock import step_clock
 from training.observe.console import Console
-from training.observe.exporter import Exporter
-from training.observe.metrics import Metrics
-from training.observe.rundir import RunDirectory
 from training.optim.ema import Ema
 from training.optim.loss_scaler import LossScaler
-from training.parallel import memory
 from training.parallel.exchange import all_gather_trees, broadcast_tree, failing_together
-from training.parallel.world import World, set_threads
+from training.parallel.world import World
+from training.run.context import Opened, RunContext, opened
+from training.run.resume import load, misfits_explained, newest_here, newest_of_all
 
 
-@dataclass(slots=True)
-class Prepared:
-    """One attempt, ready for its first step. `run` is None on ranks that write nothing."""
+@dataclass(slots=True, kw_only=True)
+class Prepared(RunContext):
+    """An attempt at a recipe's run."""
 
     config: Config
-    world: World
-    run: RunDirectory | None
-    attempt: int
     manifest: Manifest
     loader: Loader
-    state: TrainState
     network: nn.Module
     """The model as the sync strategy wrapped it, to be called in a step."""
-    console: Console
-    exporter: Exporter
     global_batch: int
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.exporter.metrics
 
     @property
     def steps_planned(self) -> int:
@@ -87,47 +70,17 @@ class Prepared:
     def data(self) -> dict[str, str]:
         return {"name": self.manifest.source, "checksum": self.manifest.checksum}
 
-    def event(self, kind: str, **values: Any) -> None:
-        if self.run is not None and self.world.leader:
-            self.run.event(kind, **values)
-
 
 def prepare(config: Config, world: World, run_dir: Path, fresh: bool | str) -> Prepared:
     """Collective. Raises `UserError` on all ranks where any of them cannot go on."""
-    threads = set_threads(world, config.threads, os.environ)
-    _deterministic(config)
-    _arithmetic(config)
-    if world.device.type == "cpu":
-        memory.keep_freed()
-    run: RunDirectory | None = None
-    exporter: Exporter | None = None
-    try:
-        with failing_together(world):
-            if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
-                run = RunDirectory.open(run_dir, config, fresh)
-        with failing_together(world):  # only now: a directory that is refused stays untouched
-            exporter = Exporter(config.metrics, world, run_dir, os.environ)
-        return _prepare(config, world, run, exporter, threads)
-    except BaseException as error:
-        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
-        if exporter is not None:
-            note_corrupt_shard(exporter.metrics, error)
-            exporter.close(code)
-        if run is not None:
-            run.status(code, str(error) or type(error).__name__, run.step_before)
-            run.close()
-        raise
+    with opened(config, world, run_dir, fresh) as place:
+        return _prepare(config, world, place)
 
 
-def note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
-    """Counts a damaged shard among the causes of an error that ends the run."""
-    if isinstance(error, CorruptShard) or isinstance(error.__cause__, CorruptShard):
-        metrics.corrupt_file("shard")
-
-
-def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: Exporter, threads: str) -> Prepared:
+def _prepare(config: Config, world: World, place: Opened) -> Prepared:
+    run, exporter = place.run, place.exporter
     with failing_together(world):
-        chosen = _offer(run, world, exporter.metrics)
+        own = newest_here(run, world, exporter.metrics)
     with failing_together(world):
         manifest = Manifest.read(prepare_shards(config.data))
         check_settings(config, manifest.shape)
@@ -140,26 +93,29 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
         model = _build_model(config, world, manifest)
         global_batch = saved_batch or config.global_batch_size or (config.batch_size or 0) * world.size
         loader = Loader(config, world, manifest, global_batch, models.batch_multiple(model))
-    source, path = _newest(chosen, world)
+    source = newest_of_all(own, world)
     if config.init == "seed" and source is None:
         _check_same(model, world)  # as they were drawn: a file is read, and whitening done, on rank 0 alone
     with failing_together(world):
         _initial_weights(model, config, world, loader, resumed=source is not None)
-        gathered = _load(path) if path is not None and world.rank == source else None
+        gathered = load(own) if own is not None and world.rank == source else None
     state, network = _replicate(model, config, world, loader, global_batch)
     state.history["attempts"] = attempt
     if source is not None:
-        with failing_together(world), _as_user_error():
+        with failing_together(world), misfits_explained():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
-    p = Prepared(config, world, run, attempt, manifest, loader, state, network, console, exporter, global_batch)
+    p = Prepared(
+        config=config, world=world, run=run, attempt=attempt, state=state, console=console, exporter=exporter,
+        manifest=manifest, loader=loader, network=network, global_batch=global_batch,
+    )  # fmt: skip
     p.metrics.describe(
         recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
         step=p.steps_done, planned=p.steps_planned, preemptions=state.history.get("preemptions", 0),
     )  # fmt: skip
     with failing_together(world):
         if run is not None:
-            run.describe(config, world, global_batch, p.data, threads)
+            run.describe(config, world, global_batch, p.data, place.threads)
             if world.leader and not p.complete:
                 trackers.attach(config, run, p.steps_done)
     if run is not None:
@@ -168,53 +124,16 @@ def _prepare(config: Config, world: World, run: RunDirectory | None, exporter: E
         run.listeners.append(console.on_event)
     if slices := loader.describe_slices():
         p.event("slices", slices=slices)
-        for own in slices:
+        for part in slices:
             console.line(
                 "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
-                "{left_out} left out".format(**own)
+                "{left_out} left out".format(**part)
             )
-    console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {threads}")
+    console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {place.threads}")
     if source is not None and not p.complete:
         p.event("resumed", step=p.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
         console.line(f"Resuming at step {p.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})")
     return p
-
-
-def _deterministic(config: Config) -> None:
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # the call imports torch's compiler
-        torch.use_deterministic_algorithms(config.deterministic)
-
-
-def _arithmetic(config: Config) -> None:
-    """How a GPU computes in float32. torch's own defaults take TF32 for convolutions."""
-    precision = "tf32" if config.tf32 else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark
-
-
-def _offer(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:
-    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
-    if run is None:
-        return None
-    store.clean(run.checkpoints)
-
-    def warn(message: str) -> None:
-        metrics.corrupt_file("checkpoint")
-        run.event("corrupt_checkpoint", message=message)
-        say(f"warning: rank {world.rank}: {message}", sys.stderr)
-
-    return store.newest_verified(run.checkpoints, warn)
-
-
-def _newest(own: Path | None, world: World) -> tuple[int | None, Path | None]:
-    """(the rank that holds the newest checkpoint of all, this rank's path). The first such rank wins. Collective."""
-    steps = all_gather_trees(-1 if own is None else store.step_of(own), world)
-    if max(steps) < 0:
-        return None, None
-    return steps.index(max(steps)), own
 
 
 def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
@@ -319,22 +238,3 @@ def _example(config: Config, loader: Loader) -> torch.Tensor:
     rows = torch.arange(len(images), device=images.device)
     kind = real_type(config.precision)
     return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), kind, config.channels_last)
-
-
-@contextlib.contextmanager
-def _as_user_error() -> Iterator[None]:
-    """A checkpoint that verifies but does not fit the model: the code or the user's own model has changed."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise UserError(
-            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
-            "go on with the code that wrote it, or start over in another run directory"
-        ) from error
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return checked(store.load(path))
-    except (store.CorruptCheckpoint, ValueError) as error:
-        raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None

@@ -1,8 +1,7 @@
-"""What a run leaves when it ends: summary.json, report.html, and a line."""
+"""What a recipe's run leaves when it ends: summary.json and a line."""
 
 from __future__ import annotations
 
-from training import contract
 from training.run.prepare import Prepared
 
 
@@ -38,15 +37,3 @@ def say_complete(prepared: Prepared) -> None:
         f"The run is complete: {prepared.config.epochs} epochs, {prepared.steps_done} steps{reached}. "
         "Raise epochs to go on, or start over with --fresh (FRESH=1 make train)."
     )
-
-
-def write_report(prepared: Prepared) -> None:
-    """Rank 0 writes report.html, when the others have written what goes into it. It never costs the run its ending."""
-    if prepared.run is None or not prepared.world.leader or not prepared.config.log.report:
-        return
-    try:
-        from training.observe import report
-
-        report.write([prepared.run.path], prepared.run.path / contract.REPORT_FILE)
-    except Exception as error:  # noqa: BLE001
-        prepared.console.warn(f"no {contract.REPORT_FILE}: {error}")

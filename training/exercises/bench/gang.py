@@ -177,7 +177,7 @@ class _Timer:
 
     def __init__(self, p: Any) -> None:
         self.p = p
-        from training.run.attempt import make_trainer
+        from training.run.recipe import make_trainer
 
         self.trainer = make_trainer(p)
         self.epoch, self._step, self._batches = 0, 0, p.loader.epoch(0)

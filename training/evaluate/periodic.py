@@ -1,7 +1,4 @@
-"""Between two optimizer steps: whether the replicas are equal (`check_closeness`), and a score every N steps (`log.score_every`).
-
-A watcher is a callable that is called after every step, on all ranks; `watchers` makes those that the config asks for.
-"""
+"""A score every N steps instead of every epoch (`log.score_every`)."""
 
 from __future__ import annotations
 
@@ -11,38 +8,10 @@ import torch
 import torch.distributed as dist
 
 from training.evaluate.evaluator import Score
-from training.resilience.closeness import check_parameter_closeness
 from training.run.prepare import Prepared
 
-Watcher = Callable[[], None]
 
-
-def watchers(prepared: Prepared, score: Callable[[], Score | None]) -> list[Watcher]:
-    """The watchers of a run; `score` evaluates the current weights. Their calls may be collective, and may raise."""
-    config = prepared.config
-    found: list[Watcher] = []
-    if config.check_closeness:
-        found.append(_Closeness(prepared))
-    if config.log.score_every:
-        found.append(_PeriodicScore(prepared, score))
-    return found
-
-
-class _Closeness:
-    """Raises `ReplicasDiffer` every `check_closeness` steps where a rank's parameters are not rank 0's."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self.p = prepared
-
-    def __call__(self) -> None:
-        if self.p.steps_done % self.p.config.check_closeness == 0:
-            self.p.state.clock.settle()
-            check_parameter_closeness(
-                self.p.state.model, batch_statistics=False
-            )  # running statistics differ between ranks, see `averaged_buffers`
-
-
-class _PeriodicScore:
+class PeriodicScore:
     """An event `score` at step 1 and every `log.score_every` steps.
 
     `train_loss` is the mean loss of that step's global batch, before its update; `test_loss` is of the whole test split, after it.

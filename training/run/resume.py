@@ -1,0 +1,62 @@
+"""Where a start goes on: the newest checkpoint that verifies, whichever rank's disk it lies on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint import store
+from training.checkpoint.state import checked
+from training.contract import UserError
+from training.launch.lines import say
+from training.observe.metrics import Metrics
+from training.observe.rundir import RunDirectory
+from training.parallel.exchange import all_gather_trees
+from training.parallel.world import World
+
+
+def newest_here(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:
+    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
+    if run is None:
+        return None
+    store.clean(run.checkpoints)
+
+    def warn(message: str) -> None:
+        metrics.corrupt_file("checkpoint")
+        run.event("corrupt_checkpoint", message=message)
+        say(f"warning: rank {world.rank}: {message}", sys.stderr)
+
+    return store.newest_verified(run.checkpoints, warn)
+
+
+def newest_of_all(own: Path | None, world: World) -> int | None:
+    """The rank that holds the newest checkpoint of all, the first of several; None where there is none. Collective.
+
+    Args:
+        own: this rank's newest.
+    """
+    steps = all_gather_trees(-1 if own is None else store.step_of(own), world)
+    return None if max(steps) < 0 else steps.index(max(steps))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The gathered state of a checkpoint that verifies. Raises `UserError` where it is not what a run saves."""
+    try:
+        return checked(store.load(path))
+    except (store.CorruptCheckpoint, ValueError) as error:
+        raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None
+
+
+@contextlib.contextmanager
+def misfits_explained() -> Iterator[None]:
+    """Turns errors into `UserError`: a checkpoint verifies but does not fit the model, whose code has changed."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
+            "go on with the code that wrote it, or start over in another run directory"
+        ) from error
