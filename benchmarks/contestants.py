@@ -29,7 +29,7 @@ from training.data.loader import Loader
 from training.data.sources import load
 from training.evaluate.evaluator import Evaluator
 from training.parallel.world import detect, joined
-from training.run import attempt, prepare
+from training.run import recipe, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
         settings = config.load(recipe, words)
         with tempfile.TemporaryDirectory() as folder, joined(detect({}), settings.device) as world:
             with contextlib.redirect_stdout(io.StringIO()):
-                code = attempt.train(settings, world, Path(folder) / "run")
+                code = recipe.train(settings, world, Path(folder) / "run")
             if code:
                 raise RuntimeError(f"{recipe} ended with exit code {code}")
             summary = json.loads((Path(folder) / "run" / "summary.json").read_text())

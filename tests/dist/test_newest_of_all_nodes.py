@@ -18,17 +18,17 @@ from training.parallel.world import World
 
 def _twice(world: World, base: list[str], folder: str) -> int:
     """Trains an epoch, puts this node's disk a checkpoint back where it is the first one, and trains another epoch."""
-    from training.run import attempt
+    from training.run import recipe
 
     me = dataclasses.replace(world, local_rank=0, local_size=1, node=world.rank, nodes=world.size)
     run = Path(folder) / f"node{world.rank}"
-    assert attempt.train(config.load("smoke", [*base, "epochs=1"]), me, run) == 0
+    assert recipe.train(config.load("smoke", [*base, "epochs=1"]), me, run) == 0
     if me.leader:
         newest, before = store.candidates(run / "checkpoints")[:2]
         assert (store.step_of(newest), store.step_of(before)) == (8, 4)
         shutil.rmtree(newest)
     dist.barrier()
-    return attempt.train(config.load("smoke", [*base, "epochs=2"]), me, run)
+    return recipe.train(config.load("smoke", [*base, "epochs=2"]), me, run)
 
 
 def test_a_rank_0_with_an_older_checkpoint_goes_on_from_the_newest_of_all(data_root: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from training import config
 from training.checkpoint import store
 from training.parallel.world import World
 from training.resilience.preempt import Consensus, Decision
-from training.run import attempt
+from training.run import recipe
 
 THREE, TWO = ("0:5", "last:6", "1:16"), ("0:8", "last:9")
 """Rank and forward pass of each kill. A resumed start begins at the newest even step below, so: mid-epoch, one step after
@@ -68,7 +68,7 @@ def _stopped_after_each_step(world: World, words: list[str], run_dir: str) -> in
     while code:
         assert code == 75
         polls[0] = 0
-        code = attempt.train(config.load("smoke", words), world, Path(run_dir))
+        code = recipe.train(config.load("smoke", words), world, Path(run_dir))
         attempts += 1
     return attempts
 

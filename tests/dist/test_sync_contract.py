@@ -346,14 +346,14 @@ def _one_sum(world: World) -> torch.Tensor:
 
 def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[str, Any]:
     """One epoch more of a run that the gangs before have begun."""
-    from training.run import attempt
+    from training.run import recipe
 
     settings = CASES[name]
     options = "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in settings.options.items()) + "}"
     words = [*base, f"sync.name={settings.name}", f"sync.options={options}", f"epochs={ORDER.index(world.size) + 1}"]
     words += ["nonfinite=ignore"] if "overlapped" in name else ["optim.clip=3"]
     run = folder / f"run-{name}"
-    code = attempt.train(config.load("smoke", words), world, run)
+    code = recipe.train(config.load("smoke", words), world, run)
     return {"code": code, "epochs": events(run, "epoch")}
 
 
