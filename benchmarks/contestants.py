@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.cifar_peers import imported
-from training import config, session
+from training import config
 from training.data.loader import Loader
 from training.data.sources import load
 from training.evaluate.evaluator import Evaluator
 from training.parallel.world import detect, joined
-from training.run import recipe, prepare
+from training.run import epochs, prepare
+from training.run.recipe import train
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def synchronize() -> None:
 
 
 def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
-    """`training run RECIPE` in this process. `own` are the steps alone; `full_module` is whitening, training and evaluation."""
+    """`training run RECIPE` in this process. `own` are the steps alone; `whole` is whitening, training and evaluation."""
     moments: dict[str, float] = {}
 
     class TimedLoader(Loader):
@@ -68,14 +69,14 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
             moments["scored"] = time.perf_counter()
             return found
 
-    prepare.Loader, session.Evaluator = TimedLoader, TimedEvaluator  # type: ignore[misc]
+    prepare.Loader, epochs.Evaluator = TimedLoader, TimedEvaluator  # type: ignore[misc]
 
     def run(seed: int) -> Outcome:
         words = [f"data.root={data_root}", f"seed={seed}", *BARE, *assignments]
         settings = config.load(recipe, words)
         with tempfile.TemporaryDirectory() as folder, joined(detect({}), settings.device) as world:
             with contextlib.redirect_stdout(io.StringIO()):
-                code = recipe.train(settings, world, Path(folder) / "run")
+                code = train(settings, world, Path(folder) / "run")
             if code:
                 raise RuntimeError(f"{recipe} ended with exit code {code}")
             summary = json.loads((Path(folder) / "run" / "summary.json").read_text())

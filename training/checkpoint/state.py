@@ -7,7 +7,6 @@ the optimizer keeps for them, go by name; a parameter that several modules share
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.checkpoint import naming
+from training.checkpoint import generators, naming
+from training.checkpoint.kept import Kept
 from training.contract import UserError
 from training.observe.clock import StepClock
 from training.optim.ema import Ema
@@ -49,6 +49,8 @@ class TrainState:
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     scaler: LossScaler | None = None
     """Where the precision needs one."""
+    kept: Kept | None = None
+    """What a loop of one's own keeps."""
 
 
 def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
@@ -57,14 +59,14 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     Its tensors are the live ones: copy them before the next step.
     """
     own: dict[str, Any] = {
-        "rng": {"python": random.getstate(), "torch": torch.get_rng_state()},
+        "rng": (state.kept and state.kept.cursor_generators) or generators.capture(state.world.device),
         "buffers": dict(state.model.named_buffers()),
         "average_buffers": dict(state.ema.average.named_buffers()) if state.ema else {},
         "losses": state.losses,
         "sync": state.sync.state_dict(),
     }
-    if state.world.device.type == "cuda":
-        own["rng"]["cuda"] = torch.cuda.get_rng_state(state.world.device)
+    if state.kept is not None:
+        own["kept"] = state.kept.rank_state()
     ranks = all_gather_trees(own, state.world) if everywhere else gather_trees(own, state.world)
     model = dict(state.sync.full_module(state.model).named_parameters())
     average = dict(state.sync.full_module(state.ema.average).named_parameters()) if state.ema else {}
@@ -82,6 +84,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     }
     if state.scaler is not None:
         shared["loss_scale"] = state.scaler.state_dict()
+    if state.kept is not None:
+        shared["kept"] = state.kept.shared_state()
     return {"shared": shared, "ranks": ranks}
 
 
@@ -109,7 +113,8 @@ def checked(gathered: Any) -> dict[str, Any]:
     known = isinstance(aliases, dict) and all(isinstance(name, str) for pair in aliases.items() for name in pair)
     _expect(known and all(name in shared["model"] for name in aliases.values()), "aliases")
     _expect(not shared["average"] or shared["average"].keys() == shared["model"].keys(), "average")
-    _check_optimizer(shared["optimizer"], {tensor.shape for tensor in shared["model"].values()})
+    shapes = {tensor.shape for tensor in shared["model"].values()}
+    _check_optimizer(shared["optimizer"], None if "kept" in shared else shapes)
     cursor = shared["cursor"]
     _expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
     seconds = shared["trained_seconds"]
@@ -117,6 +122,8 @@ def checked(gathered: Any) -> dict[str, Any]:
     _check_history(shared["history"])
     _expect("loss_scale" not in shared or is_state(shared["loss_scale"]), "loss_scale")
     _expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
+    if "kept" in shared:
+        _check_kept(shared["kept"], ranks)
     for number, rank in enumerate(ranks):
         _check_rank(rank, ranks[0], f"rank {number}")
     return dict(gathered)
@@ -134,11 +141,25 @@ def _are_tensors(value: Any) -> bool:
     )
 
 
-def _check_optimizer(optimizer: Any, shapes: set[torch.Size]) -> None:
-    """`shapes` are those of the parameters."""
+def _check_kept(kept: Any, ranks: list[Any]) -> None:
+    """What the objects themselves take as their states is theirs to say."""
+    parts = {"objects": dict, "values": dict, "steps": int, "samples": int, "data": dict, "logged": dict}
+    _expect(isinstance(kept, dict) and all(type(kept.get(name)) is kind for name, kind in parts.items()), "kept state")
+    _expect(kept["steps"] >= 0 and kept["samples"] >= 0, "kept state")
+    for number, rank in enumerate(ranks):
+        own = rank.get("kept") if isinstance(rank, dict) else None
+        _expect(isinstance(own, dict) and isinstance(own.get("objects"), dict), f"rank {number}, kept state")
+        states = own.get("epoch_generators") if isinstance(own, dict) else None
+        _expect(states is None or generators.is_sound(states), f"rank {number}, generators")
+
+
+def _check_optimizer(optimizer: Any, shapes: set[torch.Size] | None) -> None:
+    """`shapes` are those of the parameters; None for an optimizer of one's own, which may keep what it likes."""
     _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
     _expect(isinstance(optimizer["state"], dict), "optimizer's state")
     _expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
+    if shapes is None:
+        return
     own = optimizer.get("own", {})
     _expect(isinstance(own, dict) and all(type(key) in (int, str) for key in own), "optimizer's own state")
     kinds: dict[Any, bool] = {}
@@ -173,11 +194,7 @@ def _check_rank(rank: Any, first: Any, place: str) -> None:
         isinstance(losses, torch.Tensor) and losses.dtype == torch.float64 and losses.shape == (2,),
         f"{place}, losses",
     )
-    try:
-        random.Random().setstate(rank["rng"]["python"])  # noqa: S311 - the training's own generator, no secret
-        torch.Generator().set_state(rank["rng"]["torch"])
-    except Exception:  # noqa: BLE001 - either raises nearly anything for what is no state of its own
-        _expect(False, f"{place}, rng")
+    _expect(generators.is_sound(rank["rng"]), f"{place}, rng")
 
 
 def _moment(value: Any, shapes: set[torch.Size]) -> bool:
@@ -259,10 +276,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.write)
     if len(ranks) == state.world.size:
         own = ranks[state.world.rank]
-        random.setstate(own["rng"]["python"])
-        torch.set_rng_state(own["rng"]["torch"])
-        if "cuda" in own["rng"] and state.world.device.type == "cuda":
-            torch.cuda.set_rng_state(own["rng"]["cuda"], state.world.device)
+        generators.restore(own["rng"], state.world.device)
         buffers, average_buffers = own["buffers"], own["average_buffers"]
         state.losses.copy_(own["losses"])
         state.sync.load_state_dict(own["sync"])
@@ -271,6 +285,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         buffers = mean_of([rank["buffers"] for rank in ranks])
         average_buffers = mean_of([rank["average_buffers"] for rank in ranks])
         state.sync.load_resized([rank["sync"] for rank in ranks])
+    if state.kept is not None and "kept" in shared:
+        state.kept.load(shared["kept"], ranks[state.world.rank]["kept"] if len(ranks) == state.world.size else None)
     _copy(buffers, dict(state.model.named_buffers()))
     if state.ema:
         _copy(average_buffers, dict(state.ema.average.named_buffers()))

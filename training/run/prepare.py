@@ -5,7 +5,6 @@ Each part that can fail on one rank alone runs in `failing_together`, so that ei
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from training import models, optim, sync
-from training.checkpoint import weights
+from training.checkpoint import generators, weights
 from training.checkpoint.state import Cursor, TrainState, scatter
 from training.config import Config
 from training.contract import VERSION, UserError
@@ -153,15 +152,13 @@ def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -
 def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
     # With `broadcast`, only rank 0's draw counts; the others draw differently, so that a missing broadcast shows.
     seed = config.seed if config.init == "seed" or world.leader else config.seed + world.rank
-    torch.manual_seed(seed)
-    random.seed(seed)
+    generators.seed(seed)
     model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
     if not models.ours(config.model):
         _check_outputs(model, config.model, manifest)
-    torch.manual_seed(config.seed + world.rank)  # what dropout draws differs by rank
-    random.seed(config.seed + world.rank)
+    generators.seed(config.seed + world.rank)  # what dropout draws differs by rank
     model.to(device=world.device, dtype=real_type(config.precision))
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 

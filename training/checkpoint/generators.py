@@ -1,0 +1,53 @@
+"""The random generators of this process: torch's, the device's, numpy's and Python's, as values that a checkpoint holds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed(number: int) -> None:
+    """Seeds all of them (numpy's takes 32 bits)."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """Their states: plain values and tensors."""
+    kind, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), np.asarray(keys).astype(np.int64), *rest],
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore(states: dict[str, Any], device: torch.device) -> None:
+    """Puts `capture`'s states back; one that an older version did not save stays as it is. Raises `ValueError`, `TypeError`."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def is_sound(states: Any) -> bool:
+    """Whether `restore` would take them."""
+    try:
+        random.Random().setstate(states["python"])  # noqa: S311 - the training's own generator, no secret
+        torch.Generator().set_state(states["torch"])
+        if "numpy" in states:
+            kind, keys, *rest = states["numpy"]
+            np.random.RandomState().set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
+    except Exception:  # noqa: BLE001 - they raise nearly anything for what is no state of their own
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""What a loop of one's own keeps in its checkpoints, beside its model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from training.parallel.exchange import split
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A scheduler, a loader's cursor, a metric: whatever gives its state and takes it back."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Kept:
+    """The objects of `Session.keep`, by name, and plain values.
+
+    Objects' states are trees of tensors, numpy arrays, numbers, texts and None.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Stateful] = {}
+        """The same on every rank: rank 0's states are saved, and given to all."""
+        self.rank_objects: dict[str, Stateful] = {}
+        """Each rank's own: its state is saved and given back to that rank."""
+        self.values: dict[str, Any] = {}
+        """Values of the script's own, the same on every rank."""
+        self.steps = self.samples = 0
+        """Optimizer steps, and samples of all ranks, since the run began."""
+        self.data: dict[str, Any] = {}
+        """How the epoch under way is cut into batches: what a start in the middle of it must be the same in."""
+        self.logged: dict[str, float] = {}
+        """What the script has logged last, by name."""
+        self.epoch_generators: dict[str, Any] | None = None
+        """This rank's generators at the start of the epoch under way."""
+        self.cursor_generators: dict[str, Any] | None = None
+        """This rank's generators where the cursor stands; None: as they are now."""
+
+    def add(self, things: Mapping[str, Any], of_rank: bool = False) -> None:
+        """Raises `TypeError` for what has no state, or a state that no checkpoint can hold; `ValueError` for a name that is taken."""
+        for name, thing in things.items():
+            if not isinstance(thing, Stateful):
+                raise TypeError(
+                    f"keep({name}=…) is a {type(thing).__name__} without state_dict() and load_state_dict(): "
+                    "put plain values into run.values"
+                )
+            if name in self.objects or name in self.rank_objects:
+                raise ValueError(f"keep({name}=…) a second time: give this one another name")
+            check_tree(thing.state_dict(), f"keep({name}=…)")
+            (self.rank_objects if of_rank else self.objects)[name] = thing
+
+    def shared_state(self) -> dict[str, Any]:
+        """Raises `TypeError` for a value that no checkpoint can hold."""
+        check_tree(self.values, "run.values")
+        return {
+            "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
+            "values": self.values, "steps": self.steps, "samples": self.samples, "data": self.data,
+            "logged": self.logged,
+        }  # fmt: skip
+
+    def rank_state(self) -> dict[str, Any]:
+        return {
+            "objects": {name: thing.state_dict() for name, thing in self.rank_objects.items()},
+            "epoch_generators": self.epoch_generators,
+        }
+
+    def load(self, shared: dict[str, Any], rank: dict[str, Any] | None) -> None:
+        """Gives the objects their saved states. `rank` is None at another world size than it was saved at.
+
+        Raises:
+            ValueError: the saved objects are others than those that are kept now.
+        """
+        _load(self.objects, shared["objects"])
+        self.values.clear()
+        self.values.update(shared["values"])
+        self.steps, self.samples = shared["steps"], shared["samples"]
+        self.data, self.logged = shared["data"], shared["logged"]
+        if rank is not None:
+            _load(self.rank_objects, rank["objects"])
+            self.epoch_generators = rank["epoch_generators"]
+        elif self.rank_objects:
+            name = next(iter(self.rank_objects))
+            raise ValueError(f"{name} is each rank's own, and the number of ranks has changed")
+
+
+def _load(things: dict[str, Stateful], states: dict[str, Any]) -> None:
+    if things.keys() != states.keys():
+        different = sorted(things.keys() ^ states.keys())[0]
+        where = "the script" if different in things else "the checkpoint"
+        raise ValueError(f"{different} is kept by {where} alone")
+    for name, thing in things.items():
+        thing.load_state_dict(states[name])
+
+
+def check_tree(tree: Any, place: str) -> None:
+    """Raises `TypeError` that names the first value which no checkpoint can hold, and its place."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            check_tree(value, f"{place}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            check_tree(value, f"{place}[{number}]")
+    else:
+        try:
+            split(tree)
+        except TypeError:
+            kind = f"{tree.dtype} " * hasattr(tree, "dtype") + type(tree).__name__
+            raise TypeError(
+                f"{place} is a {kind}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
+                "texts, lists and dictionaries"
+            ) from None
