@@ -180,7 +180,7 @@ def table(runs: dict[str, list[Outcome]], cold_runs: dict[str, list[float]], row
 
 
 def draw(runs: dict[str, list[Outcome]], path: Path, title: str) -> None:
-    """Every training as a point: seconds by the `full_module` clock against accuracy."""
+    """Every training as a point: seconds by the `whole` clock against accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")

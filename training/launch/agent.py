@@ -289,7 +289,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
-        with scratch.folder("lockstep-") as logs, lines.full_module() as finish_lines:
+        with scratch.folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
             code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
         print(f"launch: {error}: given up", file=sys.stderr, flush=True)

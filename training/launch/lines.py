@@ -64,7 +64,7 @@ class WholeLines:
 
 
 @contextlib.contextmanager
-def full_module() -> Iterator[Callable[[], None]]:
+def whole_lines() -> Iterator[Callable[[], None]]:
     """Standard output and standard error of this process in whole lines. Gives what sends those that were never ended."""
     out, err = WholeLines(sys.stdout), WholeLines(sys.stderr)
 

@@ -38,7 +38,7 @@ class Console:
                 TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, transient=True, redirect_stdout=True)
-            self._task = self._bar.add_task("train", total=epochs * steps_per_epoch, epoch=1)
+            self._task = self._bar.add_task("train", total=epochs * steps_per_epoch or None, epoch=1)
             self._bar.start()
 
     def line(self, text: str) -> None:
@@ -55,6 +55,11 @@ class Console:
     def warn(self, text: str) -> None:
         """Always on stderr, whatever the format."""
         say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
+
+    def plan(self, steps: int) -> None:
+        """Optimizer steps of the whole run, where they become known later."""
+        if self._bar is not None:
+            self._bar.update(self._task, total=steps)
 
     def step(self, epoch: int, done: int) -> None:
         """Moves the progress bar. `epoch` counts from 0, `done` are the steps of the whole run."""

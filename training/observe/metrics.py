@@ -47,6 +47,7 @@ TABLE: dict[str, Row] = {
     "grad_norm": Row("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading."),
     "learning_rate": Row("gauge", "Learning rate of the last step."),
     "accuracy": Row("gauge", "Share of the test images that the last evaluation got right, 0 to 1."),
+    "logged": Row("gauge", "A number that a loop of one's own has logged last.", {"name": ()}),
     "samples_total": Row("counter", "Samples this rank has trained on in this attempt."),
     "sync_bytes_total": Row("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
     "nonfinite_steps_total": Row("counter", "Steps whose gradient was NaN or infinite."),
@@ -76,7 +77,7 @@ READ_AT_SCRAPE = ("process_cpu_seconds_total", "process_resident_memory_bytes", 
                   "gpu_memory_reserved_bytes", "gpu_memory_peak_bytes")  # fmt: skip
 """Nobody sets these: they are read from the process and its GPU when somebody asks for the metrics."""
 LATER = ("exit_code", "loss", "grad_norm", "accuracy", "checkpoint_last_success_timestamp_seconds", "checkpoint_duration_seconds",
-         "info", "steps_planned")  # fmt: skip
+         "info", "steps_planned", "logged")  # fmt: skip
 """Metrics without a series until their first value. All others begin at 0. An age of the newest checkpoint on ranks that
 write none, for one, would raise an alert."""
 
@@ -126,20 +127,29 @@ class Metrics:
     def _set(self, name: str, value: float) -> None:
         self._series(name).set(value)
 
-    def describe(self, recipe: str, sync: str, world_size: int, version: str, attempt: int, step: int, planned: int,
-                 preemptions: int) -> None:  # fmt: skip
+    def describe(self, recipe: str, sync: str, world_size: int, version: str, attempt: int, step: int,
+                 planned: int | None, preemptions: int) -> None:  # fmt: skip
         """What is known before the first step.
 
         Args:
             step: optimizer steps done by earlier attempts.
-            planned: optimizer steps of the whole run.
+            planned: optimizer steps of the whole run; None where they are not known yet.
             preemptions: of earlier attempts.
         """
         self._series("info", recipe, sync, str(world_size), version).set(1)
         self._set("attempt", attempt)
         self._set("step", step)
-        self._set("steps_planned", planned)
+        if planned is not None:
+            self.planned(planned)
         self._series("preemptions_total").inc(preemptions)
+
+    def planned(self, steps: int) -> None:
+        """Optimizer steps of the whole run, where they become known later."""
+        self._set("steps_planned", steps)
+
+    def logged(self, name: str, value: float) -> None:
+        """A number of the script's own."""
+        self._series("logged", name).set(value)
 
     def alive(self) -> None:
         """A sign of life: the rank has ended a step, or a batch of the evaluation."""

@@ -60,6 +60,8 @@ def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
 
 def scalars(event: dict[str, Any]) -> dict[str, float]:
     """The numbers of a `step`, `score` or `epoch` event by the names they are logged under."""
+    if event["event"] == "log":
+        return {_NAMES.get(name, name): float(value) for name, value in event["values"].items()}
     if event["event"] not in ("step", "score", "epoch"):
         return {}
     return {_NAMES.get(name, name): float(event[name]) for name in _WANTED if isinstance(event.get(name), (int, float))}

@@ -89,11 +89,17 @@ class Signals:
         os._exit(code)
 
     def _in_child(self) -> None:
-        """A forked child (a data loader of the user's own) is not asked to save, and does not tell the parent."""
+        """A forked child (a data loader of the user's own) is not asked to save, and does not tell the parent.
+
+        It holds no end of the pipe either: `restore` waits for the end of what can be read there.
+        """
         if self._write >= 0:
             signal.set_wakeup_fd(-1)
             for number in self._before:
                 signal.signal(number, signal.SIG_DFL)
+            os.close(self._read)
+            os.close(self._write)
+            self._write = -1
 
     def ignore(self) -> None:
         """From here on nothing is left to save: a launcher's parting TERM must not change the exit code."""

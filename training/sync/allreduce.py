@@ -16,7 +16,7 @@ from training.sync.base import GradientSync, broadcast_module, nbytes, trainable
 
 
 class AllReduce(GradientSync):
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self._world, self._trainable = model, world, trainable(model)
         broadcast_module(model)
         return model

@@ -58,10 +58,11 @@ class GradientSync(ABC):
         return UserError(f"sync.name={self.settings.name} {what}: {remedy}")
 
     @abstractmethod
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         """The network to call. The replicas have rank 0's parameters and buffers from here on.
 
-        `example` is a batch that the network accepts; a strategy may run it, and leaves no trace of it.
+        `example` is a batch that the network accepts; a strategy may run it, and leaves no trace of it. Where it is None,
+        the first batch that the network is called with serves for that.
 
         Raises:
             UserError: a model, or a world, that the strategy cannot serve. `check` says the same of a run before it is built.

@@ -27,7 +27,7 @@ class DataParallel(GradientSync):
         if compiled:
             raise self.refuse("replicates the module in every step, which compile=true cannot follow", "leave one out")
 
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self._refuse(world, is_compiled(model))
         self.model = model
         # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.

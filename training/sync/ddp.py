@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from training.config.settings import Section
 from training.parallel.world import World
@@ -29,7 +30,7 @@ class Ddp(GradientSync):
     Options = DdpOptions
     watch: GradientWatch
 
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         self.model, self.grad_divisor = model, float(world.size)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._step_bytes = sum(map(nbytes, self._names)) if world.size > 1 else 0
@@ -45,18 +46,32 @@ class Ddp(GradientSync):
             bucket_cap_mb=self.settings.bucket_mb * 1e6 / 2**20,
             find_unused_parameters=self.options.find_unused,
         )
-        self._warm_up(example)
+        if example is None:
+            self._until_first = self.network.register_forward_pre_hook(self._first_pass, with_kwargs=True)
+        else:
+            self._warm_up(example)
         return self.network
 
-    def _warm_up(self, example: torch.Tensor) -> None:
-        """Runs one backward pass and restores buffers and gradients.
+    def _first_pass(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
+        if torch.is_grad_enabled():
+            self._until_first.remove()
+            syncs, self.network.require_backward_grad_sync = self.network.require_backward_grad_sync, True
+            self._warm_up(*args, **named)
+            self.network.require_backward_grad_sync = syncs
+
+    def _warm_up(self, *args: Any, **named: Any) -> None:
+        """Runs one backward pass with these arguments of the network, and restores buffers and gradients.
 
         torch orders its buckets anew after the first backward pass, and with them the order of summation: without this
         a resumed run's first step would sum in another order than the uninterrupted run's.
         """
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        with torch.random.fork_rng(devices=[example.device] if example.device.type == "cuda" else []):
-            (self.network(example).sum() * 0.0).backward()
+        device = next(self.model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            found = [
+                t for t in tree_leaves(self.network(*args, **named)) if isinstance(t, torch.Tensor) and t.requires_grad
+            ]
+            (torch.stack([tensor.sum() for tensor in found]).sum() * 0.0).backward()
         self._check_all_used()
         with torch.no_grad():
             for buffer, before in zip(self.model.buffers(), buffers):

@@ -19,7 +19,7 @@ from training.sync.buckets import Bucket, Bucketed, Reducer
 class Flat(Bucketed):
     capturable = True
 
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self._world = model, world
         broadcast_module(model)
         self._flats: list[torch.Tensor] = []

@@ -82,7 +82,7 @@ class Fsdp(GradientSync):
                 "is not shown to work with compile=true here", "set compile=false, or use sync.name=zero1"
             )
 
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self._refuse(is_compiled(model))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:

@@ -46,7 +46,7 @@ class Hooks(Bucketed):
                 "set optim.normalise_every=1, or sync.options.step=after",
             )
 
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model = model
         self.network = HookedDataParallel(model, scale=1.0)  # the loop's losses make the sum the gradient
         self.reducer = self.network.reducer

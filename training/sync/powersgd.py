@@ -41,7 +41,9 @@ class PowerSgdOptions(DdpOptions):
 class PowerSgd(Ddp):
     Options = PowerSgdOptions
 
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
+        if example is None:  # run later, it would change what the approximation begins with
+            raise self.refuse("needs an example batch from the start", "hand one to replicate(model, example=…)")
         # Gradients are read as matrices. Convolutions follow the layout of their images, whatever that of their weights.
         make_contiguous(model)
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
@@ -60,7 +62,7 @@ class PowerSgd(Ddp):
         self._step_bytes = 0  # `_compress` counts
         return network
 
-    def _warm_up(self, example: torch.Tensor) -> None:
+    def _warm_up(self, *args: Any, **named: Any) -> None:
         weak = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the strategy alive
 
         def compress(state, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its classes
@@ -70,7 +72,7 @@ class PowerSgd(Ddp):
             return method(state, bucket)
 
         self.network.register_comm_hook(self._state, compress)
-        super()._warm_up(example)
+        super()._warm_up(*args, **named)
         self._state.iter = self.bytes_sent = 0  # the pass of the warm-up does not count
 
     def _compress(self, state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,0 +1,24 @@
+"""`from lockstep import Session`: a training loop of one's own with Lockstep's promises (docs/own-training.md).
+
+Importing the package loads nothing; torch comes with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jobs import Job as Job
+    from jobs import JobSpec as JobSpec
+    from jobs import submit as submit
+    from training.session import Session as Session
+
+__all__ = ["Job", "JobSpec", "Session", "submit"]
+_PLACES = {"Session": "training.session", "Job": "jobs", "JobSpec": "jobs", "submit": "jobs"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

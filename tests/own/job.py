@@ -1,0 +1,53 @@
+"""One job of `loop.py`: how it is started, and what it left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.processes import ROOT, Result, clean_env, poll
+from tests.warm.gang import running
+from training.checkpoint import store
+
+SCRIPT = str(ROOT / "tests/own/loop.py")
+
+
+class OwnJob:
+    """`variables` go into the environment of every start."""
+
+    def __init__(self, run_dir: Path, ranks: int, kind: str = "batches", *words: str, **variables: str) -> None:
+        self.run_dir, self.ranks = run_dir, ranks
+        self.words = [SCRIPT, str(run_dir), kind, "checkpoint.every_steps=2", "checkpoint.keep=50", *words]
+        self.variables = {"LOCKSTEP_THREADS": "1", **variables}
+
+    def started(self, **extra: str) -> Any:
+        """Its ranks, forked; nothing of them is left at the end."""
+        return running([self.words] * self.ranks, clean_env(**{**self.variables, **extra}))
+
+    def go(self, timeout: float = 120, **extra: str) -> Result:
+        """One start, to its end."""
+        with self.started(**extra) as gang:
+            done = gang.wait(timeout)
+            poll(lambda: not gang.pids(), 10, "the end of every process")
+        return done
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the newest checkpoint, by its place."""
+        return tensors(store.load(store.candidates(self.run_dir / "checkpoints")[0]))
+
+
+def tensors(tree: Any, place: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {place: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {name: tensor for key, value in items for name, tensor in tensors(value, f"{place}/{key}").items()}
+
+
+def assert_same(one: OwnJob, other: OwnJob) -> None:
+    """Weights, optimizer, average, statistics, generators and values, to the bit."""
+    mine, theirs = one.tensors(), other.tensors()
+    assert mine.keys() == theirs.keys() and len(mine) > 10
+    different = [name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])]
+    assert different == []

@@ -1,0 +1,111 @@
+"""python tests/own/loop.py RUN_DIR KIND [NAME=VALUE …]: three epochs over 190 noisy images, with a scheduler and an average.
+
+KIND: `batches` (Lockstep's order; LOOP_WORKERS processes load), `loader` (torch's DataLoader over a shuffled dataset),
+`part` (a permutation that the script draws itself). LOOP_EXACT=1: float64, no noise, dropout or batch statistics.
+LOOP_BATCH: samples of all ranks together a step. LOOP_HARD=1: an accumulation, clipping and a second optimizer, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lockstep import Session
+from tests.nets import Dying, DyingPlain
+
+EXACT = os.environ.get("LOOP_EXACT") == "1"
+BATCH = int(os.environ.get("LOOP_BATCH", "24"))
+WORKERS = int(os.environ.get("LOOP_WORKERS", "0"))
+HARD = os.environ.get("LOOP_HARD") == "1"
+COUNT = 190
+
+
+class Noisy(Dataset):  # type: ignore[type-arg]
+    """Each sample draws from the generators of torch, numpy and Python."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        dtype = torch.get_default_dtype()
+        self.images = torch.randn(COUNT, 3, 8, 8, generator=generator, dtype=dtype)
+        self.labels = torch.randint(0, 10, (COUNT,), generator=generator)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = 0.0 if EXACT else torch.randn(()).item() + float(np.random.rand()) + random.random()
+        return self.images[index] + 0.1 * noise, self.labels[index]
+
+
+class Two(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.bias = body, nn.Parameter(torch.zeros(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.bias
+
+
+def main(run: Session, kind: str) -> None:
+    torch.manual_seed(3)
+    data = Noisy()
+    body = (DyingPlain if EXACT else Dying)()
+    network = Two(body) if HARD else body
+    model = run.replicate(network, example=data.images[:2])
+    if HARD:
+        optimizer = run.optimizer(lambda _: torch.optim.SGD(network.body.parameters(), lr=0.05, momentum=0.9), "body")
+        run.optimizer(lambda _: torch.optim.Adam([network.bias], lr=0.01), "bias")
+    else:
+        optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    run.average(0.9, every=3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
+    run.keep(schedule=schedule)
+    run.values.setdefault("seen", np.zeros(10, dtype=np.int64))
+    sampler = DistributedSampler(data, run.size, run.rank, shuffle=True)
+    loader = DataLoader(data, BATCH // run.size, sampler=sampler, num_workers=WORKERS)
+    for epoch in run.epochs(3):
+        if kind == "batches":
+            batches = run.batches(data, BATCH, uneven="weight", workers=WORKERS)
+        elif kind == "loader":
+            sampler.set_epoch(epoch)
+            batches = run.iterate(loader)
+        else:
+            batches = run.iterate(torch.randperm(COUNT).split(BATCH))
+        for batch in batches:
+            images, labels = batch if kind != "part" else (data.images[own := run.part(batch)], data.labels[own])
+            if HARD:
+                for x, y in run.accumulate(zip(images.chunk(2), labels.chunk(2), strict=True)):
+                    run.backward(F.cross_entropy(model(x), y), samples=len(y))
+                run.update(clip=1.0)
+            else:
+                samples = len(labels) if kind == "loader" else None
+                run.step(F.cross_entropy(model(images), labels), samples=samples)
+            schedule.step()
+            run.values["seen"][int(labels[0])] += run.leader
+        average = run.for_evaluation()
+        with torch.no_grad():
+            right = (average(data.images).argmax(1) == data.labels).double().mean()
+        run.boundary()
+        run.log(accuracy=right, drawn=random.random())
+    print("the script goes on after the run", flush=True)
+
+
+if __name__ == "__main__":
+    if EXACT:
+        torch.set_default_dtype(torch.float64)
+    run_dir, kind, *words = sys.argv[1:]
+    with Session(run_dir, *words, config={"kind": kind, "batch": BATCH}) as run:
+        main(run, kind)
+    if run.leader and "LOOP_TELL" in os.environ:
+        print(json.dumps({"steps": run.steps}))

@@ -1,0 +1,117 @@
+"""Lockstep's order over any map-style dataset, for a loop of one's own: which samples a rank gets, and in which batch.
+
+A sample's transforms draw from generators that are seeded by (seed, epoch, id): what comes out does not depend on how many
+workers there are, how far they run ahead, or where a resumed run began.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from training.contract import UserError
+from training.data import order
+from training.parallel.world import World
+
+_SALT = 11  # apart from the keys of the order and of the augmentation
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of one global batch."""
+
+    samples: int
+    """In this rank's part; 0 where it is empty, and one sample stands in for it."""
+    total: int
+    """In the global batch."""
+
+
+class Batches:
+    """The batches of one rank over `dataset`, epoch after epoch.
+
+    Args:
+        dataset: has a length, and `dataset[id]` for ids from 0.
+        global_batch_size: samples of all ranks together a step.
+        uneven: what an epoch's last global batch does where it is short, and a batch that the ranks cannot share
+            equally: `drop` leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts.
+        workers: processes that load and transform samples; 0: this one.
+        collate: makes a batch of a list of samples; None: torch's.
+
+    Raises:
+        UserError: the dataset is too small for a step, or the ranks cannot share a batch as `uneven` says.
+        TypeError: the dataset has no length.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], world: World, seed: int, global_batch_size: int, *, shuffle: bool, uneven: str,
+        workers: int, collate: Callable[[list[Any]], Any] | None,
+    ) -> None:  # fmt: skip
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"batches() needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: "
+                "hand any other loader to run.iterate(loader)"
+            )
+        if uneven not in ("drop", "pad", "weight"):
+            raise UserError(f"uneven is drop | pad | weight, got {uneven!r}")
+        if type(global_batch_size) is not int or global_batch_size < 1:
+            raise UserError(f"global_batch_size is a number of samples from 1, got {global_batch_size!r}")
+        order.check_division(global_batch_size, world.size, 1, uneven)
+        self.dataset, self.world, self.seed = dataset, world, seed
+        self.count, self.size, self.shuffle, self.uneven = len(dataset), global_batch_size, shuffle, uneven
+        self.workers, self.collate = workers, collate
+        self.steps = order.steps_per_epoch(self.count, self.size, uneven)
+
+    def describe(self) -> dict[str, Any]:
+        """What a start in the middle of an epoch must be the same in."""
+        return {
+            "samples": self.count, "global_batch_size": self.size, "shuffle": self.shuffle, "uneven": self.uneven,
+        }  # fmt: skip
+
+    def _ids(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
+        every = order.global_ids(self.count, self.seed, epoch, step, self.size, self.uneven, self.shuffle)
+        own = order.part(every, self.world.rank, self.world.size)
+        return (own if len(own) else every[:1]), Part(len(own), len(every))
+
+    def epoch(self, epoch: int, first_step: int) -> Iterator[tuple[Any, Part]]:
+        """(batch, part) of each step of an epoch from `first_step` on. Close the iterator to end its workers early."""
+        steps = [self._ids(epoch, step) for step in range(first_step, self.steps)]
+        loader = DataLoader(
+            _Seeded(self.dataset, self.seed, epoch),
+            batch_sampler=[ids.tolist() for ids, _ in steps],
+            num_workers=self.workers,
+            collate_fn=self.collate,
+            pin_memory=self.world.device.type == "cuda",
+            generator=torch.Generator(),  # else an iterator draws from the program's own
+        )
+        for batch, (_, part) in zip(loader, steps, strict=True):
+            yield batch, part
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose samples draw from generators of their own; the program's are as they were before."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """The samples of a batch, as `DataLoader` asks for them."""
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            return [self._sample(index) for index in indices]
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+    def _sample(self, index: int) -> Any:
+        secret = order.key(self.seed, self.epoch, index, _SALT)
+        random.seed(secret)
+        np.random.seed(secret)
+        torch.default_generator.manual_seed(secret)  # torch.manual_seed asks every kind of device, 0.2 ms a sample
+        return self.dataset[index]

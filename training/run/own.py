@@ -1,0 +1,263 @@
+"""A run of a loop of one's own: what `Session` works on between its start and its end."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.checkpoint import generators
+from training.checkpoint.kept import Kept
+from training.checkpoint.state import Cursor, TrainState, scatter
+from training.config import OwnSettings
+from training.contract import EXIT_DONE, EXIT_FAILED, VERSION, UserError
+from training.observe import trackers
+from training.observe.clock import step_clock
+from training.observe.console import Console
+from training.optim.ema import Ema
+from training.parallel.exchange import broadcast_tree, failing_together
+from training.parallel.world import World
+from training.run.attempt import Attempt, Ending
+from training.run.context import Opened, RunContext
+from training.run.resume import load, misfits_explained, newest_here, newest_of_all
+from training.sync.base import GradientSync
+
+MOST_LOGGED = 100
+"""Names that a script may log: each is a series of Prometheus on every rank."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """The model, as the script wrote it and as the strategy wrapped it."""
+
+    model: nn.Module
+    network: nn.Module
+    sync: GradientSync
+    ema: Ema | None = None
+
+    def averaged(self, decay: float, every: int) -> None:
+        if not 0 < decay < 1 or every < 1:
+            raise ValueError(f"average() takes a decay in (0, 1) and every from 1, got {decay} and {every}")
+        self.ema = Ema(self.model, decay, every, self.sync.duplicate())
+
+
+class _FurtherOptimizer:
+    """An optimizer beside the first one, in the form of what a script keeps."""
+
+    def __init__(self, sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        self._sync, self._optimizer = sync, optimizer
+
+    def state_dict(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._sync.load_optimizer_state(self._optimizer, state)
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnRun(RunContext):
+    """An attempt at a run of a loop of one's own."""
+
+    config: OwnSettings
+    kept: Kept
+    saved_generators: dict[str, Any] | None
+    """This rank's generators as they were where the run goes on, until the loop is there again."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """What was logged in the epoch under way."""
+    epochs_planned: int = 0
+
+    @property
+    def steps_done(self) -> int:
+        return self.kept.steps
+
+    def complete(self, epochs: int) -> bool:
+        self.epochs_planned = epochs
+        return self.state.cursor.epoch >= epochs
+
+    def plan(self, steps_per_epoch: int) -> None:
+        """The length of an epoch is known."""
+        planned = self.epochs_planned * steps_per_epoch
+        if planned:
+            self.metrics.planned(planned)
+            self.console.plan(planned)
+
+    def expect_data(self, about: dict[str, Any]) -> None:
+        """Raises `UserError` where the epoch was begun with other batches, and the run goes on in its middle."""
+        before, kept = self.kept.data, self.state.cursor.step
+        if kept and before != about:
+            different = [
+                f"{name}: {before.get(name)} → {about.get(name)}"
+                for name in sorted(before.keys() | about.keys())
+                if before.get(name) != about.get(name)
+            ]
+            raise UserError(
+                f"the run goes on after batch {kept} of an epoch that was cut otherwise ({'; '.join(different)}): "
+                "undo the change, or start over in another run directory"
+            )
+        self.kept.data = about
+
+    # The generators of this process, so that what a resumed loop draws is what it would have drawn.
+
+    def begin_epoch(self) -> None:
+        """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
+        if self.state.cursor.step and self.kept.epoch_generators is not None:
+            generators.restore(self.kept.epoch_generators, self.world.device)
+        elif self.saved_generators is not None and not self.state.cursor.step:
+            self.resume_generators()
+            self.kept.epoch_generators = generators.capture(self.world.device)
+        else:
+            self.kept.epoch_generators = generators.capture(self.world.device)
+
+    def resume_generators(self) -> None:
+        """The loop is where the checkpoint was taken."""
+        self.kept.cursor_generators = None
+        if self.saved_generators is not None:
+            generators.restore(self.saved_generators, self.world.device)
+            self.saved_generators = None
+
+    def pause_generators(self) -> None:
+        """The epoch's batches are all there: what is drawn from here on, in an evaluation, is drawn again after a resume."""
+        self.kept.cursor_generators = generators.capture(self.world.device)
+
+    def end_epoch(self, attempt: Attempt, epochs: int) -> None:
+        """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
+        state, kept, config = self.state, self.kept, self.config
+        state.clock.settle()
+        attempt.tell_readings(wait=True)
+        loss = attempt.epoch_loss()
+        state.cursor.epoch, state.cursor.step = state.cursor.epoch + 1, 0
+        kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
+        accuracy, test_loss = self.logged.get("accuracy"), self.logged.get("test_loss")
+        state.history.update(train_loss=loss)
+        best = accuracy is not None and accuracy > state.history.get("best_accuracy", -math.inf)
+        if accuracy is not None:
+            state.history["accuracy"] = accuracy
+        if best:
+            state.history["best_accuracy"] = accuracy
+        if test_loss is not None:
+            state.history["test_loss"] = test_loss
+        self.logged = {}
+        self.event(
+            "epoch", epoch=state.cursor.epoch, step=kept.steps, trained_seconds=round(state.clock.trained, 4),
+            train_loss=loss, accuracy=accuracy, test_loss=test_loss, examples_seen=kept.samples,
+            images_per_second=kept.samples / max(state.clock.trained, 1e-9),
+        )  # fmt: skip
+        last, every_epoch = self.complete(epochs), config.checkpoint.every_steps == 0
+        if last or every_epoch or attempt.saver.due_by_step() or (config.checkpoint.keep_best and best):
+            attempt.save(accuracy)
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for what is no number."""
+        told = {}
+        for name, value in numbers.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
+                raise ValueError(f"log({name}=…): a name has letters, digits and _, at most 64")
+            try:
+                told[name] = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"log({name}=…) takes a number, got {type(value).__name__}") from None
+        if len(self.kept.logged.keys() | told.keys()) > MOST_LOGGED:
+            raise ValueError(f"more than {MOST_LOGGED} names are logged: keep numbers of a step in fewer names")
+        self.kept.logged |= told
+        self.logged |= told
+        for name, value in told.items():
+            self.metrics.logged(name, value)
+        if "accuracy" in told:
+            self.metrics.accuracy(told["accuracy"])
+        self.event("log", step=self.kept.steps, epoch=self.state.cursor.epoch, **{"values": told})
+
+    def finish(self, attempt: Attempt, began: float) -> Ending:
+        """The script has come to its end: the last save, and the summary. Raises `Ended`."""
+        if attempt.saver.steps_since:
+            attempt.save()
+        trained, history = max(self.state.clock.trained, 1e-9), self.state.history
+        saved = attempt.saver.durable()
+        summary = {
+            "recipe": self.config.script, "sync": self.config.sync.name, "world_size": self.world.size,
+            "steps": self.steps_done, "epochs": self.state.cursor.epoch, "train_loss": history.get("train_loss"),
+            "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
+            "best_accuracy": history.get("best_accuracy"), "images_per_second": self.kept.samples / trained,
+            "examples_seen": self.kept.samples, "trained_seconds": trained,
+            "wall_seconds": time.perf_counter() - began, "restarts": self.attempt - 1,
+            "preemptions": history.get("preemptions", 0), "checkpoint_failures": attempt.saver.failures,
+            "config_hash": self.config.hash(), "logged": self.kept.logged,
+        }  # fmt: skip
+        if self.run is not None and self.world.leader:
+            self.run.summary(summary)
+        self.event("done", **summary)
+        if not saved:
+            return Ending(EXIT_FAILED, "came to its end, but the last checkpoint could not be saved (see the warnings)")
+        return Ending(EXIT_DONE, "complete")
+
+
+def begin(
+    config: OwnSettings, world: World, place: Opened, replica: Replica, optimizers: dict[str, torch.optim.Optimizer],
+    things: Mapping[str, Any], of_rank: Mapping[str, Any],
+) -> OwnRun:  # fmt: skip
+    """The run from where its directory says it stands. Collective.
+
+    Raises:
+        UserError: the checkpoint does not fit what the script keeps.
+        TypeError, ValueError: things that cannot be kept.
+    """
+    run, exporter = place.run, place.exporter
+    first, *further = optimizers.items()
+    kept = Kept()
+    with failing_together(world):
+        kept.add({**things, **{name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}})
+        kept.add(of_rank, of_rank=True)
+        _check_parameters(replica.model, optimizers)
+        path = newest_here(run, world, exporter.metrics)
+    losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+    clock = step_clock(world.device)
+    state = TrainState(
+        world, replica.model, first[1], replica.sync, replica.ema, Cursor(), clock, losses, {}, None, kept
+    )  # fmt: skip
+    attempt = broadcast_tree(run.attempt if run else None, world)
+    source = newest_of_all(path, world)
+    if source is not None:
+        with failing_together(world):
+            gathered = load(path) if path is not None and world.rank == source else None
+        with failing_together(world), misfits_explained():
+            scatter(gathered, state, source)
+    state.history["attempts"] = attempt
+    replica.model.train()
+    replica.sync.zero_grad()
+    own = OwnRun(
+        config=config, world=world, run=run, attempt=attempt, state=state, exporter=exporter, kept=kept,
+        console=Console(config.log, world, 0, 0),
+        saved_generators=generators.capture(world.device) if source is not None else None,
+    )  # fmt: skip
+    own.metrics.describe(
+        recipe=config.script, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
+        step=own.steps_done, planned=None, preemptions=state.history.get("preemptions", 0),
+    )  # fmt: skip
+    with failing_together(world):
+        if run is not None:
+            run.describe(config, world, None, {}, place.threads)
+            if world.leader:
+                trackers.attach(config, run, own.steps_done)
+    if run is not None:
+        run.status(None, "running", own.steps_done)
+        run.listeners.append(own.console.on_event)
+    own.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {place.threads}")
+    if source is not None:
+        own.event("resumed", step=own.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
+        own.console.line(
+            f"Resuming at step {own.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})"
+        )
+    return own
+
+
+def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Raises `ValueError` for a parameter that no checkpoint would have."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for name, optimizer in optimizers.items():
+        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")

@@ -1,0 +1,192 @@
+"""An optimizer step of a loop of one's own: unequal parts are weighted, and a gradient that is not finite moves no weight.
+
+The gradient is that of the mean over the samples of all ranks. A rank backpropagates its mean loss times its number of
+samples, divided by that of the global batch; where that is not known yet, the sum over the ranks is divided by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.data.batches import Part
+from training.parallel.exchange import all_gather_trees
+from training.run.attempt import Attempt
+from training.run.own import OwnRun, Replica
+
+T = TypeVar("T")
+
+
+class Step:
+    """The steps of one attempt, one after another. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self, own: OwnRun, attempt: Attempt, replica: Replica, optimizers: dict[str, torch.optim.Optimizer]
+    ) -> None:  # fmt: skip
+        self.own, self.attempt, self.replica, self.optimizers = own, attempt, replica, optimizers
+        self.looks = own.config.nonfinite != "ignore"
+        """Whether each gradient is looked at before it moves a weight."""
+        self.pending = False
+        """Whether gradients have come that no update has used: no checkpoint could hold them."""
+        self._part: Part | None = None
+        self._resting: list[nn.Module] = []
+        self._buffers: list[torch.Tensor] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._samples, self._accumulating = 0, False
+        self._losses: list[torch.Tensor] = []
+
+    def begin(self, part: Part | None) -> None:
+        """A batch is there. The batch statistics are kept, should its gradient not be finite."""
+        self._part = part
+        if self.looks and not self.pending:
+            self._buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
+        if part is not None and part.samples == 0:  # the stand-in of an empty part leaves no trace in batch statistics
+            self._resting = [module for module in self.replica.model.modules() if module.training]
+            for module in self._resting:
+                module.training = False
+
+    def end_of_batch(self) -> None:
+        self._part = None
+        self._wake()
+
+    def _wake(self) -> None:
+        for module in self._resting:
+            module.training = True
+        self._resting = []
+
+    def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
+        every = list(parts)
+        for number, micro in enumerate(every):
+            self._accumulating = True
+            last = number == len(every) - 1
+            with contextlib.nullcontext() if last else self.replica.sync.accumulate():
+                yield micro
+
+    def backward(self, loss: torch.Tensor, samples: int | None, scaler: Any) -> None:
+        """Raises `TypeError`, `ValueError` for arguments that cannot be meant."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
+        part = self._part
+        if samples is None:
+            if part is None or self._accumulating:
+                raise TypeError(
+                    "say how many samples the loss is the mean of, step(loss, samples=…): it is known only of whole "
+                    "batches of run.batches() and run.part()"
+                )
+            samples = part.samples
+        elif samples < 0:
+            raise ValueError(f"samples is the number of this rank's samples, got {samples}")
+        if part is not None and part.samples == 0:
+            samples = 0
+        if part is None and getattr(self.replica.sync.options, "step", None) == "overlapped":
+            raise self.replica.sync.refuse(
+                "with sync.options.step=overlapped must know the size of the global batch before the backward pass",
+                "take the samples from run.batches() or run.part()",
+            )
+        factor = samples * self.replica.sync.grad_divisor / (part.total if part is not None else 1)
+        self.pending = True
+        scaled = loss * factor
+        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        with torch.no_grad():
+            self._losses.append(loss.detach())
+            self._samples += samples
+            if samples:
+                self.own.state.losses[0] += loss.detach().double() * samples
+                self.own.state.losses[1] += samples
+
+    def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
+        """Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError` without a `backward`."""
+        own, sync, part = self.own, self.replica.sync, self._part
+        if not self.pending:
+            raise RuntimeError("update() without a backward(): there is no gradient")
+        if part is not None and self._samples != part.samples:
+            raise RuntimeError(
+                f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}"
+            )
+        with own.state.clock.synchronizing(sync.watch):
+            sync.synchronize()
+        total = self._scale_by_total() if part is None else part.total
+        overflow = False if scaler is None else _unscaled(scaler, optimizers, own.world.device)
+        norm = sync.grad_norm() if self.looks and not overflow else None
+        # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
+        if overflow or (norm is not None and not bool(torch.isfinite(norm))):
+            sync.abandon()
+            self._restore_buffers()
+            if not overflow:
+                self.attempt.skip_step(self._who())
+        else:
+            if clip:
+                norm = sync.clip(clip)
+            for optimizer in () if scaler is not None else optimizers:
+                optimizer.step()
+            self.attempt.nonfinite_steps = 0
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.step(optimizer)  # none, where any rank has found an infinity
+            scaler.update()
+        sync.zero_grad()
+        self._wake()
+        own.kept.steps += 1
+        own.kept.samples += total
+        if self.replica.ema is not None:
+            self.replica.ema.update(own.kept.steps)
+        samples, self.pending = self._samples, False
+        self._forget()
+        lr = float(next(iter(self.optimizers.values())).param_groups[0]["lr"])
+        self.attempt.step_done(lr, samples, norm)
+
+    def _scale_by_total(self) -> int:
+        """Divides the sum of the gradients by the number of samples of all ranks, and returns that. Collective."""
+        total = torch.tensor(self._samples, dtype=torch.int64)
+        dist.all_reduce(total)
+        if not int(total):
+            raise RuntimeError("a step over no sample at all: every rank said samples=0")
+        self.replica.sync.scale_gradients(torch.tensor(1.0 / int(total), device=self.own.world.device))
+        return int(total)
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        if self._buffers:
+            for buffer, before in zip(self.replica.model.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
+
+    def _who(self) -> str:
+        """Whose loss was not finite, in a sentence. Collective."""
+        own = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        bad = [rank for rank, finite in enumerate(all_gather_trees(own, self.own.world)) if not finite]
+        said = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
+        return f"step {self.own.steps_done + 1}: {said or 'a gradient is not finite, though every loss is'}"
+
+
+def _unscaled(scaler: Any, optimizers: tuple[torch.optim.Optimizer, ...], device: torch.device) -> bool:
+    """Takes a `torch.amp.GradScaler`'s factor out of the gradients; whether any rank has found an infinity. Collective.
+
+    A strategy may give each rank its own part of the gradients, so what a rank has found is made known to the scalers of all.
+    """
+    if not scaler.is_enabled():
+        return False
+    found = torch.zeros((), device=device)
+    states = []
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        state = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        state = state or scaler._per_optimizer_states[id(optimizer)].setdefault("found_inf_per_device", {})
+        states.append(state)
+        for value in state.values():
+            found += value.to(device).sum()
+    everywhere = found.clone()
+    dist.all_reduce(everywhere)
+    for state in states:
+        for value in state.values():
+            value.fill_(float(everywhere > 0))
+        if not state:  # no gradient of this rank's: the scaler asks for an answer all the same
+            state[device] = (everywhere > 0).float()
+    return bool(everywhere > 0)
