@@ -33,6 +33,7 @@ from torch import nn
 
 from training import extras
 from training import sync as strategies
+from training.checkpoint import generators
 from training.checkpoint.state import averaged_buffers
 from training.config import OwnSettings
 from training.config import settings as typed
@@ -107,6 +108,7 @@ class Session:
                 opened(self.settings, self.world, self.run_dir, self._fresh and not restarted)
             )
             self._stack = stack.pop_all()
+        generators.seed(self.seed)  # alike on all ranks: an order that the script draws is the same one everywhere
         return self
 
     def __exit__(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.processes import ROOT, Result, clean_env, poll
-from tests.warm.gang import running
+from tests.warm.gang import GRACE, running
 from training.checkpoint import store
 
 SCRIPT = str(ROOT / "tests/own/loop.py")
@@ -17,14 +17,16 @@ SCRIPT = str(ROOT / "tests/own/loop.py")
 class OwnJob:
     """`variables` go into the environment of every start."""
 
-    def __init__(self, run_dir: Path, ranks: int, kind: str = "batches", *words: str, **variables: str) -> None:
-        self.run_dir, self.ranks = run_dir, ranks
+    def __init__(
+        self, run_dir: Path, ranks: int, kind: str = "batches", *words: str, grace: float = GRACE, **variables: str
+    ) -> None:
+        self.run_dir, self.ranks, self.grace = run_dir, ranks, grace
         self.words = [SCRIPT, str(run_dir), kind, "checkpoint.every_steps=2", "checkpoint.keep=50", *words]
         self.variables = {"LOCKSTEP_THREADS": "1", **variables}
 
     def started(self, **extra: str) -> Any:
         """Its ranks, forked; nothing of them is left at the end."""
-        return running([self.words] * self.ranks, clean_env(**{**self.variables, **extra}))
+        return running([self.words] * self.ranks, clean_env(**{**self.variables, **extra}), self.grace)
 
     def go(self, timeout: float = 120, **extra: str) -> Result:
         """One start, to its end."""

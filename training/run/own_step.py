@@ -41,6 +41,7 @@ class Step:
     def _forget(self) -> None:
         self._samples, self._accumulating = 0, False
         self._losses: list[torch.Tensor] = []
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.own.world.device)
 
     def begin(self, part: Part | None) -> None:
         """A batch is there. The batch statistics are kept, should its gradient not be finite."""
@@ -99,8 +100,7 @@ class Step:
             self._losses.append(loss.detach())
             self._samples += samples
             if samples:
-                self.own.state.losses[0] += loss.detach().double() * samples
-                self.own.state.losses[1] += samples
+                self._loss_sum += loss.detach().double() * samples
 
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError` without a `backward`."""
@@ -128,6 +128,8 @@ class Step:
             for optimizer in () if scaler is not None else optimizers:
                 optimizer.step()
             self.attempt.nonfinite_steps = 0
+            own.state.losses[0] += self._loss_sum
+            own.state.losses[1] += self._samples
         if scaler is not None:
             for optimizer in optimizers:
                 scaler.step(optimizer)  # none, where any rank has found an infinity
