@@ -324,7 +324,7 @@ class Session:
 
     def _iterate(self, given: Iterator[tuple[T, Part | None]]) -> Iterator[T]:
         own, attempt, step = self._started(), self._under_way(), self._stepping()
-        cursor, clock = own.state.cursor, own.state.clock
+        clock = own.state.clock
         own.resume_generators()
         try:
             while True:
@@ -336,10 +336,9 @@ class Session:
                     own.pause_generators()
                     return
                 clock.data_ready()
-                step.begin(part)
+                step.begin_batch(part)
                 yield _to(item, self.device)
-                step.end_of_batch()
-                cursor.step += 1
+                step.end_batch()
         finally:
             close = getattr(given, "close", None)
             if close is not None:
@@ -353,7 +352,7 @@ class Session:
         count = len(batch)  # type: ignore[arg-type]
         low, high = order.bounds(count, self.rank, self.size)
         stand_in = (0, 1) if low == high else (low, high)
-        self._stepping().begin(Part(high - low, count))
+        self._stepping().set_part(Part(high - low, count))
         return batch[slice(*stand_in)]  # type: ignore[index]
 
     # ---- a step

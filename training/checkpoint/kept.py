@@ -109,7 +109,7 @@ def check_tree(tree: Any, place: str) -> None:
         try:
             split(tree)
         except TypeError:
-            kind = f"{tree.dtype} " * hasattr(tree, "dtype") + type(tree).__name__
+            kind = f"{getattr(tree, 'dtype', '')} {type(tree).__name__}".strip()
             raise TypeError(
                 f"{place} is a {kind}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
                 "texts, lists and dictionaries"

@@ -34,6 +34,8 @@ class Step:
         self.pending = False
         """Whether gradients have come that no update has used: no checkpoint could hold them."""
         self._part: Part | None = None
+        self._counted = True
+        """Whether the cursor is beyond the batch under way."""
         self._resting: list[nn.Module] = []
         self._buffers: list[torch.Tensor] = []
         self._forget()
@@ -43,19 +45,34 @@ class Step:
         self._losses: list[torch.Tensor] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.own.world.device)
 
-    def begin(self, part: Part | None) -> None:
+    def begin_batch(self, part: Part | None) -> None:
         """A batch is there. The batch statistics are kept, should its gradient not be finite."""
-        self._part = part
         if self.looks and not self.pending:
             self._buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
-        if part is not None and part.samples == 0:  # the stand-in of an empty part leaves no trace in batch statistics
+        self._counted = False
+        self.set_part(part)
+
+    def set_part(self, part: Part | None) -> None:
+        """How much of the global batch is this rank's, where that is known."""
+        self._part = part
+        if (
+            part is not None and part.samples == 0 and not self._resting
+        ):  # the stand-in leaves no trace in batch statistics
             self._resting = [module for module in self.replica.model.modules() if module.training]
             for module in self._resting:
                 module.training = False
 
-    def end_of_batch(self) -> None:
+    def end_batch(self) -> None:
+        """The script is done with it."""
+        self._count()
         self._part = None
         self._wake()
+
+    def _count(self) -> None:
+        """Moves the cursor: at the batch's update, so that a script that leaves there goes on behind it."""
+        if not self._counted:
+            self._counted = True
+            self.own.state.cursor.step += 1
 
     def _wake(self) -> None:
         for module in self._resting:
@@ -142,6 +159,7 @@ class Step:
             self.replica.ema.update(own.kept.steps)
         samples, self.pending = self._samples, False
         self._forget()
+        self._count()
         lr = float(next(iter(self.optimizers.values())).param_groups[0]["lr"])
         self.attempt.step_done(lr, samples, norm)
 

@@ -1,0 +1,262 @@
+"""A loop of one's own computes what the plain loop computes, at every number of ranks; and says what cannot be meant."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+
+from tests.events import events
+from tests.nets import DyingPlain
+from tests.own.job import OwnJob
+from tests.processes import ROOT
+from tests.ranks import gang
+from tests.warm.gang import python, running
+from training.checkpoint import store
+
+EXACT = ("ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "fsdp")
+COUNT, BATCH = 190, 40
+
+
+@functools.cache
+def plain() -> dict[str, torch.Tensor]:
+    """`loop.py` as anybody would write it in one process, without us. The weights after three epochs."""
+    from tests.own import loop
+
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(3)
+        data = loop.Noisy()
+        model = DyingPlain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
+        for _ in range(3):
+            for batch in torch.randperm(COUNT).split(BATCH):
+                optimizer.zero_grad()
+                F.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
+                optimizer.step()
+                schedule.step()
+        return dict(model.named_parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("sync", EXACT)
+def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path, sync: str, ranks: int) -> None:
+    """The last batch of an epoch has 30 samples, which 2 ranks share equally, and 40 are no multiple of 3."""
+    job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
+    done = job.go()
+    assert done.code == 0, done.output
+    found = store.load(store.candidates(job.run_dir / "checkpoints")[0])["shared"]["model"]
+    for name, expected in plain().items():
+        torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-10)
+
+
+def test_parts_in_bfloat16_stay_near(tmp_path: Path) -> None:
+    job = OwnJob(tmp_path / "run", 3, "part", "sync.name=bf16_compress", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
+    assert job.go().code == 0
+    found = store.load(store.candidates(job.run_dir / "checkpoints")[0])["shared"]["model"]
+    apart = max(float((found[name] - expected.detach()).abs().max()) for name, expected in plain().items())
+    assert 0 < apart < 0.02
+
+
+def test_unequal_parts_of_a_loader_of_ones_own_count_for_what_they_are(tmp_path: Path) -> None:
+    """Rank 0 takes 30 of each 40 samples, rank 1 the others; only `samples` tells."""
+    code = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+from tests.nets import DyingPlain
+from tests.own import loop
+torch.set_default_dtype(torch.float64)
+with Session(sys.argv[1], sync="flat") as run:
+    torch.manual_seed(3)
+    data = loop.Noisy()
+    model = run.replicate(DyingPlain())
+    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
+    run.keep(schedule=schedule)
+    for epoch in run.epochs(3):
+        for batch in run.iterate(torch.randperm(190).split(40)):
+            cut = 30 * len(batch) // 40
+            own = batch[:cut] if run.leader else batch[cut:]
+            run.step(F.cross_entropy(model(data.images[own]), data.labels[own]), samples=len(own))
+            schedule.step()
+"""
+    done = _script(2, code, tmp_path / "run")
+    assert done.code == 0, done.output
+    found = store.load(store.candidates(tmp_path / "run/checkpoints")[0])["shared"]["model"]
+    for name, expected in plain().items():
+        torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-10)
+
+
+def test_the_example_is_the_plain_one_with_few_lines_changed(tmp_path: Path) -> None:
+    before, after = ((ROOT / f"examples/{name}.py").read_text().splitlines()[1:] for name in ("plain", "own_loop"))
+    changed = [line for line in after if line.strip() and line not in before]
+    assert 5 < len(changed) <= 15
+    reached = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        done = gang_at(folder, ranks, str(ROOT / "examples/own_loop.py"))
+        assert done.code == 0, done.output
+        reached[ranks] = json.loads((folder / "runs/own-loop/summary.json").read_text())["logged"]
+    assert reached[1]["test_loss"] == pytest.approx(reached[2]["test_loss"], rel=1e-3) and reached[1]["accuracy"] > 0.85
+
+
+SCRIPT = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+DATA = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3)
+def make(run):
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)))
+    return model, run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+def step(run, model, batch, **more):
+    run.step(F.cross_entropy(model(batch[0]), batch[1]), **more)
+"""
+
+
+def _script(ranks: int, code: str, run_dir: Path, *words: str):  # type: ignore[no-untyped-def]
+
+    with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
+        return started.wait(90)
+
+
+def gang_at(folder: Path, ranks: int, script: str):  # type: ignore[no-untyped-def]
+    from tests.warm.gang import Gang
+
+    started = Gang([[script]] * ranks, {"LOCKSTEP_THREADS": "1", "PYTHONPATH": str(ROOT)}, cwd=folder)
+    try:
+        return started.wait(90)
+    finally:
+        started.end()
+
+
+WRONG = {
+    "no replicate": ("run.keep()", "RuntimeError: call replicate(model) first"),
+    "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError: keep() before optimizer()"),
+    "keep twice": ("make(run); run.keep(); run.keep()", "RuntimeError: keep() comes before keep(), and keep() is called once"),
+    "no state": ("make(run); run.keep(x=3)", "TypeError: keep(x=…) is a int without state_dict()"),
+    "a state that no file holds": (
+        "make(run); run.keep(x=type('S', (), {'state_dict': lambda s: {'a': [1, object()]}, 'load_state_dict': print})())",
+        "TypeError: keep(x=…)['a'][1] is a object, which no checkpoint can hold",
+    ),
+    "a value that no file holds": (
+        "m, o = make(run); run.keep(); run.values['f'] = print\n"
+        "    for _ in run.epochs(1):\n        for b in run.batches(DATA, 16): step(run, m, b)",
+        "TypeError: run.values['f'] is a builtin_function_or_method, which no checkpoint can hold",
+    ),
+    "a parameter from elsewhere": (
+        "run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda p: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)); "
+        "run.keep()",
+        "ValueError: optimizer has a parameter that is not in the replicated model",
+    ),
+    "samples unknown": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([next(iter(torch.utils.data.DataLoader(DATA, 8)))]): step(run, m, b)",
+        "TypeError: say how many samples the loss is the mean of, step(loss, samples=…)",
+    ),
+    "a loss for each sample": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16): run.step(m(x).sum(1))",
+        "TypeError: the loss is the mean over this rank's samples, one number; got shape [",
+    ),
+    "update alone": ("make(run); run.keep(); run.update()", "RuntimeError: update() without a backward()"),
+    "a batch counted in part": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 16): step(run, m, b, samples=1)",
+        "RuntimeError: the losses were said to be of 1 samples, but this rank's part of the batch has",
+    ),
+    "no number": ("make(run); run.log(a='x')", "TypeError: log(a=…) takes a number, got str"),
+    "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError: log(a b=…): a name has letters"),
+    "no dataset": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(iter([1]), 16): pass",
+        "hand any other loader to run.iterate(loader)",
+    ),
+    "an error of the user's": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 64): pass",
+        "error: a global batch of 64 does not fit into 32 samples: make it smaller, or set uneven=weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_meant_is_said(tmp_path: Path, name: str) -> None:
+    lines, expected = WRONG[name]
+    done = _script(1, f"{SCRIPT}\nwith Session(sys.argv[1]) as run:\n    {lines}\n", tmp_path / "run")
+    assert expected in done.output, done.output
+    user = expected.startswith("error:")
+    assert done.code == (2 if user else 1)
+    assert ("Traceback" in done.output) != user
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["code"] == done.code
+
+
+TRAIN = """
+with Session(sys.argv[1], *sys.argv[2:], config=CONFIG) as run:
+    model, optimizer = make(run)
+    for epoch in run.epochs(2):
+        for batch in run.batches(DATA, GLOBAL):
+            step(run, model, batch)
+            if STOP and run.steps == STOP:
+                sys.exit(CODE)
+        run.log(wer=0.5 / (epoch + 1), accuracy=0.25)
+"""
+
+
+def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object):  # type: ignore[no-untyped-def]
+    values = {"CONFIG": {"width": 8}, "GLOBAL": 8, "STOP": 0, "CODE": 0, **changes}
+    head = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    return _script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    run_dir = tmp_path / "mine"
+    done = _train(run_dir, "log.every=2", ranks=2)
+    assert done.code == 0, done.output
+    about = yaml.safe_load((run_dir / "run.yaml").read_text())
+    assert about["config"]["config"] == {"width": 8} and about["world"]["size"] == 2
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["epochs"], summary["examples_seen"]) == (8, 2, 64)
+    assert summary["logged"] == {"wer": 0.25, "accuracy": 0.25} and summary["accuracy"] == 0.25
+    assert [event["values"]["wer"] for event in events(run_dir, "log")] == [0.5, 0.25]
+    assert [event["step"] for event in events(run_dir, "step")] == [2, 4, 6, 8]
+    assert len(events(run_dir, "epoch")) == 2
+    text = (run_dir / "metrics/rank-00001.prom").read_text()
+    assert re.search(r'training_logged\{name="wer",rank="1",run="mine"\} 0.25', text), text
+    assert 'training_steps_planned{rank="1",run="mine"} 8.0' in text and "training_sync_wait_seconds_count" in text
+    page = (run_dir / "report.html").read_text()
+    assert "wer" in page and "mine" in page
+
+
+def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert _train(run_dir).code == 0
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    other = _train(run_dir, CONFIG={"width": 9})
+    assert other.code == 2 and "config: {'width': 8} → {'width': 9}" in other.output, other.output
+    recipe = gang(1, "run", "smoke", "--run-dir", str(run_dir))
+    assert recipe.code == 2 and "holds a run of another config (it trains script" in recipe.output, recipe.output
+    scored = python("-m", "training", "evaluate", str(run_dir))
+    assert scored.code == 2 and "not of a recipe" in scored.output, scored.output
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    words = _train(tmp_path / "words", "checkpoint.every_step=3")
+    assert words.code == 2 and "did you mean 'checkpoint.every_steps'" in words.output, words.output
+
+
+def test_an_epoch_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path) -> None:
+    """A script that leaves in the middle has come to its end for now: it is saved, and goes on."""
+    run_dir = tmp_path / "run"
+    assert _train(run_dir, STOP=2).code == 0
+    other = _train(run_dir, GLOBAL=4)
+    assert other.code == 2 and "cut otherwise (global_batch_size: 8 → 4)" in other.output, other.output
+    assert _train(run_dir).code == 0
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 8
+    failed = _train(tmp_path / "failed", STOP=2, CODE=3)
+    assert failed.code == 3
+    assert json.loads((tmp_path / "failed/status.json").read_text())["code"] == 1
