@@ -25,8 +25,8 @@ def main(run):
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
     model = run.replicate(Net())
-    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-    for epoch in run.epochs(3):
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    for _ in run.epochs(3):
         for batch in run.iterate(torch.randperm(1500).split(60)):
             own = run.part(batch)
             run.step(F.cross_entropy(model(images[own].to(run.device)), labels[own].to(run.device)))

@@ -17,7 +17,7 @@ from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
 from training import extras
 from training.cli import COMMANDS, INSIDE
-from training.contract import ENV_PROGRAM, EXIT_USAGE, VERSION, UserError, check_words
+from training.contract import ENV_PROGRAM, EXIT_USAGE, VERSION, UserError, check_words, search_path
 from training.files import keep_out_others
 
 app = typer.Typer(
@@ -42,9 +42,12 @@ def _root(
         raise typer.Exit
 
 
-@app.command(epilog="Example: lockstep run smoke --ranks 2 --set epochs=4")
+@app.command(epilog="Examples: lockstep run smoke --ranks 2 --set epochs=4 · lockstep run --ranks 2 -- python train.py")
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or the path of a YAML file.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name, or the path of a YAML file; or -- and a PROGRAM of your own.")
+    ],
+    program: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Of the PROGRAM.")] = None,
     ranks: Annotated[str, typer.Option(help="Processes to start; auto: one a GPU, else 2.")] = "auto",
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; the same one resumes.")] = None,
     assignments: Annotated[
@@ -59,23 +62,41 @@ def run(
     prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
 ) -> None:
     """Train on this machine, in the foreground."""
-    from training import config as configuration
-
     settings = list(assignments or [])
     settings += [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
-    configuration.load(recipe, settings)  # a typing error costs no start-up
+    own = "--" in sys.argv
+    if own:
+        _refuse_recipe_options(run_dir, settings, fresh, log_format)
+    elif program:
+        raise UserError(f"one recipe, got {recipe} and {program[0]}: a program of your own goes behind --")
+    else:
+        from training import config as configuration
+
+        configuration.load(recipe, settings)  # a typing error costs no start-up
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     if log_format not in (None, "table", "json"):
         raise UserError(f"--log-format must be table or json, got {log_format!r}")
     command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
-    command += ["--prefix" if prefix else "--no-prefix", "run", recipe]
+    command += [
+        "--prefix" if prefix else "--no-prefix",
+        *(["--", recipe, *(program or [])] if own else ["run", recipe]),
+    ]
     command += ["--log-format", log_format] if log_format else []
     command += ["--run-dir", str(run_dir)] if run_dir else []
     command += ["--fresh"] if fresh else []
     command += ["--set", *settings] if settings else []
     sys.stdout.flush()
-    os.execv(command[0], command)  # noqa: S606 - the launcher takes this process's place, and its signals
+    environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
+    os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
+
+
+def _refuse_recipe_options(run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None) -> None:
+    """Raises `UserError` for options that a program of one's own would not see."""
+    given = {"--run-dir": run_dir, "--set": settings, "--fresh": fresh, "--log-format": log_format}
+    for option, value in given.items():
+        if value:
+            raise UserError(f"{option} is for recipes: give a program of your own its words behind --")
 
 
 app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)

@@ -15,7 +15,7 @@ import yaml
 from tests.events import events
 from tests.nets import DyingPlain
 from tests.own.job import OwnJob
-from tests.processes import ROOT
+from tests.processes import ROOT, Result
 from tests.ranks import gang
 from tests.warm.gang import python, running
 from training.checkpoint import store
@@ -106,7 +106,9 @@ def test_the_example_is_the_plain_one_with_few_lines_changed(tmp_path: Path) -> 
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        done = gang_at(folder, ranks, str(ROOT / "examples/own_loop.py"))
+        words = [[str(ROOT / "examples/own_loop.py")]] * ranks
+        with running(words, {"LOCKSTEP_THREADS": "1", "PYTHONPATH": str(ROOT)}, cwd=folder) as started:
+            done = started.wait(90)
         assert done.code == 0, done.output
         reached[ranks] = json.loads((folder / "runs/own-loop/summary.json").read_text())["logged"]
     assert reached[1]["test_loss"] == pytest.approx(reached[2]["test_loss"], rel=1e-3) and reached[1]["accuracy"] > 0.85
@@ -124,20 +126,9 @@ def step(run, model, batch, **more):
 """
 
 
-def _script(ranks: int, code: str, run_dir: Path, *words: str):  # type: ignore[no-untyped-def]
-
+def _script(ranks: int, code: str, run_dir: Path, *words: str) -> Result:
     with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
         return started.wait(90)
-
-
-def gang_at(folder: Path, ranks: int, script: str):  # type: ignore[no-untyped-def]
-    from tests.warm.gang import Gang
-
-    started = Gang([[script]] * ranks, {"LOCKSTEP_THREADS": "1", "PYTHONPATH": str(ROOT)}, cwd=folder)
-    try:
-        return started.wait(90)
-    finally:
-        started.end()
 
 
 WRONG = {
@@ -160,7 +151,7 @@ WRONG = {
         "ValueError: optimizer has a parameter that is not in the replicated model",
     ),
     "samples unknown": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([next(iter(torch.utils.data.DataLoader(DATA, 8)))]): step(run, m, b)",
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([DATA[:8]]): step(run, m, b)",
         "TypeError: say how many samples the loss is the mean of, step(loss, samples=…)",
     ),
     "a loss for each sample": (
@@ -209,7 +200,7 @@ with Session(sys.argv[1], *sys.argv[2:], config=CONFIG) as run:
 """
 
 
-def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object):  # type: ignore[no-untyped-def]
+def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object) -> Result:
     values = {"CONFIG": {"width": 8}, "GLOBAL": 8, "STOP": 0, "CODE": 0, **changes}
     head = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     return _script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
@@ -231,7 +222,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert re.search(r'training_logged\{name="wer",rank="1",run="mine"\} 0.25', text), text
     assert 'training_steps_planned{rank="1",run="mine"} 8.0' in text and "training_sync_wait_seconds_count" in text
     page = (run_dir / "report.html").read_text()
-    assert "wer" in page and "mine" in page
+    assert "Logged: wer" in page and "mine" in page
 
 
 def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def _kill(number: int) -> tuple[str, int, str, int, str]:
 SCENARIOS = [_kill(number) for number in range(50)]
 
 
-@pytest.mark.parametrize("sync,ranks,kind,workers,fate", SCENARIOS[:12], ids=str)
+@pytest.mark.parametrize(("sync", "ranks", "kind", "workers", "fate"), SCENARIOS[:12], ids=str)
 def test_killed_anywhere_it_goes_on_to_the_same_bits(
     calm: Calm, tmp_path: Path, sync: str, ranks: int, kind: str, workers: int, fate: str
 ) -> None:

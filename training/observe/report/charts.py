@@ -11,6 +11,8 @@ from training.observe.report.tables import Row, Table
 
 _POINTS = 400
 """Most points of a curve, and rows of its table."""
+MOST_LOGGED = 12
+"""Charts of what loops of one's own log."""
 _MOMENTS = {
     "start": "start", "resumed": "resumed", "checkpoint_written": "checkpoint", "checkpoint_failed": "checkpoint failed",
     "preempted": "preempted", "nonfinite": "NaN or infinite", "corrupt_checkpoint": "corrupt checkpoint", "done": "done",
@@ -118,7 +120,23 @@ def _curves(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
         Chart("Loss", "epochs", "mean cross entropy", "line", loss),
         Chart("Test accuracy", "epochs", "accuracy, 0 to 1", "line", accuracy),
         Chart("Throughput", "epochs", "images a second, all ranks", "line", speed, from_zero=True),
+        *_logged(runs, names),
     ]
+
+
+def _logged(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
+    """What loops of one's own have logged: a chart a name, but for those that have one already."""
+    lines: dict[str, list[Line]] = {}
+    for number, (run, name) in enumerate(zip(runs, names)):
+        points: dict[str, Points] = {}
+        for event in run.of("log"):
+            values = event.get("values")
+            for key, value in values.items() if isinstance(values, dict) else ():
+                points.setdefault(str(key), []).append([event.get("step"), value])
+        for key, found in points.items():
+            lines.setdefault(key, []).append(_curve(name, number, found))
+    shown = [key for key in lines if key not in ("accuracy", "test_loss")][:MOST_LOGGED]
+    return [Chart(f"Logged: {key}", "steps", "", "line", lines[key]) for key in shown]
 
 
 def _steps_per_epoch(run: RunRecord) -> float:

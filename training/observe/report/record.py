@@ -88,7 +88,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """The events in order. Of steps and epochs that an attempt lost and a later one took again, the later ones."""
+    """The events in order. Of what an attempt lost and a later one took again, the later one's."""
     found: list[dict[str, Any]] = []
     try:
         with files.regular(path) as file:
@@ -103,11 +103,17 @@ def _events(path: Path) -> list[dict[str, Any]]:
                         found.append(value)
     except OSError:
         return []
-    last = {(event["event"], number_of(event.get("step"))): index for index, event in enumerate(found)}
+    taken = {_place(event): number_of(event.get("attempt")) for event in found}
+    last = {_place(event): index for index, event in enumerate(found)}
     return [
         event for index, event in enumerate(found)
-        if event["event"] not in ("step", "epoch") or last[event["event"], number_of(event.get("step"))] == index
+        if (event["event"] not in ("step", "epoch") or last[_place(event)] == index)
+        and (event["event"] != "log" or taken[_place(event)] == number_of(event.get("attempt")))
     ]  # fmt: skip
+
+
+def _place(event: dict[str, Any]) -> tuple[str, float | None]:
+    return event["event"], number_of(event.get("step"))
 
 
 def number_of(value: Any) -> float | None:
