@@ -22,7 +22,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help shell setup train test coverage test-fast lint bench bench-gpu clean
-.PHONY: test-exercises test-floors test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: test-exercises test-floors test-own test-sync test-k8s test-prometheus test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
@@ -60,6 +60,9 @@ test-fast: $(READY) ## for every change: unit tests, and one real run on two ran
 
 test-sync: $(READY) ## gradient sync under mpiexec (Open MPI), torchrun and mp.spawn, the examples, and kills of every strategy
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/sync
+
+test-own: $(READY) ## loops of one's own (lockstep.Session): the plain loop's weights, kills, signals (LOCKSTEP_SCENARIOS=50 for all)
+	$(RUN) -m pytest -n $(WORKERS) tests/own
 
 test-k8s: $(READY) ## Kubernetes: manifests, and an API server and operator emulated over real sockets
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/kubernetes
