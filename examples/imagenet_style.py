@@ -8,6 +8,7 @@ Images are generated, so that it runs anywhere; put a dataset of your own in pla
 
 import math
 import sys
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class Network(nn.Module):
     def __init__(self, width=32):
         super().__init__()
         widths = (3, width, 2 * width, 4 * width)
-        self.body = nn.Sequential(*(self.block(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+        self.body = nn.Sequential(*(self.block(a, b) for a, b in pairwise(widths)))
         self.head = nn.Linear(4 * width, CLASSES)
 
     @staticmethod

@@ -17,7 +17,6 @@ The same script runs in one process and under every launcher. All ranks call the
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import sys
 import threading
@@ -31,22 +30,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training import extras
 from training import sync as strategies
 from training.checkpoint import generators
-from training.checkpoint.state import averaged_buffers
 from training.config import OwnSettings
 from training.config import settings as typed
 from training.contract import ENV_RESTARTS, EXIT_DONE, UserError, user_errors
 from training.data import order
-from training.data.batches import Batches, Part
+from training.data.batches import Batches, Part, to_device
 from training.files import keep_out_others
 from training.launch.lifeline import end_with_launcher
 from training.parallel.world import detect, joined
 from training.resilience.preempt import Signals
-from training.run.attempt import Attempt, Ended, Ending, conclude, failed
+from training.run.attempt import Attempt
 from training.run.context import Opened, opened
-from training.run.own import OwnRun, Replica, begin
+from training.run.own import OwnRun, Replica, begin, end
 from training.run.own_step import Step
 
 T = TypeVar("T")
@@ -87,8 +84,6 @@ class Session:
         self._attempt: Attempt | None = None
         self._step: Step | None = None
 
-    # ---- the run
-
     def __enter__(self) -> Session:
         end_with_launcher(os.environ)
         keep_out_others()
@@ -97,9 +92,9 @@ class Session:
             if self._handles and threading.current_thread() is threading.main_thread():
                 self._signals = Signals(self.settings.preempt.signals, meeting=True)
                 stack.callback(self._signals.restore)
-            with extras.explained():
-                world = detect(os.environ)
-            self.world = stack.enter_context(joined(world, self.settings.device, self.settings.collective_timeout))
+            self.world = stack.enter_context(
+                joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
+            )
             if self._signals is not None:
                 self._signals.meeting = False
             restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
@@ -117,7 +112,7 @@ class Session:
         with user_errors():
             if isinstance(error, SystemExit) and not error.code:
                 kind = error = trace = None  # the script's own way to its end
-            code = self._end(error)
+            code = end(self._place, self._own, self._attempt, self._signals, error, self.began)
             if code is None:
                 self._stack.__exit__(kind, error, trace)
                 if isinstance(error, UserError):
@@ -126,38 +121,6 @@ class Session:
             self._stack.close()
         if code != EXIT_DONE:
             raise SystemExit(code)
-
-    def _end(self, error: BaseException | None) -> int | None:
-        """Ends the attempt. Returns the exit code; None where `error` is to be raised."""
-        own, attempt = self._own, self._attempt
-        if own is None or attempt is None:
-            if error is not None:
-                return None  # what `opened` opened, it closes
-            self._place.exporter.close(EXIT_DONE)
-            if self._place.run is not None:
-                self._place.run.close()
-            return EXIT_DONE
-        try:
-            return conclude(own, self._signals, self._ending(own, attempt, error))
-        except BaseException as found:
-            code = failed(own, found)
-            if code is None and found is not error:
-                raise
-            return code
-        finally:
-            if own.run is not None:
-                own.run.close()
-
-    def _ending(self, own: OwnRun, attempt: Attempt, error: BaseException | None) -> Ending:
-        """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.push(attempt.__exit__)
-                if error is not None:
-                    raise error
-                return own.finish(attempt, self.began)
-        except Ended as ended:
-            return ended.ending
 
     @property
     def rank(self) -> int:
@@ -178,8 +141,6 @@ class Session:
     def device(self) -> torch.device:
         """Where this rank trains."""
         return self.world.device
-
-    # ---- what is trained, and kept
 
     def replicate(self, model: nn.Module, example: Any = None) -> nn.Module:
         """The network to call: on the rank's device, equal to rank 0's, its gradients summed over the ranks.
@@ -269,8 +230,6 @@ class Session:
         """Optimizer steps since the run began."""
         return self._started().steps_done
 
-    # ---- epochs and batches
-
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`, from 0. At the end of each one the run is saved, unless
         `checkpoint.every_steps` says otherwise."""
@@ -337,7 +296,7 @@ class Session:
                     return
                 clock.data_ready()
                 step.begin_batch(part)
-                yield _to(item, self.device)
+                yield to_device(item, self.device)
                 step.end_batch()
         finally:
             close = getattr(given, "close", None)
@@ -354,8 +313,6 @@ class Session:
         stand_in = (0, 1) if low == high else (low, high)
         self._stepping().set_part(Part(high - low, count))
         return batch[slice(*stand_in)]  # type: ignore[index]
-
-    # ---- a step
 
     def step(self, loss: torch.Tensor, samples: int | None = None, clip: float = 0.0, scaler: Any = None) -> None:
         """`backward` and `update`: one optimizer step.
@@ -390,8 +347,6 @@ class Session:
         if self._under_way().poll().stop:
             self._under_way().leave()
 
-    # ---- numbers
-
     def log(self, **numbers: float) -> None:
         """Numbers of the script's own (rank 0's count): an event, metrics, TensorBoard, W&B and the report show them.
 
@@ -405,21 +360,10 @@ class Session:
         dist.all_reduce(total)
         return tuple(total.tolist())
 
-    @torch.no_grad()
     def for_evaluation(self) -> nn.Module:
         """A copy of the model with full weights (the average, where there is one) and the ranks' mean batch statistics, in
         evaluation mode. Every rank may call it by itself. Collective."""
-        replica = self._replicated()
-        source = replica.ema.average if replica.ema else replica.model
-        model = replica.sync.full_module(source)
-        buffers = averaged_buffers(model, self.world)
-        if model is source:
-            model = copy.deepcopy(model)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        return model.eval()
-
-    # ---- in which order things are called
+        return self._replicated().for_evaluation(self.world)
 
     def _replicated(self) -> Replica:
         if self._replica is None:
@@ -445,16 +389,3 @@ class Session:
         self._started()
         assert self._step is not None
         return self._step
-
-
-def _to(item: Any, device: torch.device) -> Any:
-    """The same tree with its tensors on the device."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=True)
-    if isinstance(item, Mapping):
-        return {key: _to(value, device) for key, value in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_to(value, device) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(_to(value, device) for value in item)
-    return item

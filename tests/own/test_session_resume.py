@@ -97,10 +97,10 @@ def test_two_optimizers_micro_batches_and_clipping(calm: Calm, tmp_path: Path) -
 
 def test_a_run_that_is_complete_trains_no_more(calm: Calm) -> None:
     complete = calm("ddp", 2, "batches")
-    before = complete.tensors()
+    before = complete.leaves()
     done = complete.go()
     assert done.code == 0 and "The run is complete: 3 epochs" in done.output, done.output
-    assert complete.tensors().keys() == before.keys()
+    assert complete.leaves().keys() == before.keys()
     assert len(events(complete.run_dir, "epoch")) == 3
 
 
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_not_finite_moves_no_weight(tmp_path: Path) -> None:
     skipped = OwnJob(tmp_path / "skip", 2, "batches", "sync.name=flat", "nonfinite=skip")
     done = skipped.go(LOCKSTEP_TEST_FATE="1:9:NANINPUT")
     assert done.code == 0 and "left out step 9: rank 1: loss is not finite" in done.output, done.output
-    weights = {name: value for name, value in skipped.tensors().items() if "generators" not in name}
+    weights = {name: value for name, value in skipped.leaves().items() if "generators" not in name}
     assert all(bool(torch.isfinite(value).all()) for value in weights.values() if value.is_floating_point())
 
 

@@ -7,7 +7,7 @@ workers there are, how far they run ahead, or where a resumed run began.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,3 +115,16 @@ class _Seeded(Dataset[Any]):
         np.random.seed(secret)
         torch.default_generator.manual_seed(secret)  # torch.manual_seed asks every kind of device, 0.2 ms a sample
         return self.dataset[index]
+
+
+def to_device(item: Any, device: torch.device) -> Any:
+    """The same tree with its tensors on the device."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device, non_blocking=True)
+    if isinstance(item, Mapping):
+        return {key: to_device(value, device) for key, value in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(to_device(value, device) for value in item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(to_device(value, device) for value in item)
+    return item

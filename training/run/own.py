@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import re
 import time
@@ -14,7 +16,7 @@ from torch import nn
 
 from training.checkpoint import generators
 from training.checkpoint.kept import Kept
-from training.checkpoint.state import Cursor, TrainState, scatter
+from training.checkpoint.state import Cursor, TrainState, averaged_buffers, scatter
 from training.config import OwnSettings
 from training.contract import EXIT_DONE, EXIT_FAILED, VERSION, UserError
 from training.observe import trackers
@@ -23,7 +25,8 @@ from training.observe.console import Console
 from training.optim.ema import Ema
 from training.parallel.exchange import broadcast_tree, failing_together
 from training.parallel.world import World
-from training.run.attempt import Attempt, Ending
+from training.resilience.preempt import Signals
+from training.run.attempt import Attempt, Ended, Ending, conclude, failed
 from training.run.context import Opened, RunContext
 from training.run.resume import load, misfits_explained, newest_here, newest_of_all
 from training.sync.base import GradientSync
@@ -45,6 +48,17 @@ class Replica:
         if not 0 < decay < 1 or every < 1:
             raise ValueError(f"average() takes a decay in (0, 1) and every from 1, got {decay} and {every}")
         self.ema = Ema(self.model, decay, every, self.sync.duplicate())
+
+    @torch.no_grad()
+    def for_evaluation(self, world: World) -> nn.Module:
+        """A copy with full weights (the average, where there is one) and mean batch statistics. Collective."""
+        source = self.ema.average if self.ema else self.model
+        model = self.sync.full_module(source)
+        buffers = averaged_buffers(model, world)
+        model = copy.deepcopy(model) if model is source else model
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return model.eval()
 
 
 class _FurtherOptimizer:
@@ -261,3 +275,43 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
     for name, optimizer in optimizers.items():
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
+
+
+def end(
+    place: Opened, own: OwnRun | None, attempt: Attempt | None, signals: Signals | None, error: BaseException | None,
+    began: float,
+) -> int | None:  # fmt: skip
+    """Ends the attempt; `own` and `attempt` are None before `begin`. Collective, but for errors of this rank alone.
+
+    Returns:
+        The exit code; None where `error` is to be raised.
+    """
+    if own is None or attempt is None:
+        if error is not None:
+            return None  # what `opened` opened, it closes
+        place.exporter.close(EXIT_DONE)
+        if place.run is not None:
+            place.run.close()
+        return EXIT_DONE
+    try:
+        return conclude(own, signals, _ending(own, attempt, error, began))
+    except BaseException as found:
+        code = failed(own, found)
+        if code is None and found is not error:
+            raise
+        return code
+    finally:
+        if own.run is not None:
+            own.run.close()
+
+
+def _ending(own: OwnRun, attempt: Attempt, error: BaseException | None, began: float) -> Ending:
+    """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.push(attempt.__exit__)
+            if error is not None:
+                raise error
+            return own.finish(attempt, began)
+    except Ended as ended:
+        return ended.ending
