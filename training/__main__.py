@@ -140,8 +140,7 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
     else:
         if args.out.exists():
             raise UserError(f"{args.out} exists already: choose another folder, or remove it")
-        raw = sources.load(data.source, Path(data.root), data.download, data.options, data.split)
-        manifest = shards.write(raw, args.out, data.source, data.num_shards)
+        manifest = shards.write(sources.stream(data), args.out, data.source, data.num_shards, split=data.split)
     files = sum(len(part) for part in manifest.splits.values())
     print(
         f"{manifest.directory}: {manifest.source}, {manifest.count('train')} training and {manifest.count('test')} test "

@@ -25,6 +25,7 @@ from training.config.types import (
     WrittenRate,
 )
 
+SOURCES = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification", "images")
 SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
 T = TypeVar("T")
 
@@ -41,7 +42,14 @@ def _signal(name: str) -> str:
     return name
 
 
+def _source(name: str) -> str:
+    if name not in SOURCES:
+        raise ValueError(f"must be {' | '.join(SOURCES)}, got {name!r}")
+    return name
+
+
 Channels = Annotated[Items[T], AfterValidator(_channels)]
+Source = Annotated[str, Field(json_schema_extra={"enum": [*SOURCES]}), AfterValidator(_source)]
 Signal = Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), AfterValidator(_signal)]
 
 
@@ -61,8 +69,8 @@ class Augment(Section):
 
 
 class Data(Section):
-    source: Literal["digits", "synthetic", "cifar10", "fashion_mnist", "classification"] = "digits"
-    """Where the samples come from."""
+    source: Source = "digits"
+    """Where the samples come from; docs/data.md has those that read your own files."""
     split: Literal["honest", "exercise"] = "honest"
     """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
     root: Free[str] = "data"
@@ -73,6 +81,8 @@ class Data(Section):
     """Files to cut the training set into when shards are made."""
     download: Free[bool] = True
     """Download what is missing, where a network is there."""
+    workers: Free[Count] = 0
+    """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
     """Seconds to wait for another process that prepares the same data."""
     verify: Free[bool] = True
