@@ -62,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("target", type=Path, metavar="RUN|FILE")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     evaluate.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
-    evaluate.add_argument("--trust-model", action="store_true", help="import the model of one's own that RUN names")
+    evaluate.add_argument(
+        "--trust-model",
+        action="store_true",
+        help="run the code of one's own that RUN names: its model, its data's function",
+    )
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])

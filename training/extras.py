@@ -13,6 +13,7 @@ from training.contract import UserError
 
 EXTRAS = {
     "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib", "PIL"),
+    "parquet": ("pyarrow",),
     "k8s": ("kubernetes", "urllib3"),
     "slurm": ("submitit",),
 }

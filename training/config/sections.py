@@ -5,6 +5,7 @@ A field that is `Free` may change between two starts of one run; all others are 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -25,7 +26,9 @@ from training.config.types import (
     WrittenRate,
 )
 
-SOURCES = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification", "images")
+SOURCES = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification", "images", "arrays", "parquet")
+FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+"""A function of one's own, as `package.module:function`."""
 SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
 T = TypeVar("T")
 
@@ -43,13 +46,17 @@ def _signal(name: str) -> str:
 
 
 def _source(name: str) -> str:
-    if name not in SOURCES:
-        raise ValueError(f"must be {' | '.join(SOURCES)}, got {name!r}")
+    if name not in SOURCES and not re.fullmatch(FUNCTION, name):
+        raise ValueError(f"must be {' | '.join(SOURCES)} | package.module:function, got {name!r}")
     return name
 
 
 Channels = Annotated[Items[T], AfterValidator(_channels)]
-Source = Annotated[str, Field(json_schema_extra={"enum": [*SOURCES]}), AfterValidator(_source)]
+Source = Annotated[
+    str,
+    Field(json_schema_extra={"anyOf": [{"enum": [*SOURCES]}, {"pattern": f"^{FUNCTION}$"}]}),
+    AfterValidator(_source),
+]
 Signal = Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), AfterValidator(_signal)]
 
 
@@ -70,7 +77,7 @@ class Augment(Section):
 
 class Data(Section):
     source: Source = "digits"
-    """Where the samples come from; docs/data.md has those that read your own files."""
+    """Where the samples come from: a source of ours, your own files (docs/data.md), or a function as `package.module:function`."""
     split: Literal["honest", "exercise"] = "honest"
     """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
     root: Free[str] = "data"

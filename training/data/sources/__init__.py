@@ -17,7 +17,7 @@ import filelock
 
 from training.config import Data, settings
 from training.contract import UserError
-from training.data.sources import images
+from training.data.sources import arrays, function, images, parquet
 from training.data.sources.cifar10 import cifar10
 from training.data.sources.cifar10 import files_of as cifar10_files
 from training.data.sources.fashion_mnist import fashion_mnist
@@ -34,7 +34,7 @@ SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": digits, "synthetic": synthetic, "classification": classification,
     "cifar10": cifar10, "fashion_mnist": fashion_mnist,
 }  # fmt: skip
-OWN: dict[str, Any] = {"images": images}
+OWN: dict[str, Any] = {"images": images, "arrays": arrays, "parquet": parquet}
 """Each a module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
 FILES: dict[str, Callable[[Path], list[Path]]] = {
     "cifar10": cifar10_files, "fashion_mnist": fashion_mnist_files,
@@ -56,9 +56,9 @@ def needs_root(name: str) -> bool:
     return name not in GENERATED and ours(name)
 
 
-def code_of(name: str) -> list[str]:  # noqa: ARG001
-    """What tells one version of a source's own code from another; nothing for a source of ours."""
-    return []
+def code_of(name: str) -> list[str]:
+    """What tells one version of a source's own code from another; nothing for a source of ours. Raises `UserError`."""
+    return [] if ours(name) else [function.code_of(name)]
 
 
 def stream(data: Data) -> Stream:
@@ -71,6 +71,8 @@ def stream(data: Data) -> Stream:
     if data.source in OWN:
         module = OWN[data.source]
         return module.open_stream(root, _options(data.source, data.options), data.workers)
+    if not ours(data.source):
+        return function.open_stream(data.source, root, data.options)
     return load(data.source, root, data.download, data.options).stream()
 
 
