@@ -23,8 +23,9 @@ from typing import NoReturn
 from training import extras
 from training.cli import COMMANDS, PROGRAM, Parser
 from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, rank_of
-from training.files import keep_out_others
+from training.files import keep_out_others, publish
 from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
+from training.launch.lines import say
 
 _BEGAN = time.perf_counter()
 
@@ -135,21 +136,24 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from training import config as configuration
-    from training.data import shards, sources
+    from training.data import shards, show, sources
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
-        directory = shards.prepare(data)
-        manifest = shards.Manifest.read(directory)
+        manifest = shards.Manifest.read(shards.prepare(data))
     else:
         if args.out.exists():
             raise UserError(f"{args.out} exists already: choose another folder, or remove it")
         manifest = shards.write(sources.stream(data), args.out, data.source, data.num_shards, split=data.split)
-    files = sum(len(part) for part in manifest.splits.values())
-    print(
-        f"{manifest.directory}: {manifest.source}, {manifest.count('train')} training and {manifest.count('test')} test "
-        f"images in {files} files, sha256 {manifest.checksum[:12]}…"
-    )
+    for line in show.described(manifest, data):
+        say(line)
+    if sheet := show.contact_sheet(manifest):
+        path = manifest.directory / show.SHEET
+        try:
+            publish(path, sheet)
+            say(f"contact sheet: {path}")
+        except OSError as error:
+            say(f"warning: cannot write {path}: {error.strerror}", sys.stderr)
     return EXIT_DONE
 
 

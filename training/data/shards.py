@@ -29,7 +29,7 @@ from training import files
 from training import manifest as manifests
 from training.config import Data
 from training.contract import UserError
-from training.data import sources
+from training.data import sources, statistics
 from training.data.spool import Spool
 from training.launch.lines import say
 
@@ -250,7 +250,10 @@ def prepare(data: Data) -> Path:
                 if directory.exists():
                     shutil.rmtree(directory)  # who trains on it has its files mapped
                 # Of a source that has just been downloaded there are stamps only now.
-                write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
+                made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
+                own = data.source not in sources.SOURCES and made.mean is not None and made.std is not None
+                if own and not statistics.fits(made.mean or [], made.std or [], data):
+                    say(f"warning: {statistics.told(made.mean or [], made.std or [], data)}", sys.stderr)
     except filelock.Timeout:
         raise UserError(
             f"another process has held {lock} for {data.prepare_timeout:.0f} s: see what it does, "
