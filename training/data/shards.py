@@ -30,6 +30,7 @@ from training import manifest as manifests
 from training.config import Data
 from training.contract import UserError
 from training.data import sources, statistics
+from training.data.mapped import Kept, Mapped
 from training.data.spool import Spool
 from training.launch.lines import say
 
@@ -281,13 +282,17 @@ def _usable(directory: Path, data: Data) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read."""
+    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
+
+    What `take` has touched of them is given back before it is much.
+    """
 
     low: int
     high: int
     starts: list[int]
     images: list[torch.Tensor]
     labels: list[torch.Tensor]
+    kept: Kept
 
     def __len__(self) -> int:
         return self.high - self.low
@@ -299,28 +304,31 @@ class Samples:
     @classmethod
     def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
         """Opens the files that hold any of these ids. Raises `UserError` for one that is missing or corrupt."""
-        starts, images, labels = [], [], []
+        starts, maps, labels = [], [], []
         start = 0
         for shard in manifest.splits[split]:
             if start < high and low < start + shard.count:
-                tensors = _open_shard(manifest, shard, verify)
+                mapped, theirs = _open_shard(manifest, shard, verify)
                 starts.append(start)
-                images.append(tensors[0])
-                labels.append(tensors[1])
+                maps.append(mapped)
+                labels.append(theirs)
             start += shard.count
-        return cls(low, high, starts, images, labels)
+        return cls(low, high, starts, [mapped.tensor for mapped in maps], labels, Kept(maps))
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
         if len(self.images) == 1:
             rows = ids - self.starts[0]
-            return self.images[0][rows], self.labels[0][rows]
+            images, labels = self.images[0][rows], self.labels[0][rows]
+            self.kept.look()
+            return images, labels
         images = torch.empty((len(ids), *self.images[0].shape[1:]), dtype=self.images[0].dtype)
         labels = torch.empty(len(ids), dtype=torch.int64)
         for start, some_images, some_labels in self._files():
             inside = (ids >= start) & (ids < start + len(some_labels))
             images[inside] = some_images[ids[inside] - start]
             labels[inside] = some_labels[ids[inside] - start]
+        self.kept.look()
         return images, labels
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,7 +345,7 @@ class Samples:
         return zip(self.starts, self.images, self.labels)
 
 
-def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped, torch.Tensor]:
     path = manifest.directory / shard.file
     mend = "make the shards again (python -m training shard)"
     try:
@@ -345,7 +353,8 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
             raise CorruptShard(f"{path} {different}: {mend}")
         files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:
-            images, labels = file.get_tensor("images"), file.get_tensor("labels")
+            # What the library gives is checked; ours is the same bytes, which can be given back.
+            images, labels = file.get_tensor("images"), file.get_tensor("labels").clone()
     except (OSError, safetensors.SafetensorError) as error:
         raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None
     if images.dtype != manifest.dtype or images.shape != (shard.count, *manifest.shape):
@@ -356,4 +365,7 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
         )
     if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
         raise CorruptShard(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
-    return images, labels
+    try:
+        return Mapped(path, "images", manifest.dtype), labels
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None
