@@ -39,6 +39,9 @@ def wrong(split, what="text"):
 def failing(split):
     raise KeyError("of their own")
 
+def unreadable(split):
+    open("/nowhere/at/all")
+
 class NotAFunction:
     def __init__(self, split): open("called", "w")
 
@@ -118,6 +121,8 @@ def test_what_is_no_source(module: Path, source: str, options: dict[str, object]
 def test_what_the_function_raises_is_its_own(module: Path) -> None:
     with pytest.raises(KeyError, match="of their own"):
         _made("failing")
+    with pytest.raises(UserError, match="the source own_source:unreadable failed: .*/nowhere/at/all"):
+        _made("unreadable")
     assert not [path for path in Path("data/shards").iterdir() if path.is_dir()]
 
 

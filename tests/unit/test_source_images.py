@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -151,6 +152,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "disguise": ("picture.png", lambda p: Image.fromarray(pixels(0)).save(p, "GIF"), "it is no JPEG, PNG or WebP"),
     "16 bits": ("deep.png", lambda p: Image.fromarray(np.zeros((4, 4), np.uint16)).save(p), "more than 8 bits a channel"),
     "fifo": ("pipe.png", os.mkfifo, "no regular file"),
+    "loose": ("../loose.jpg", _jpeg, "it lies in no class folder"),
     "link": ("out.png", lambda p: p.symlink_to("/etc/hostname"), "it is a link out of the folder"),
     "dangling": ("gone.png", lambda p: p.symlink_to(p.parent / "nothing"), "No such file"),
     "name": ("line\nbreak.png", lambda p: p.write_bytes(b"x"), "it is no JPEG"),
@@ -165,7 +167,7 @@ def test_a_hostile_file_is_refused_by_its_name(tmp_path: Path, kind: str) -> Non
     make(tmp_path / "train" / "cat" / name)
     with pytest.raises(UserError) as caught:
         _made(tmp_path, test="val", max_broken=0)
-    message, shown = str(caught.value), name if name.isprintable() else ascii(f"cat/{name}")
+    message, shown = str(caught.value), Path(name).name if name.isprintable() else ascii(f"cat/{name}")
     assert "1 of 24 image files cannot be used" in message and shown in message and reason in message
     assert "\n" not in message and not list((tmp_path / "shards").glob("images-*/"))
     made = _made(tmp_path, test="val", max_broken=0.05)
@@ -191,11 +193,11 @@ def test_above_the_bound_the_first_few_are_listed(tmp_path: Path) -> None:
         (lambda root: write_pictures(root / "train", 2), "held_out=0.1 of 2 images leaves none to test on"),
         (
             lambda root: (write_pictures(root / "train", 9), (root / "train/link").symlink_to("/etc")),
-            "is a link out of",
+            "is a link to a folder",
         ),
         (
             lambda root: (write_pictures(root / "train", 9), (root / "train/cat/up").symlink_to(root / "train/cat")),
-            "is a link to a folder that it lies in",
+            "is a link to a folder: put the folder itself there",
         ),
     ],
 )
@@ -247,7 +249,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next ones get a new process."""
+    """The next ones get a new process, and so does one whose process ended once."""
     (tmp_path / "training/data").mkdir(parents=True)
     for package in ("training", "training/data"):
         (tmp_path / package / "__init__.py").touch()
@@ -256,18 +258,34 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
         "for line in sys.stdin.buffer:\n"
         "    for item in json.loads(line):\n"
         "        if 'kill' in item['path']: os.kill(os.getpid(), 11)\n"
+        "        if 'once' in item['path'] and not os.path.exists('seen'): open('seen', 'w'); os.kill(os.getpid(), 9)\n"
         "        if 'wait' in item['path']: time.sleep(600)\n"
         "        os.write(1, b'P' + bytes(12))\n"
     )
     monkeypatch.setattr(decoders, "_ROOT", tmp_path)
     monkeypatch.setattr(decoders, "SECONDS", 0.5)
-    items = [Item(Path(name), 0, name) for name in ("a", "kill", "b", "wait", "c")]
+    items = [Item(Path(name), 0, name) for name in ("a", "kill", "b", "wait", "once", "c")]
     with Decoders(2, 2, 1) as running:
         results = [result for _, result in running.decode(items)]
         processes = [one._process for one in running._processes]
-    assert [type(result) for result in results] == [bytes, str, bytes, str, bytes]
+    assert [type(result) for result in results] == [bytes, str, bytes, str, bytes, bytes]
     assert results[1] == "it ends its decoder (signal 11)" and results[3] == "it takes longer than 0 s"
     assert all(process is not None and process.poll() is not None for process in processes)
+
+
+def test_a_signal_to_the_whole_group_costs_no_image(tmp_path: Path) -> None:
+    """What ends a job is told to all of its processes: the rank decides what follows."""
+    picture = tmp_path / "a.png"
+    Image.fromarray(pixels(0)).save(picture)
+    item = Item(picture, 0, "a", "PNG")
+    with Decoders(8, 8, 1) as running:
+        assert [type(result) for _, result in running.decode([item])] == [bytes]
+        process = running._processes[0]._process
+        assert process is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            process.send_signal(number)
+        assert [type(result) for _, result in running.decode([item] * 40)] == [bytes] * 40
+        assert process.poll() is None
 
 
 def test_decoders_end_with_whoever_asks_them(tmp_path: Path) -> None:

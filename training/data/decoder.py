@@ -76,7 +76,8 @@ def _answer(item: dict[str, object], data: bytes | None, height: int, width: int
 
 def main(argv: list[str]) -> None:
     height, width = map(int, argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: who asked us ends us
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
     source, target = sys.stdin.buffer, sys.stdout.fileno()

@@ -135,8 +135,12 @@ class _Process:
         self._closed = False
 
     def decode(self, batch: list[Item]) -> list[Result]:
-        """A result for each item. Where one ends the process, the next ones are asked of a new one."""
+        """A result for each item. Where one ends the process, it and the next ones are asked of a new one.
+
+        Only one that does so twice is to blame: a machine without memory takes any process.
+        """
         results: list[Result] = []
+        suspect = -1
         while len(results) < len(batch) and not self._closed:
             left = batch[len(results) :]
             try:
@@ -145,8 +149,11 @@ class _Process:
                 for _ in left:
                     results.append(self._answer(process))
             except _LostError as error:
-                results.append(str(error))
                 self.stop()
+                if len(results) == suspect:
+                    results.append(str(error))
+                else:
+                    suspect = len(results)
         return results
 
     def _started(self) -> subprocess.Popen[bytes]:

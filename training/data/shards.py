@@ -168,7 +168,7 @@ def _write(
         train, test = (spools.enter_context(contextlib.closing(Spool(staging / f".{name}"))) for name in _SPLITS)
         for name, spool in zip(_SPLITS, (train, test)):
             with contextlib.closing(stream.pieces(name)) as pieces:
-                for number, (samples, labels) in enumerate(pieces):
+                for number, (samples, labels) in enumerate(_given(pieces, source)):
                     spool.append(samples, labels, f"{source}: piece {number} of the split {name}")
             if not len(spool):
                 raise UserError(f"{source} has no sample for the split {name}")
@@ -199,6 +199,18 @@ def _write(
         if made_from:
             (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
         (staging / MANIFEST).write_bytes(manifests.text(about))
+
+
+def _given(pieces: Iterator[sources.Piece], source: str) -> Iterator[sources.Piece]:
+    """The same pieces; what the source cannot read is not told as what cannot be written."""
+    while True:
+        try:
+            piece = next(pieces, None)
+        except OSError as error:
+            raise UserError(f"the source {source} failed: {error}") from error
+        if piece is None:
+            return
+        yield piece
 
 
 def _classes(stream: sources.Stream, source: str, most: int) -> list[str]:

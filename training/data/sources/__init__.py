@@ -23,10 +23,10 @@ from training.data.sources.cifar10 import files_of as cifar10_files
 from training.data.sources.fashion_mnist import fashion_mnist
 from training.data.sources.fashion_mnist import files_of as fashion_mnist_files
 from training.data.sources.generated import classification, digits, synthetic
-from training.data.sources.raw import Raw, Stream, numbered
+from training.data.sources.raw import Piece, Raw, Stream, numbered
 
 __all__ = [
-    "GENERATED", "OWN", "SOURCES", "Raw", "Stamps", "Stream", "code_of", "load", "load_once", "needs_root", "numbered",
+    "GENERATED", "OWN", "SOURCES", "Piece", "Raw", "Stamps", "Stream", "code_of", "load", "load_once", "needs_root", "numbered",
     "ours", "stamps", "stream",
 ]  # fmt: skip
 

@@ -4,7 +4,7 @@
 
 A class is a folder, the classes are sorted by name. The order within a split is that of a hash of each file's relative
 name: it mixes the classes, and neither the file system nor other files change it. Links are followed where they lead to
-a file of the same folder.
+a file below the same folder; links to folders are not.
 """
 
 from __future__ import annotations
@@ -70,40 +70,53 @@ def listed(folder: Path, classes: list[str] | None = None) -> Listing:
     if bad := [name for name in found if not name.isprintable()]:
         raise UserError(f"{folder} has a class folder {shown(bad[0])}: rename it, its name cannot be printed")
     listing = Listing(classes if classes is not None else found)
+    for name in os.listdir(inside):
+        if Path(name).suffix.lower() in KINDS and name not in found:
+            listing.refused[shown(name)] = "it lies in no class folder"
     for name in found:
-        before = len(listing.entries) + len(listing.refused)
-        _walk(inside / name, name, inside, listing.classes.index(name), listing)
-        if before == len(listing.entries) + len(listing.refused):
+        if not _add(inside, name, listing.classes.index(name), listing):
             raise UserError(f"{folder / name} has no image: remove the folder, or fill it")
     listing.entries.sort()
+    listing.refused = dict(sorted(listing.refused.items()))
     return listing
 
 
-def _walk(path: Path, name: str, inside: Path, label: int, listing: Listing) -> None:
-    """Adds what is below one folder. Raises `UserError` for a folder that is a link out of `inside`, or cannot be read."""
-    if path.is_symlink() and not path.resolve().is_relative_to(inside):
-        raise UserError(f"{path} is a link out of {inside}: put the folder itself there")
-    if path.is_symlink() and inside.joinpath(name).parent.resolve().is_relative_to(path.resolve()):
-        raise UserError(f"{path} is a link to a folder that it lies in: remove it")
-    try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name.lower() in _DROPPINGS:
-            continue
-        own = f"{name}/{entry.name}"
-        if entry.is_dir():
-            _walk(Path(entry.path), own, inside, label, listing)
-            continue
-        kind = KINDS.get(Path(entry.name).suffix.lower())
-        if kind is None:
-            listing.refused[shown(own)] = f"its name ends in none of {', '.join(KINDS)}"
-        elif entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(inside):
-            listing.refused[shown(own)] = "it is a link out of the folder"
-        else:
-            digest = hashlib.sha256(os.fsencode(own)).digest()
-            listing.entries.append(Entry(digest, own, label, Path(entry.path), kind))
+def _add(inside: Path, name: str, label: int, listing: Listing) -> int:
+    """Adds what is below a class folder, and returns how many files that is.
+
+    Raises `UserError` for a folder that is a link, which may lead anywhere and in a circle, or that cannot be read.
+    """
+    left, found = [name], 0
+    while left:
+        own = left.pop()
+        path = inside / own
+        if path.is_symlink():
+            raise UserError(f"{path} is a link to a folder: put the folder itself there")
+        try:
+            entries = list(os.scandir(path))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name.lower() in _DROPPINGS:
+                continue
+            if entry.is_dir():
+                left.append(f"{own}/{entry.name}")
+            else:
+                found += 1
+                _add_file(inside, f"{own}/{entry.name}", label, listing)
+    return found
+
+
+def _add_file(inside: Path, name: str, label: int, listing: Listing) -> None:
+    path = inside / name
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        listing.refused[shown(name)] = f"its name ends in none of {', '.join(KINDS)}"
+    elif path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+        listing.refused[shown(name)] = "it is a link out of the folder"
+    else:
+        digest = hashlib.sha256(os.fsencode(name)).digest()
+        listing.entries.append(Entry(digest, name, label, path, kind))
 
 
 def shown(name: str) -> str:

@@ -110,7 +110,7 @@ def _function(name: str) -> tuple[Callable[..., Any], Any]:
     try:
         module = importlib.import_module(module_name)
         function = getattr(module, function_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
         raise UserError(f"cannot import the source {name}: {error}") from None
     if not inspect.isfunction(function) or "split" not in inspect.signature(function).parameters:
         raise UserError(f"the source {name} is no function with a parameter `split`, so it is not called")
