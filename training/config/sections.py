@@ -5,6 +5,8 @@ A field that is `Free` may change between two starts of one run; all others are 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from typing import Annotated, Literal, TypeVar
 
@@ -26,7 +28,8 @@ from training.config.types import (
     WrittenRate,
 )
 
-SOURCES = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification", "images", "arrays", "parquet")
+GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
+SOURCES = (*GIVEN, "images", "arrays", "parquet")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 """A function of one's own, as `package.module:function`."""
 SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
@@ -108,6 +111,15 @@ class Data(Section):
     """Settings of the source itself, e.g. `{n: 4096, size: 32}` for `synthetic`."""
     augment: Augment = Field(default_factory=Augment)
     """What happens to a training image on the device."""
+
+    @property
+    def shards_name(self) -> str:
+        """A folder's name for ready shards of this source. Somebody's own images may be those of many data sets."""
+        if self.source in GIVEN:
+            return self.source
+        told = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
+        name = re.sub(r"[^\w.]+", "-", self.source)
+        return f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 class Loss(Section):
