@@ -23,8 +23,9 @@ from typing import NoReturn
 from training import extras
 from training.cli import COMMANDS, PROGRAM, Parser
 from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, rank_of
-from training.files import keep_out_others
+from training.files import keep_out_others, publish
 from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
+from training.launch.lines import say
 
 _BEGAN = time.perf_counter()
 
@@ -62,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("target", type=Path, metavar="RUN|FILE")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     evaluate.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
-    evaluate.add_argument("--trust-model", action="store_true", help="import the model of one's own that RUN names")
+    evaluate.add_argument(
+        "--trust-model",
+        action="store_true",
+        help="run the code of one's own that RUN names: its model, its data's function",
+    )
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
@@ -131,22 +136,24 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from training import config as configuration
-    from training.data import shards, sources
+    from training.data import shards, show, sources
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
-        directory = shards.prepare(data)
-        manifest = shards.Manifest.read(directory)
+        manifest = shards.Manifest.read(shards.prepare(data))
     else:
         if args.out.exists():
             raise UserError(f"{args.out} exists already: choose another folder, or remove it")
-        raw = sources.load(data.source, Path(data.root), data.download, data.options, data.split)
-        manifest = shards.write(raw, args.out, data.source, data.num_shards)
-    files = sum(len(part) for part in manifest.splits.values())
-    print(
-        f"{manifest.directory}: {manifest.source}, {manifest.count('train')} training and {manifest.count('test')} test "
-        f"images in {files} files, sha256 {manifest.checksum[:12]}…"
-    )
+        manifest = shards.write(sources.stream(data), args.out, data.source, data.num_shards, split=data.split)
+    for line in show.described(manifest, data):
+        say(line)
+    if sheet := show.contact_sheet(manifest):
+        path = manifest.directory / show.SHEET
+        try:
+            publish(path, sheet)
+            say(f"contact sheet: {path}")
+        except OSError as error:
+            say(f"warning: cannot write {path}: {error.strerror}", sys.stderr)
     return EXIT_DONE
 
 

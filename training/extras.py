@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from training.contract import UserError
 
 EXTRAS = {
-    "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib"),
+    "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib", "PIL"),
+    "parquet": ("pyarrow",),
     "k8s": ("kubernetes", "urllib3"),
     "slurm": ("submitit",),
 }

@@ -199,7 +199,7 @@ class _JobSpec(Section):
     def shard_folder(self) -> str | None:
         """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
         config = self.config()
-        return f"{self.shards}/{config.data.source}" if self.shards is not None and config is not None else None
+        return f"{self.shards}/{config.data.shards_name}" if self.shards is not None and config is not None else None
 
     @property
     def deadline_seconds(self) -> int:

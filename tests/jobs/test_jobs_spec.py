@@ -215,3 +215,20 @@ def test_what_needs_no_gpu_asks_for_no_gpus_share() -> None:
     spec = JobSpec.of({"name": "a", "recipe": "smoke", "gpus": 8})
     assert (spec.on_cpu().gpus, spec.on_cpu().cpus, spec.on_cpu().memory) == (0, 2, "4Gi")
     assert spec.model_copy(update={"cpus": 6.0}).on_cpu().cpus == 6
+
+
+def test_ready_shards_of_ones_own_data_are_not_those_of_another_set() -> None:
+    """A folder a source does for data sets that there is one of."""
+
+    def folder(source: str, **overrides: Any) -> str | None:
+        chosen = {"data.source": source, **overrides}
+        return JobSpec.of({**BASE, "image": "a:1", "shards": "/shards", "overrides": chosen}).shard_folder
+
+    assert folder("digits") == "/shards/digits" == folder("digits", **{"data.root": "/elsewhere"})
+    ones = [
+        folder("images"), folder("images", **{"data.root": "/cats"}), folder("images", **{"data.options": {"size": 64}}),
+        folder("own.data:samples"), folder("own.data:samples", **{"data.options": {"n": 3}}),
+    ]  # fmt: skip
+    assert len(set(ones)) == 5 and all(
+        str(one).startswith(("/shards/images-", "/shards/own.data-samples-")) for one in ones
+    )

@@ -5,6 +5,9 @@ A field that is `Free` may change between two starts of one run; all others are 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -25,6 +28,10 @@ from training.config.types import (
     WrittenRate,
 )
 
+GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
+SOURCES = (*GIVEN, "images", "arrays", "parquet")
+FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+"""A function of one's own, as `package.module:function`."""
 SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
 T = TypeVar("T")
 
@@ -41,7 +48,18 @@ def _signal(name: str) -> str:
     return name
 
 
+def _source(name: str) -> str:
+    if name not in SOURCES and not re.fullmatch(FUNCTION, name):
+        raise ValueError(f"must be {' | '.join(SOURCES)} | package.module:function, got {name!r}")
+    return name
+
+
 Channels = Annotated[Items[T], AfterValidator(_channels)]
+Source = Annotated[
+    str,
+    Field(json_schema_extra={"anyOf": [{"enum": [*SOURCES]}, {"pattern": f"^{FUNCTION}$"}]}),
+    AfterValidator(_source),
+]
 Signal = Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), AfterValidator(_signal)]
 
 
@@ -61,8 +79,8 @@ class Augment(Section):
 
 
 class Data(Section):
-    source: Literal["digits", "synthetic", "cifar10", "fashion_mnist", "classification"] = "digits"
-    """Where the samples come from."""
+    source: Source = "digits"
+    """Where the samples come from: a source of ours, your own files (docs/data.md), or a function as `package.module:function`."""
     split: Literal["honest", "exercise"] = "honest"
     """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
     root: Free[str] = "data"
@@ -73,6 +91,8 @@ class Data(Section):
     """Files to cut the training set into when shards are made."""
     download: Free[bool] = True
     """Download what is missing, where a network is there."""
+    workers: Free[Count] = 0
+    """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
     """Seconds to wait for another process that prepares the same data."""
     verify: Free[bool] = True
@@ -91,6 +111,15 @@ class Data(Section):
     """Settings of the source itself, e.g. `{n: 4096, size: 32}` for `synthetic`."""
     augment: Augment = Field(default_factory=Augment)
     """What happens to a training image on the device."""
+
+    @property
+    def shards_name(self) -> str:
+        """A folder's name for ready shards of this source. Somebody's own images may be those of many data sets."""
+        if self.source in GIVEN:
+            return self.source
+        told = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
+        name = re.sub(r"[^\w.]+", "-", self.source)
+        return f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 class Loss(Section):

@@ -19,7 +19,7 @@ class SourceDataset(Dataset[tuple[Any, int]]):
     names of the labels. Where several processes of a node begin at once, one of them downloads.
 
     Args:
-        source: `digits`, `synthetic`, `classification`, `cifar10` or `fashion_mnist`.
+        source: a value of `data.source`, e.g. `digits`, `cifar10`, `images` or `package.module:function`, which is called.
         root: folder of the data, of the sources that need one.
         options: of the source, e.g. `{"n": 100}`.
         transform: is called with each sample.

@@ -11,26 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import filelock
-import numpy as np
 import safetensors
 import torch
-from safetensors.numpy import save_file
 
 from training import files
 from training import manifest as manifests
 from training.config import Data
 from training.contract import UserError
-from training.data import sources
-from training.data.order import bounds
+from training.data import sources, statistics
+from training.data.mapped import Kept, Mapped
+from training.data.spool import Spool
+from training.launch.lines import say
 
 MANIFEST = "manifest.json"
 MADE_FROM = "made-from.json"
@@ -59,6 +61,13 @@ class Manifest:
     classes: list[str]
     shape: tuple[int, ...]
     splits: dict[str, list[Shard]]
+    mean: list[float] | None = None
+    """Of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: an earlier version's."""
+    std: list[float] | None = None
+    """The same of their standard deviation."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Name of each of the source's files that could not be used (the first 100), and why."""
+    num_left_out: int = 0
 
     def count(self, split: str) -> int:
         return sum(shard.count for shard in self.splits[split])
@@ -107,57 +116,124 @@ class Manifest:
                     raise ValueError(f"entry of {shard.file}")
             if not splits[split]:
                 raise ValueError(f"no {split} files")
-        return cls(directory, source, [str(name) for name in classes], shape, splits)
+        names = [str(name) for name in classes]
+        mean, std = (_numbers(value.get(key)) for key in ("mean", "std"))
+        left_out = {str(name): str(reason) for name, reason in value.get("left_out", {}).items()}
+        return cls(directory, source, names, shape, splits, mean, std, left_out, int(value.get("num_left_out", 0)))
+
+
+def _numbers(value: Any) -> list[float] | None:
+    if value is not None and not (value and all(type(number) in (int, float) for number in value)):
+        raise ValueError(f"mean or std {value!r}")
+    return value
 
 
 def write(
-    raw: sources.Raw, directory: Path, source: str, num_shards: int, made_from: dict[str, list[int]] | None = None
-) -> Manifest:
+    raw: sources.Raw | sources.Stream, directory: Path, source: str, num_shards: int,
+    made_from: sources.Stamps | None = None, split: str = "honest",
+) -> Manifest:  # fmt: skip
     """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
 
+    However many samples there are, no more than a piece of them is in memory. With `split` "exercise", the first tenth of
+    all samples is both what trains and what tests.
+
     Raises:
-        UserError: it exists already, or cannot be written.
+        UserError: it exists already, or cannot be written; or what the source gives cannot be used.
     """
     if directory.exists():
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
+    stream = raw.stream() if isinstance(raw, sources.Raw) else raw
     try:
-        _write(raw, directory, source, num_shards, made_from)
-    except (OSError, safetensors.SafetensorError) as error:  # a full disk comes as either
-        raise UserError(f"cannot write shards to {directory}: {getattr(error, 'strerror', None) or error}") from None
-    return Manifest.read(directory)
+        _write(stream, directory, source, num_shards, made_from, split)
+    except OSError as error:
+        raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
+    manifest = Manifest.read(directory)
+    if manifest.num_left_out:
+        say(f"warning: {told_left_out(manifest)}", sys.stderr)
+    return manifest
+
+
+def told_left_out(manifest: Manifest) -> str:
+    """A line about the files that could not be used."""
+    first = [f"{name} ({reason})" for name, reason in manifest.left_out.items()][:10]
+    more = f" and {manifest.num_left_out - len(first)} more" if manifest.num_left_out > len(first) else ""
+    return f"{manifest.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"
 
 
 def _write(
-    raw: sources.Raw, directory: Path, source: str, num_shards: int, made_from: dict[str, list[int]] | None
+    stream: sources.Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
 ) -> None:
-    with files.replacing(directory, durable=False) as staging:
+    with files.replacing(directory, durable=False) as staging, contextlib.ExitStack() as spools:
         staging.mkdir(parents=True)
-        splits: dict[str, list[dict[str, Any]]] = {}
-        for split, (images, labels) in zip(_SPLITS, (raw.train, raw.test)):
-            count = min(num_shards if split == "train" else 1, len(labels))
-            splits[split] = []
-            for number in range(count):
-                low, high = bounds(len(labels), number, count)
-                path = staging / f"{split}-{number:05d}.safetensors"
-                save_file(
-                    {"images": np.ascontiguousarray(images[low:high]), "labels": labels[low:high]},
-                    path,
-                )
-                path.chmod(0o644)  # safetensors makes it our own; a container's user reads it, too
-                splits[split].append({"file": path.name, "count": high - low, "sha256": files.sha256(path)})
-        about = {
-            "format": _FORMAT, "source": source, "classes": raw.classes,
-            "shape": list(raw.train[0].shape[1:]), "splits": splits,
+        train, test = (spools.enter_context(contextlib.closing(Spool(staging / f".{name}"))) for name in _SPLITS)
+        for name, spool in zip(_SPLITS, (train, test)):
+            with contextlib.closing(stream.pieces(name)) as pieces:
+                for number, (samples, labels) in enumerate(_given(pieces, source)):
+                    spool.append(samples, labels, f"{source}: piece {number} of the split {name}")
+            if not len(spool):
+                raise UserError(f"{source} has no sample for the split {name}")
+        if test.shape != train.shape or test.kind != train.kind:
+            raise UserError(
+                f"{source} has training samples of {train.kind} {list(train.shape)} and test samples of "
+                f"{test.kind} {list(test.shape)}: both must be of one kind"
+            )
+        classes = _classes(stream, source, max(int(train.labels.max()), int(test.labels.max())))
+        tenth = max((len(train) + len(test)) // 10, 1)
+        splits = {}
+        if split == "exercise":
+            tenth = min(tenth, len(train))
+            splits["test"] = train.cut(staging, "test", 1, tenth, shrink=False)
+        else:
+            splits["test"] = test.cut(staging, "test", 1, len(test))
+        splits["train"] = train.cut(staging, "train", num_shards, tenth if split == "exercise" else len(train))
+        about: dict[str, Any] = {
+            "format": _FORMAT, "source": source, "classes": classes, "shape": list(train.shape),
+            "splits": {name: splits[name] for name in _SPLITS},
         }  # fmt: skip
+        if split == "honest":  # else it is not these samples that were measured
+            about["mean"], about["std"] = train.statistics()
+        if stream.left_out:
+            about["left_out"] = dict(itertools.islice(stream.left_out.items(), 100))
+            about["num_left_out"] = len(stream.left_out)
+        spools.close()
         if made_from:
             (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
         (staging / MANIFEST).write_bytes(manifests.text(about))
 
 
+def _given(pieces: Iterator[sources.Piece], source: str) -> Iterator[sources.Piece]:
+    """The same pieces; what the source cannot read is not told as what cannot be written."""
+    while True:
+        try:
+            piece = next(pieces, None)
+        except OSError as error:
+            raise UserError(f"the source {source} failed: {error}") from error
+        if piece is None:
+            return
+        yield piece
+
+
+def _classes(stream: sources.Stream, source: str, most: int) -> list[str]:
+    classes = stream.classes if stream.classes is not None else sources.numbered(most + 1)
+    if most >= len(classes):
+        raise UserError(
+            f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
+        )
+    return classes
+
+
 def cache_directory(data: Data) -> Path:
-    """Where the shards of a source are cached: one folder for each (source, options, split, number of shards)."""
-    identity = json.dumps([_FORMAT, data.source, data.options, data.split, data.num_shards], sort_keys=True)
-    return Path(data.root) / "shards" / f"{data.source}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    """Where the shards of a source are cached: one folder for each (source, options, split, number of shards).
+
+    Raises `UserError` for a function of somebody's own that cannot be found.
+    """
+    parts = [_FORMAT, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
+    name = re.sub(r"[^\w.]+", "-", data.source)
+    return (
+        Path(data.root)
+        / "shards"
+        / f"{name}-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
+    )
 
 
 def prepare(data: Data) -> Path:
@@ -171,7 +247,7 @@ def prepare(data: Data) -> Path:
     directory = cache_directory(data)
     if _usable(directory, data):
         return directory
-    if not Path(data.root).is_dir() and not data.download and data.source not in sources.GENERATED:
+    if not Path(data.root).is_dir() and not data.download and sources.needs_root(data.source):
         raise UserError(
             f"data.root={data.root} does not exist: point it at the folder of {data.source}, or allow downloads"
         )
@@ -183,10 +259,14 @@ def prepare(data: Data) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
             if not _usable(directory, data):
                 stamps = _stamps(data)
-                raw = sources.load(data.source, Path(data.root), data.download, data.options, data.split)
+                stream = sources.stream(data)
                 if directory.exists():
                     shutil.rmtree(directory)  # who trains on it has its files mapped
-                write(raw, directory, data.source, data.num_shards, stamps or _stamps(data))
+                # Of a source that has just been downloaded there are stamps only now.
+                made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
+                own = data.source not in sources.SOURCES and made.mean is not None and made.std is not None
+                if own and not statistics.fits(made.mean or [], made.std or [], data):
+                    say(f"warning: {statistics.told(made.mean or [], made.std or [], data)}", sys.stderr)
     except filelock.Timeout:
         raise UserError(
             f"another process has held {lock} for {data.prepare_timeout:.0f} s: see what it does, "
@@ -200,14 +280,8 @@ def prepare(data: Data) -> Path:
     return directory
 
 
-def _stamps(data: Data) -> dict[str, list[int]]:
-    """Name below data.root → [size, mtime in ns] of the source's files; none of a generated source, or where they are gone."""
-    root, found = Path(data.root), {}
-    for path in sources.FILES[data.source](root) if data.source in sources.FILES else ():
-        with contextlib.suppress(OSError):  # a link that leads nowhere: whoever reads it says so
-            about = path.stat()
-            found[str(path.relative_to(root))] = [about.st_size, about.st_mtime_ns]
-    return found
+def _stamps(data: Data) -> sources.Stamps:
+    return sources.stamps(data.source, Path(data.root), data.options)
 
 
 def _usable(directory: Path, data: Data) -> bool:
@@ -220,13 +294,17 @@ def _usable(directory: Path, data: Data) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read."""
+    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
+
+    What `take` has touched of them is given back before it is much.
+    """
 
     low: int
     high: int
     starts: list[int]
     images: list[torch.Tensor]
     labels: list[torch.Tensor]
+    kept: Kept
 
     def __len__(self) -> int:
         return self.high - self.low
@@ -238,28 +316,31 @@ class Samples:
     @classmethod
     def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
         """Opens the files that hold any of these ids. Raises `UserError` for one that is missing or corrupt."""
-        starts, images, labels = [], [], []
+        starts, maps, labels = [], [], []
         start = 0
         for shard in manifest.splits[split]:
             if start < high and low < start + shard.count:
-                tensors = _open_shard(manifest, shard, verify)
+                mapped, theirs = _open_shard(manifest, shard, verify)
                 starts.append(start)
-                images.append(tensors[0])
-                labels.append(tensors[1])
+                maps.append(mapped)
+                labels.append(theirs)
             start += shard.count
-        return cls(low, high, starts, images, labels)
+        return cls(low, high, starts, [mapped.tensor for mapped in maps], labels, Kept(maps))
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
         if len(self.images) == 1:
             rows = ids - self.starts[0]
-            return self.images[0][rows], self.labels[0][rows]
+            images, labels = self.images[0][rows], self.labels[0][rows]
+            self.kept.look()
+            return images, labels
         images = torch.empty((len(ids), *self.images[0].shape[1:]), dtype=self.images[0].dtype)
         labels = torch.empty(len(ids), dtype=torch.int64)
         for start, some_images, some_labels in self._files():
             inside = (ids >= start) & (ids < start + len(some_labels))
             images[inside] = some_images[ids[inside] - start]
             labels[inside] = some_labels[ids[inside] - start]
+        self.kept.look()
         return images, labels
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,7 +357,7 @@ class Samples:
         return zip(self.starts, self.images, self.labels)
 
 
-def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped, torch.Tensor]:
     path = manifest.directory / shard.file
     mend = "make the shards again (python -m training shard)"
     try:
@@ -284,7 +365,8 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
             raise CorruptShard(f"{path} {different}: {mend}")
         files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:
-            images, labels = file.get_tensor("images"), file.get_tensor("labels")
+            # What the library gives is checked; ours is the same bytes, which can be given back.
+            images, labels = file.get_tensor("images"), file.get_tensor("labels").clone()
     except (OSError, safetensors.SafetensorError) as error:
         raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None
     if images.dtype != manifest.dtype or images.shape != (shard.count, *manifest.shape):
@@ -295,4 +377,7 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[torch.T
         )
     if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
         raise CorruptShard(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
-    return images, labels
+    try:
+        return Mapped(path, "images", manifest.dtype), labels
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None

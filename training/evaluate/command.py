@@ -10,6 +10,7 @@ from training import models
 from training.checkpoint import weights
 from training.config import Config, settings
 from training.contract import UserError
+from training.data import sources
 from training.data.augment import check_settings
 from training.data.shards import Manifest, prepare
 from training.evaluate.evaluator import Evaluator, Score
@@ -25,7 +26,8 @@ def config_of(
     """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data).
 
     Raises:
-        UserError: there is no such run; or it names a model of somebody's own, whose import runs code, without `trust_model`.
+        UserError: there is no such run; or it names a model, or a function that makes its data, of somebody's own, which
+            runs code, without `trust_model`.
     """
     if not target.exists():
         raise UserError(f"{target}: there is no such run or file")
@@ -38,6 +40,12 @@ def config_of(
         if not trust_model and not models.ours(model):
             raise UserError(
                 f"{target} names the model {model}, whose import runs code: add --trust-model if you trust who wrote the run"
+            )
+        source = config.data.source
+        if not trust_model and not sources.ours(source) and config.data.shards is None:
+            raise UserError(
+                f"{target} names the source {source}, which runs code: add --trust-model if you trust who wrote the run, or "
+                "name its shards with --set data.shards=DIR"
             )
         return config, run["data"].get("checksum")
     if recipe is None:

@@ -1,0 +1,150 @@
+"""python benchmarks/loader.py [--images 2000] [--side 256] [--size 128] [--rounds 5] [--out FILE]
+
+Images a second of an epoch's batches: from our shards (read as they lie, and gathered from the memory that a rank keeps
+them in), from torch's DataLoader that decodes the same JPEG files in the same way with 0, 1 and 2 workers, and reading
+the files' bytes without decoding them. And once: making the shards with 1 and 2 processes. The files are in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.measure import interleaved, machine, ratio, write
+from training import config
+from training.data import shards, sources
+from training.data.decoder import decoded
+from training.data.loader import Loader
+from training.data.shards import Manifest
+from training.parallel.world import World
+
+BATCH = 64
+
+
+class Decoding(Dataset[tuple[torch.Tensor, int]]):
+    """The same images, decoded when they are asked for."""
+
+    def __init__(self, paths: list[Path], size: int) -> None:
+        self.paths, self.size = paths, size
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        data = decoded(self.paths[index].read_bytes(), "JPEG", self.size, self.size)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self.size, self.size, 3), 0
+
+
+def write_images(folder: Path, count: int, side: int) -> list[Path]:
+    """JPEG files with something like an image's structure, in two classes."""
+    generator = np.random.default_rng(0)
+    paths = []
+    for number in range(count):
+        coarse = generator.integers(0, 256, (side // 16, side // 16, 3), dtype=np.uint8)
+        path = folder / "train" / f"class{number % 2}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(path, quality=90)
+        paths.append(path)
+    return paths
+
+
+def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
+    """(the shards, the seconds that they took)"""
+    data = config.Data(source="images", root=str(root), options={"size": size, "held_out": 0.02}, workers=workers)
+    began = time.perf_counter()
+    manifest = shards.write(sources.stream(data), root / f"shards-{workers}", "images", 8)
+    return manifest, time.perf_counter() - began
+
+
+def epoch_of(manifest: Manifest, resident: str) -> Callable[[], None]:
+    settings = config.Config(global_batch_size=BATCH, data=config.Data(resident=resident))  # type: ignore[arg-type]
+    loader = Loader(settings, World(), manifest, BATCH, 1)
+
+    def run() -> None:
+        for batch in loader.epoch(0):
+            batch.images[batch.rows]  # what a step does first; of a batch that was read it is one more copy
+
+    return run
+
+
+def decoding(paths: list[Path], size: int, workers: int) -> Callable[[], None]:
+    loader = DataLoader(
+        Decoding(paths, size), BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0
+    )
+
+    def run() -> None:
+        for _ in loader:
+            pass
+
+    return run
+
+
+def reading(paths: list[Path]) -> Callable[[], None]:
+    order = np.random.default_rng(0).permutation(len(paths))
+
+    def run() -> None:
+        for index in order:
+            paths[index].read_bytes()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
+    for name, default in (("images", 2000), ("side", 256), ("size", 128), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        paths = write_images(root, args.images, args.side)
+        making: dict[str, Any] = {}
+        for workers in (1, 2):
+            manifest, seconds = made(root, args.size, workers)
+            making[f"{workers} processes"] = round(args.images / seconds)
+        torch.set_num_threads(1)
+        variants = {
+            "shards, read": epoch_of(manifest, "never"),
+            "shards, in memory": epoch_of(manifest, "always"),
+            "DataLoader, 0 workers": decoding(paths, args.size, 0),
+            "DataLoader, 1 worker": decoding(paths, args.size, 1),
+            "DataLoader, 2 workers": decoding(paths, args.size, 2),
+            "files, not decoded": reading(paths),
+        }
+        images = {
+            name: manifest.count("train") // BATCH * BATCH if name.startswith("shards") else args.images
+            for name in variants
+        }
+        times = interleaved(variants, args.rounds)
+    print(
+        f"{args.images} JPEG files of {args.side}², as {args.size}², batches of {BATCH}, n = {args.rounds} rounds; {about}"
+    )
+    for name, seconds_of in times.items():
+        print(f"{name:24} {images[name] / statistics.median(seconds_of):9.0f} images/s")
+    for name, rate in making.items():
+        print(f"{'making shards, ' + name:24} {rate:9.0f} images/s")
+    best = ratio(times, "DataLoader, 2 workers", "shards, read") * images["shards, read"] / args.images
+    print(f"shards are read {best:.1f} × as fast as a DataLoader with 2 workers decodes (median of the paired rounds)")
+    write(
+        "loader",
+        {"machine": about, "words": vars(args) | {"out": None}, "images": images, "seconds": times, "making": making},
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The program of a decoder process: python -m training.data.decoder HEIGHT WIDTH
+
+It reads batches from stdin until that ends: a line of JSON, a list of {"path": …} or {"bytes": n}, with the "kind" that
+the file's name promises or null, and then the bytes. It answers each image at once: P and its pixels, uint8 RGB [h, w, 3],
+or E, the length of a reason (4 bytes) and the reason. Before all of them it writes R.
+
+What an image file may do to a process – take its memory, crash it, never end – it does to this one. It imports Pillow and
+nothing of ours but `files`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from training import files
+
+MOST_PIXELS = 100_000_000
+"""Of one image. A file of a few kilobytes can unpack to gigabytes."""
+MOST_BYTES = 256 << 20
+"""Of one file."""
+FORMATS = ("JPEG", "PNG", "WEBP")
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def decoded(data: bytes, kind: str | None, height: int, width: int) -> bytes:
+    """The pixels of an image file, uint8 RGB [h, w, 3]: upright, scaled to cover h × w, cut at the centre.
+
+    Args:
+        kind: `JPEG`, `PNG` or `WEBP`, where it must be one of them.
+    """
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        found = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
+        if kind is not None and found != kind:
+            raise _RefusedError(f"its name says {kind}, its content is {found}")
+        if image.width * image.height > MOST_PIXELS:
+            raise _RefusedError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
+        if image.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
+            raise _RefusedError(f"it has more than 8 bits a channel (mode {image.mode}): save it with 8")
+        most = 2 * max(height, width)
+        image.draft(None, (most, most))  # a large JPEG is unpacked at a half, quarter or eighth
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    return ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR).tobytes()
+
+
+def _answer(item: dict[str, object], data: bytes | None, height: int, width: int) -> bytes:
+    try:
+        content = files.read(Path(str(item["path"])), MOST_BYTES) if data is None else data
+        kind = item["kind"]
+        return b"P" + decoded(content, None if kind is None else str(kind), height, width)
+    except _RefusedError as error:
+        reason = str(error)
+    except Image.DecompressionBombError:
+        reason = f"it has more than {MOST_PIXELS} pixels"
+    except Image.UnidentifiedImageError:
+        reason = "it is no JPEG, PNG or WebP image"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except MemoryError:
+        reason = "there is not enough memory for it"
+    except Exception as error:  # noqa: BLE001 - a damaged file makes the library raise nearly anything
+        reason = str(error) or type(error).__name__
+    text = " ".join(reason.split())[:300].encode("utf-8", "backslashreplace")
+    return b"E" + len(text).to_bytes(4, "little") + text
+
+
+def main(argv: list[str]) -> None:
+    height, width = map(int, argv)
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
+    warnings.simplefilter("ignore")
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS
+    source, target = sys.stdin.buffer, sys.stdout.fileno()
+    files.write_all(target, b"R")
+    while line := source.readline():
+        batch = json.loads(line)
+        # All of it is read before the first answer: who asks writes all of it before it listens.
+        contents = [source.read(item["bytes"]) if "bytes" in item else None for item in batch]
+        for item, content in zip(batch, contents):
+            files.write_all(target, _answer(item, content, height, width))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BrokenPipeError:
+        os._exit(1)  # nobody waits for the answer any more

@@ -1,0 +1,231 @@
+"""Image files decoded by several processes, in their order, whatever a file does to its process.
+
+with Decoders(224, 224, workers=8) as decoders:
+    for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none
+        …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from training import extras
+
+SECONDS = 60.0
+"""For one image. There are small files that take hours."""
+_START_SECONDS = 120.0
+_BATCH = 16
+_BATCH_BYTES = 8 << 20
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An image."""
+
+    file: Path | bytes
+    """Where it lies, or its content."""
+    label: int
+    name: str
+    """As it is told to people."""
+    kind: str | None = None
+    """`JPEG`, `PNG` or `WEBP`, where only that will do."""
+
+
+Result: TypeAlias = bytes | str
+
+
+class Decoders:
+    """Some decoder processes, each asked by a thread.
+
+    Args:
+        workers: 0: one for each core that this process may use.
+
+    Raises:
+        UserError: Pillow is not installed.
+    """
+
+    def __init__(self, height: int, width: int, workers: int = 0) -> None:
+        extras.require("PIL")
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self._size = height, width
+        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="decoder")
+        self._own = threading.local()
+        self._processes: list[_Process] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Decoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends all processes, also in the middle of their work."""
+        with self._lock:
+            for process in self._processes:
+                process.close()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.stop()
+
+    def decode(self, items: Iterable[Item]) -> Generator[tuple[Item, Result], None, None]:
+        """Each item, in their order, with its pixels (uint8 RGB [h, w, 3]), or why there are none.
+
+        No more than a few batches for each process are on the way at once.
+
+        Raises `RuntimeError` where no process can be started.
+        """
+        waiting: deque[tuple[list[Item], Future[list[Result]]]] = deque()
+        try:
+            for batch in _batches(items):
+                waiting.append((batch, self._threads.submit(self._decode, batch)))
+                if len(waiting) > 2 * self.workers:
+                    asked, future = waiting.popleft()
+                    yield from zip(asked, future.result())
+            while waiting:
+                asked, future = waiting.popleft()
+                yield from zip(asked, future.result())
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _decode(self, batch: list[Item]) -> list[Result]:
+        process: _Process | None = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = _Process(*self._size)
+            with self._lock:
+                self._processes.append(process)
+        return process.decode(batch)
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(item.file) if isinstance(item.file, bytes) else 0
+        if len(batch) == _BATCH or size > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _LostError(Exception):
+    """The process gave no answer."""
+
+
+class _Process:
+    def __init__(self, height: int, width: int) -> None:
+        self._words = [sys.executable, "-m", "training.data.decoder", str(height), str(width)]
+        self._bytes = height * width * 3
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def decode(self, batch: list[Item]) -> list[Result]:
+        """A result for each item. Where one ends the process, it and the next ones are asked of a new one.
+
+        Only one that does so twice is to blame: a machine without memory takes any process.
+        """
+        results: list[Result] = []
+        suspect = -1
+        while len(results) < len(batch) and not self._closed:
+            left = batch[len(results) :]
+            try:
+                process = self._started()
+                self._ask(process, left)
+                for _ in left:
+                    results.append(self._answer(process))
+            except _LostError as error:
+                self.stop()
+                if len(results) == suspect:
+                    results.append(str(error))
+                else:
+                    suspect = len(results)
+        return results
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None:
+            return self._process
+        with self._lock:
+            if self._closed:
+                raise _LostError("nobody waits for it any more")
+            # There, no folder of the user's called `training` stands before ours.
+            process = self._process = subprocess.Popen(
+                self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
+            )
+        try:
+            self._read(process, 1, _START_SECONDS)
+        except _LostError as error:
+            raise RuntimeError(f"a decoder process does not start: {error}") from None
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], items: list[Item]) -> None:
+        asked: list[dict[str, Any]] = []
+        for item in items:
+            what = {"bytes": len(item.file)} if isinstance(item.file, bytes) else {"path": os.path.abspath(item.file)}
+            asked.append({**what, "kind": item.kind})
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            for item in items:
+                if isinstance(item.file, bytes):
+                    process.stdin.write(item.file)
+            process.stdin.flush()
+        except OSError:
+            raise _LostError(_ending(process)) from None
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> Result:
+        if self._read(process, 1, SECONDS) == b"P":
+            return self._read(process, self._bytes, SECONDS)
+        size = int.from_bytes(self._read(process, 4, SECONDS), "little")
+        return self._read(process, size, SECONDS).decode("utf-8", "replace")
+
+    def _read(self, process: subprocess.Popen[bytes], size: int, seconds: float) -> bytes:
+        assert process.stdout is not None
+        found, deadline, descriptor = bytearray(), time.monotonic() + seconds, process.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while len(found) < size:
+            if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
+                raise _LostError(f"it takes longer than {seconds:.0f} s")
+            piece = os.read(descriptor, size - len(found))
+            if not piece:
+                raise _LostError(_ending(process))
+            found += piece
+        return bytes(found)
+
+    def stop(self) -> None:
+        """Ends the process and takes it away. The next batch gets a new one."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what was not sent yet
+                    stream.close()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """From another thread: whoever waits for an answer gets none."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    code = process.wait()
+    return f"it ends its decoder (signal {-code})" if code < 0 else f"it ends its decoder (exit code {code})"

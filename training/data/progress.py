@@ -1,0 +1,37 @@
+"""How far a long preparation of data is: a bar where somebody looks, a line now and then in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.launch.lines import say
+
+SECONDS = 10.0
+"""Between two lines."""
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Gives a function to be called once for each of `total` things that are done. On stderr."""
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
+        return
+    done, next_line = 0, time.monotonic() + SECONDS
+
+    def one_more() -> None:
+        nonlocal done, next_line
+        done += 1
+        if time.monotonic() > next_line:
+            next_line = time.monotonic() + SECONDS
+            say(f"{what}: {done} of {total}", sys.stderr)
+
+    yield one_more

@@ -1,0 +1,257 @@
+"""`source: arrays`: a user's own arrays. An .npz or .safetensors file with `samples` and `labels`, or two .npy files.
+
+Samples are uint8 images [n, h, w, c] or float feature vectors [n, f]; labels are whole numbers [n]. No pickle is opened,
+and no more than a piece of the samples is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import safetensors
+import torch
+
+from training import files
+from training.config.settings import Section
+from training.config.types import Items
+from training.contract import UserError
+from training.data.order import mix
+from training.data.sources.decoding import Share
+from training.data.sources.raw import Piece, Stream, rows_of_a_piece
+
+MOST_SAMPLES = 1 << 28
+MOST_PACKED = 16 << 30
+"""Bytes of an array in a compressed .npz, unpacked: a file of 16 MB can claim as much."""
+_SAMPLES = ("samples", "images")
+_KEY = 0x5EED0001
+"""Of the draw that holds samples out."""
+
+
+class Options(Section):
+    train: str = "train.npz"
+    """File of the training samples, below `data.root` or absolute: .npz, .safetensors, or .npy beside `train_labels`."""
+    train_labels: str | None = None
+    """File of their labels, where `train` is an .npy file."""
+    test: str | None = None
+    """The same for the test samples; null: a share of the training samples is held out."""
+    test_labels: str | None = None
+    """The same for their labels."""
+    held_out: Share = 0.1
+    """Share of the samples that test where there is no test file, chosen by a hash of each one's row number."""
+    classes: Items[str] | None = None
+    """Names of the labels; null: they are numbered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """One file, or two, that hold samples and labels."""
+
+    shape: tuple[int, ...]
+    """Of all samples, [n, …]."""
+    sample_bytes: int
+    labels: np.ndarray
+    pieces: Callable[[int], Iterator[np.ndarray]]
+    """The samples in their order, that many rows at once."""
+
+
+def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: ARG001 - there is nothing to decode
+    """Raises `UserError` for a file that is missing, damaged or of another kind."""
+    with _told(root / options.train):
+        train = _open(root, options.train, options.train_labels)
+    test = None
+    if options.test is not None:
+        with _told(root / options.test):
+            test = _open(root, options.test, options.test_labels)
+    held = held_out(len(train.labels), options.held_out if test is None else 0)
+    if test is None and not 0 < held.sum() < len(held):
+        raise UserError(
+            f"{root / options.train}: held_out={options.held_out:g} of {len(held)} samples leaves none to "
+            f"{'train' if held.any() else 'test'} on: change data.options.held_out, or name a file in data.options.test"
+        )
+
+    def pieces(split: str) -> Generator[Piece, None, None]:
+        table, name = (test, options.test) if split == "test" and test is not None else (train, options.train)
+        low = 0
+        with _told(root / str(name)):
+            for samples in table.pieces(rows_of_a_piece(table.sample_bytes)):
+                labels = table.labels[low : low + len(samples)]
+                if test is None:
+                    chosen = held[low : low + len(samples)] == (split == "test")
+                    yield samples[chosen], labels[chosen]
+                else:
+                    yield samples, labels
+                low += len(samples)
+
+    return Stream(pieces, options.classes)
+
+
+def files_of(root: Path, options: Options) -> list[Path]:
+    """The files that there are."""
+    names = (options.train, options.train_labels, options.test, options.test_labels)
+    return [root / name for name in names if name is not None and (root / name).exists()]
+
+
+def held_out(count: int, share: float) -> np.ndarray:
+    """bool [n]: which rows test. A row's draw depends on its number alone, so rows that are added change no other's."""
+    return (mix(torch.arange(count) ^ _KEY) < int(share * 2**32)).numpy()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What a damaged file makes the libraries raise, as one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (
+        OSError, EOFError, ValueError, KeyError, NotImplementedError, RuntimeError, SyntaxError, TypeError, zipfile.BadZipFile, zlib.error,
+        safetensors.SafetensorError,
+    ) as error:  # fmt: skip
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise UserError(f"cannot read {path}: {reason or type(error).__name__}") from None
+
+
+def _open(root: Path, name: str, labels: str | None) -> _Table:
+    path = root / name
+    suffix = path.suffix.lower()
+    if (labels is not None) != (suffix == ".npy"):
+        raise UserError(
+            f"{path}: an .npy file holds the samples alone, and its labels are named in data.options.train_labels or "
+            "test_labels; .npz and .safetensors hold both"
+        )
+    if suffix == ".npz":
+        table = _npz(path)
+    elif suffix == ".npy":
+        table = _npy(path, root / str(labels))
+    elif suffix == ".safetensors":
+        table = _safetensors(path)
+    else:
+        raise UserError(f"{path}: its name ends in none of .npz, .npy, .safetensors")
+    if not table.labels.size:
+        raise UserError(f"{path} holds no sample")
+    return table
+
+
+def _npz(path: Path) -> _Table:
+    files.regular(path).close()
+
+    def opened(archive: zipfile.ZipFile, names: tuple[str, ...]) -> tuple[IO[bytes], int]:
+        inside = archive.namelist()
+        found = next((f"{name}.npy" for name in names if f"{name}.npy" in inside), None)
+        if found is None:
+            raise UserError(
+                f"{path} has no array {names[0]!r}: expected `samples` and `labels`, it has {sorted(inside)[:10]}"
+            )
+        about = archive.getinfo(found)
+        if about.compress_type != zipfile.ZIP_STORED and about.file_size > MOST_PACKED:
+            raise UserError(
+                f"{path}: {found} unpacks to {about.file_size} bytes, at most {MOST_PACKED} are: use np.savez, or .npy"
+            )
+        return archive.open(about), about.file_size
+
+    def pieces(rows: int) -> Iterator[np.ndarray]:
+        with zipfile.ZipFile(path) as archive, opened(archive, _SAMPLES)[0] as file:
+            yield from _rows(file, *_head(file, None, path), rows)
+
+    with zipfile.ZipFile(path) as archive:
+        samples, size = opened(archive, _SAMPLES)
+        with samples:
+            shape, kind = _head(samples, size, path)
+        file, size = opened(archive, ("labels",))
+        with file:
+            labels = _labels(file, size, len_of(shape, path), path)
+    return _Table(shape, _bytes(shape, kind), labels, pieces)
+
+
+def _npy(path: Path, labels_path: Path) -> _Table:
+    def pieces(rows: int) -> Iterator[np.ndarray]:
+        with files.regular(path) as file:
+            yield from _rows(file, *_head(file, None, path), rows)
+
+    with files.regular(path) as file:
+        shape, kind = _head(file, os.fstat(file.fileno()).st_size, path)
+    with files.regular(labels_path) as file:
+        labels = _labels(file, os.fstat(file.fileno()).st_size, len_of(shape, path), labels_path)
+    return _Table(shape, _bytes(shape, kind), labels, pieces)
+
+
+def _safetensors(path: Path) -> _Table:
+    files.regular(path).close()
+
+    def pieces(rows: int) -> Iterator[np.ndarray]:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            samples = file.get_slice(name)
+            for low in range(0, shape[0], rows):
+                yield samples[low : min(low + rows, shape[0])]  # beyond the end is an error
+
+    with safetensors.safe_open(path, framework="numpy") as file:
+        inside = list(file.keys())
+        name = next((known for known in _SAMPLES if known in inside), "")
+        if not name or "labels" not in inside:
+            raise UserError(f"{path}: expected tensors `samples` and `labels`, it has {sorted(inside)[:10]}")
+        shape = tuple(file.get_slice(name).get_shape())
+        count = len_of(shape, path)
+        if file.get_slice("labels").get_shape() != [count]:
+            raise UserError(
+                f"{path} has labels {file.get_slice('labels').get_shape()} for {count} samples, expected [{count}]"
+            )
+        labels = file.get_tensor("labels")
+        kind = file.get_slice(name)[0:1].dtype if count else np.dtype(np.uint8)
+    return _Table(shape, _bytes(shape, kind), labels, pieces)
+
+
+def len_of(shape: tuple[int, ...], path: Path) -> int:
+    """The number of samples. Raises `UserError` for an array without dimensions, or of too many samples."""
+    if not shape or shape[0] > MOST_SAMPLES:
+        raise UserError(f"{path} has samples {list(shape)}: expected [n, h, w, c] or [n, f], n at most {MOST_SAMPLES}")
+    return shape[0]
+
+
+def _bytes(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
+    return math.prod(shape[1:]) * kind.itemsize
+
+
+def _head(file: IO[bytes], size: int | None, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """(shape, type) of an .npy file of `size` bytes, which then stands at its first element."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise UserError(f"{path} is of .npy version {version}, expected (1, 0) or (2, 0): it is no plain array")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, kind = read(file)
+    if kind.kind not in "uif":
+        what = "Python objects, which are not opened" if kind.hasobject else f"{kind}, expected whole numbers or floats"
+        raise UserError(f"{path} holds {what}")
+    if fortran and len(shape) > 1:
+        raise UserError(f"{path} is in Fortran's order: save np.ascontiguousarray of it")
+    if min(shape, default=0) < 0:
+        raise UserError(f"{path} says that it has the shape {list(shape)}: it is corrupt")
+    if size is not None and file.tell() + math.prod(shape) * kind.itemsize != size:
+        raise UserError(
+            f"{path} says that it holds {kind} {list(shape)}, and has {size} bytes: it is cut off or corrupt"
+        )
+    return shape, kind
+
+
+def _rows(file: IO[bytes], shape: tuple[int, ...], kind: np.dtype[Any], rows: int) -> Iterator[np.ndarray]:
+    for low in range(0, shape[0], rows):
+        count = min(rows, shape[0] - low)
+        data = file.read(count * _bytes(shape, kind))
+        yield np.frombuffer(data, kind).reshape(count, *shape[1:])
+
+
+def _labels(file: IO[bytes], size: int, count: int, path: Path) -> np.ndarray:
+    shape, kind = _head(file, size, path)
+    if shape != (count,) or kind.kind not in "ui":
+        raise UserError(
+            f"{path} has labels of {kind} {list(shape)} for {count} samples: expected whole numbers [{count}]"
+        )
+    return np.frombuffer(file.read(count * kind.itemsize), kind)
