@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.nets import SmallConv
+from tests.nets import DyingPlain, SmallConv
 
 
 class Normed(SmallConv):
@@ -43,3 +43,11 @@ class Raising(SmallConv):
         if self.passes == 5 and os.environ.get("RANK") == "1":
             raise ArithmeticError("this rank was told to fail")
         return super().forward(x)
+
+
+class Unhooked(DyingPlain):
+    """On a torch whose NCCL calls nobody before it aborts."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        torch._C._distributed_c10d.Backend.supports_abort_hooks = False

@@ -120,7 +120,7 @@ def rehearsing(
                 path.unlink(missing_ok=True)
             env = clean_env(
                 LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                LOCKSTEP_THREADS="1", TORCH_NCCL_DUMP_ON_TIMEOUT="0", **{name: str(path) for name, path in files.items()},
+                LOCKSTEP_THREADS="1", TORCH_FR_DUMP_ON_TIMEOUT="0", **{name: str(path) for name, path in files.items()},
             )  # fmt: skip
             del env["CUDA_VISIBLE_DEVICES"]
             env.update({**extra, **own})

@@ -13,7 +13,7 @@ from training import contract, cudagraph
 from training.config import Config
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UserError
 from training.parallel.world import World
-from training.resilience.hang import describe_failed_collective, is_collective
+from training.resilience.hang import describe_failed_collective, is_collective, naming_the_missing
 from training.resilience.preempt import Signals
 from training.run.prepare import Prepared, note_corrupt_shard, prepare
 from training.run.summary import say_complete, summarise, write_report
@@ -98,9 +98,18 @@ def _train(prepared: Prepared, signals: Signals | None, began: float) -> int:
 
 
 def _to_the_end(prepared: Prepared, signals: Signals | None, began: float) -> Ending:
+    def lost(reason: str) -> None:
+        prepared.console.close()
+        if prepared.run is not None:
+            prepared.run.status(EXIT_FAILED, reason, prepared.steps_done)
+        prepared.console.warn(reason)
+        session.saver.close()
+
+    world, timeout = prepared.world, prepared.config.collective_timeout
     try:
         with Session(prepared, signals, began) as session:
-            make_trainer(prepared).train(session)
+            with naming_the_missing(world, lambda: prepared.steps_done, timeout, lost):
+                make_trainer(prepared).train(session)
             return session.finish()
     except Ended as ended:
         return ended.ending
