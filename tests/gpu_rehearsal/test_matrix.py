@@ -32,6 +32,7 @@ def test_every_recipe_takes_its_steps(tmp_path: Path, data_root: Path, recipe: s
         *SMALL,
         f"precision={precision}",
     ]
+    words += ["data.options={n: 384, n_test: 64, size: 28}"] if recipe == "fashion_cnn" else []
     gang = rehearsed(tmp_path, words, timeout=300)
     assert "Final validation accuracy" in gang.ranks[0].output
 

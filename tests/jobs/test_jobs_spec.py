@@ -215,3 +215,19 @@ def test_what_needs_no_gpu_asks_for_no_gpus_share() -> None:
     spec = JobSpec.of({"name": "a", "recipe": "smoke", "gpus": 8})
     assert (spec.on_cpu().gpus, spec.on_cpu().cpus, spec.on_cpu().memory) == (0, 2, "4Gi")
     assert spec.model_copy(update={"cpus": 6.0}).on_cpu().cpus == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"recipe": "smoke"}, False),
+        ({"recipe": "smoke", "gpus": 2}, True),
+        ({"recipe": "smoke", "gpus": 2, "overrides": {"device": "auto"}}, False),
+        ({"recipe": "smoke", "gpus": 2, "overrides": {"device": "cpu"}}, False),
+        ({"recipe": "/in/the/image.yaml", "image": "registry/x:1", "gpus": 1}, True),
+        ({"command": ["./train"], "gpus": 2}, False),
+    ],
+)
+def test_a_job_with_gpus_does_not_train_on_the_cpu_in_silence(given: dict[str, Any], expected: bool) -> None:
+    """Unless its user says so. A program of one's own takes no setting of ours."""
+    assert ("device=cuda" in rank(JobSpec.of({"name": "x", **given}), "/runs/x")) == expected
