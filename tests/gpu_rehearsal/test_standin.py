@@ -131,6 +131,10 @@ for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch
         dist.all_reduce(here, op)
         dist.all_reduce(there, op)
         assert torch.equal(here, there.cpu()), (dtype, op)
+    parts = [torch.full((100000,), i).to(dtype).cuda() for i in range(2)] if rank == 0 else None
+    mine = torch.empty(100000, dtype=dtype, device="cuda")
+    dist.scatter(mine, parts, src=0)
+    assert torch.equal(mine, torch.full_like(mine, rank))
 print("same")
 dist.destroy_process_group()
 """

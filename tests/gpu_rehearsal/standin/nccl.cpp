@@ -22,9 +22,15 @@ struct Shared {
   std::atomic<int> attached, arrived, generation;
   char uuids[64][16];
 };
+// From one rank to another: empty, or a piece of what is sent.
+struct Mailbox {
+  std::atomic<size_t> bytes;
+  char data[256 << 10];
+};
 struct ncclComm {
   Shared* shared;
   char* slots;
+  Mailbox* mail;
   int size, rank, device;
   std::atomic<bool> aborted{false};
 };
@@ -63,12 +69,13 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* found, int size, ncclUniqueI
   log_line("COMMUNICATOR size=%d rank=%d device=%d", size, rank, current_device);
   open_context(current_device, "ncclCommInitRank");
   int file = open(id.internal, O_RDWR | O_CREAT, 0600);
-  size_t bytes = sizeof(Shared) + SLOT * size;
+  size_t bytes = sizeof(Shared) + SLOT * size + sizeof(Mailbox) * size * size;
   if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (mapped == MAP_FAILED) return ncclSystemError;
-  auto* comm = new ncclComm{(Shared*)mapped, (char*)mapped + sizeof(Shared), size, rank, current_device};
+  char* slots = (char*)mapped + sizeof(Shared);
+  auto* comm = new ncclComm{(Shared*)mapped, slots, (Mailbox*)(slots + SLOT * size), size, rank, current_device};
   cudaDeviceProp properties;
   cudaGetDeviceProperties(&properties, current_device);
   memcpy(comm->shared->uuids[rank], properties.uuid.bytes, 16);
@@ -143,9 +150,51 @@ API ncclResult_t ncclCommDeregister(ncclComm_t, void*) { return ncclSuccess; }
 API const char* ncclGetErrorString(ncclResult_t) { return "an error of the stand-in's NCCL"; }
 API const char* ncclGetLastError(ncclComm_t) { return ""; }
 
-// Between ncclGroupStart and ncclGroupEnd calls are collected, and posted together.
+// What one rank sends to another, or gets from it.
+struct Transfer {
+  ncclComm* comm;
+  cudaStream_t stream;
+  char* buffer;
+  size_t bytes;
+  Mailbox* box;
+  bool sends;
+  size_t done = 0;
+
+  bool move() {
+    size_t waiting = box->bytes;
+    if (done == bytes || (waiting > 0) == sends) return false;
+    size_t count = sends ? std::min(bytes - done, sizeof box->data) : waiting;
+    memcpy(sends ? box->data : buffer + done, sends ? buffer + done : box->data, count);
+    done += count;
+    box->bytes = sends ? count : 0;
+    return true;
+  }
+};
+
+// Between ncclGroupStart and ncclGroupEnd calls are collected, and posted together. Sends and receives then make progress
+// together: two ranks that first send to each other do not wait for ever.
 static thread_local int depth = 0;
 static thread_local std::vector<std::function<ncclResult_t()>> grouped;
+static thread_local std::vector<Transfer> transfers;
+
+static ncclResult_t start_transfers() {
+  if (transfers.empty()) return ncclSuccess;
+  auto all = std::make_shared<std::vector<Transfer>>(std::move(transfers));
+  transfers.clear();
+  Body body = [all] {
+    for (bool left = true; left && !all->front().comm->aborted;) {
+      left = false;
+      bool moved = false;
+      for (Transfer& one : *all) {
+        moved = one.move() || moved;
+        left = left || one.done < one.bytes;
+      }
+      if (!moved) usleep(50);
+    }
+  };
+  return submit(all->front().stream, "send and receive", body, true) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
 API ncclResult_t ncclGroupStart() {
   depth++;
   return ncclSuccess;
@@ -156,7 +205,27 @@ API ncclResult_t ncclGroupEnd() {
   grouped.clear();
   for (auto& call : calls)
     if (ncclResult_t error = call()) return error;
-  return ncclSuccess;
+  return start_transfers();
+}
+
+static ncclResult_t transfer(Transfer one, const char* name) {
+  Block block = block_of(one.buffer);
+  if (block.kind != Kind::device) {
+    log_line("VIOLATION %s of host memory", name);
+    return ncclInvalidArgument;
+  }
+  if (block.device != one.comm->device) log_line("VIOLATION %s of a buffer of another device", name);
+  transfers.push_back(one);
+  return depth ? ncclSuccess : start_transfers();
+}
+API ncclResult_t ncclSend(
+    const void* from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  Mailbox* box = comm->mail + comm->rank * comm->size + peer;
+  return transfer({comm, stream, (char*)from, count * width_of(type), box, true}, "send");
+}
+API ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  Mailbox* box = comm->mail + peer * comm->size + comm->rank;
+  return transfer({comm, stream, (char*)to, count * width_of(type), box, false}, "receive");
 }
 
 static ncclResult_t post(
