@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.nets import DyingPlain, SmallConv
+from training.cudagraph import CapturedTrainer
 
 
 class Normed(SmallConv):
@@ -51,3 +54,18 @@ class Unhooked(DyingPlain):
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)
         torch._C._distributed_c10d.Backend.supports_abort_hooks = False
+
+
+class Tardy(SmallConv):
+    """Rank 1 comes late to each recorded step, as one whose data is late."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        fill = CapturedTrainer._fill
+
+        def late(*args: Any) -> None:
+            time.sleep(0.1)
+            fill(*args)
+
+        if os.environ.get("RANK") == "1":
+            CapturedTrainer._fill = late  # type: ignore[method-assign]

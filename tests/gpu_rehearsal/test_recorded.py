@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import events
 from tests.gpu_rehearsal.rehearsal import Gang, differing, trained
 from tests.gpu_rehearsal.test_strategies import LOOK_FOR_NAN, RESIDENT
 
@@ -91,3 +92,17 @@ def test_a_model_that_cannot_be_recorded_goes_on_eagerly(tmp_path: Path, data_ro
     assert differing(found, eager) == []
     assert "the step cannot be recorded (rank 0: " in gang.ranks[0].output
     assert [rank.lines("LAUNCH") for rank in gang.ranks] == [[], []]
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "ignore"])
+def test_a_recorded_step_tells_its_own_time_from_the_wait_for_others(
+    tmp_path: Path, data_root: Path, nonfinite: str
+) -> None:
+    """Rank 1 comes 0.1 s late to each of its recorded steps: rank 0 waits for it, inside the graph."""
+    changes = {"model": "tests.gpu_rehearsal.nets:Tardy", "log__every": 1, "capture": "auto", "nonfinite": nonfinite}
+    trained(tmp_path, data_root, **changes)
+    replayed = [event for event in events(tmp_path / "run", "step") if event["step"] > 5]
+    assert len(replayed) == 3
+    for event in replayed:
+        assert event["sync_wait"] > 0.05 > event["grad_ready"] > 0, event
+        assert event["step_duration"] > 0.05

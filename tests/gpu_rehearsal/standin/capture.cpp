@@ -10,7 +10,17 @@ static thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlo
 
 struct CUgraphExec_st {
   std::vector<Node> nodes;
+  std::map<CUstream_st*, CUstream_st*> streams = {};  // where the nodes of each captured stream run
 };
+
+void add_node(CUstream_st* stream, Node node) {
+  auto& nodes = stream->capture->graph->nodes;
+  node.stream = stream;
+  node.after = std::move(stream->tail);
+  stream->tail = {nodes.size()};
+  stream->clock[stream]++;
+  nodes.push_back(std::move(node));
+}
 
 Capture* capture_by(uint64_t id) {
   for (Capture* capture : captures)
@@ -77,6 +87,7 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMod
   stream->capture = capture;
   stream->clock.clear();
   stream->clock[stream] = 1;
+  stream->tail.clear();
   log_line("CAPTURE begins stream=%d", stream->id);
   return cudaSuccess;
 }
@@ -144,16 +155,24 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaG
   return cudaGraphInstantiate(executable, graph, flags);
 }
 
-// The nodes run one after the other, in the order in which they were captured: one of the orders that a GPU may choose.
+// A graph starts when its stream comes to it, and the stream goes on when all of it is done. In between a node waits for
+// what it waited for in the capture, and for nothing else.
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   CUstream_st* stream = stream_of(handle);
   if (stream->capture) return failed(cudaErrorStreamCaptureUnsupported);
   open_context(current_device, "cudaGraphLaunch");
   log_line("LAUNCH nodes=%zu stream=%d", executable->nodes.size(), stream->id);
+  uint64_t start = enqueue(stream, "graph starts", [] {});
+  std::vector<uint64_t> numbers;
   for (const Node& node : executable->nodes) {
-    uint64_t work = enqueue(stream, node.name.c_str(), node.body, {}, node.apart);
-    if (node.launched) node.launched(work);
+    CUstream_st*& own = executable->streams[node.stream];
+    if (!own) own = new CUstream_st(*node.stream);
+    std::set<uint64_t> after = {start};
+    for (size_t earlier : node.after) after.insert(numbers[earlier]);
+    numbers.push_back(enqueue(own, node.name.c_str(), node.body, after, node.apart));
+    if (node.launched) node.launched(numbers.back());
   }
+  enqueue(stream, "graph ends", [] {}, {numbers.begin(), numbers.end()});
   return cudaSuccess;
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }

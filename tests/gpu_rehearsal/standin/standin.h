@@ -81,6 +81,7 @@ struct CUstream_st {
   // While captured: how far this stream knows each stream of the capture. One that the origin does not know to its end
   // is not joined.
   std::map<CUstream_st*, uint64_t> clock;
+  std::set<size_t> tail;  // while captured: the nodes that its next one waits for
 };
 struct EventTime {
   double ms = 0;
@@ -92,6 +93,7 @@ struct CUevent_st {
   uint64_t work = 0;        // done: the event has passed
   uint64_t capture_id = 0;  // recorded inside a capture: no event outside may be made of it
   std::map<CUstream_st*, uint64_t> clock;
+  std::set<size_t> tail;
   std::shared_ptr<EventTime> time = std::make_shared<EventTime>();
 };
 CUstream_st* stream_of(cudaStream_t stream);  // the legacy stream of the current device for a null pointer
@@ -105,6 +107,8 @@ struct Node {
   Body body;
   bool apart;
   std::function<void(uint64_t)> launched;  // told the number that the work has got at a launch
+  CUstream_st* stream = nullptr;
+  std::set<size_t> after = {};  // nodes
 };
 struct CUgraph_st {
   std::vector<Node> nodes;
@@ -120,6 +124,7 @@ struct Capture {
 extern std::set<Capture*> captures;
 Capture* capture_by(uint64_t id);
 void break_capture(Capture* capture, const char* what, const char* why);
+void add_node(CUstream_st* stream, Node node);
 bool unsafe_now(const char* call);  // breaks the capture that this call may not happen beside
 cudaError_t forbid_while_captured(cudaStream_t stream, const char* call);
 bool legacy_stream_forbidden(const char* call);

@@ -31,8 +31,7 @@ cudaError_t submit(cudaStream_t handle, const char* name, Body body, bool apart)
     open_context(stream->device, name);
     if (Capture* capture = stream->capture) {
       if (capture->broken) return failed(cudaErrorStreamCaptureInvalidated);
-      stream->clock[stream]++;
-      capture->graph->nodes.push_back({name, std::move(body), apart, nullptr});
+      add_node(stream, {name, std::move(body), apart, nullptr});
       return cudaSuccess;
     }
     if (stream->legacy && legacy_stream_forbidden(name)) return failed(cudaErrorStreamCaptureImplicit);
@@ -116,15 +115,15 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle,
     }
     if (stream->capture && (flags & cudaEventRecordExternal)) {
       // A node of the graph: every launch records the event anew, for the world outside.
-      stream->clock[stream]++;
       auto launched = [event](uint64_t work) { event->work = work, event->recorded = true, event->capture_id = 0; };
-      stream->capture->graph->nodes.push_back({"event", pass, false, launched});
+      add_node(stream, {"event", pass, false, launched});
       return cudaSuccess;
     }
     event->recorded = true;
     event->capture_id = stream->capture ? stream->capture->id : 0;
     if (stream->capture) {
       event->clock = stream->clock;
+      event->tail = stream->tail;
       return cudaSuccess;
     }
   }
@@ -185,9 +184,11 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsi
         stream->capture = capture;
         stream->clock.clear();
         stream->clock[stream] = 1;
+        stream->tail.clear();
         capture->streams.insert(stream);
       }
       for (auto& [other, known] : event->clock) stream->clock[other] = std::max(stream->clock[other], known);
+      stream->tail.insert(event->tail.begin(), event->tail.end());
       return cudaSuccess;
     }
     if (!event->recorded) return cudaSuccess;
