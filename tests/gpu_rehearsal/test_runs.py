@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import events
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import differing, rehearsed, rehearsing, saved, settings, trained
 from tests.processes import poll
@@ -40,6 +41,20 @@ def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:
     again = rehearsed(tmp_path / "again", ["evaluate", str(run), "--trust-model", "--set", "device=cuda"], ranks=2)
     assert scores["cpu"] == scores["cuda"]
     assert f"accuracy {scores['cuda']:.4f}" in again.ranks[0].output
+
+
+@pytest.mark.parametrize("late", ["", "oldest", "newest"])
+def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Path, late: str) -> None:
+    """Losses and norms are copied beside the training, and told when they have come; they are those of the CPU."""
+    told = {}
+    for device in ("cpu", "cuda"):
+        options: dict[str, object] = {"devices": 2 if device == "cuda" else 0, "STANDIN_LATE": late}
+        gang, _ = trained(tmp_path / device, data_root, options=options, log__every=1, device=device)
+        steps = events(tmp_path / device / "run", "step")
+        told[device] = [(event["step"], event["train_loss"], event["grad_norm"]) for event in steps]
+    assert told["cuda"] == told["cpu"] and len(told["cpu"]) == 8
+    waits = {what for rank in gang.ranks for what in rank.found["step"] if "reading.py" in what}
+    assert waits <= {"cudaEventSynchronize by observe/reading.py:wait"}  # of one that has passed
 
 
 def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:

@@ -69,7 +69,7 @@ def naming_the_missing(
 ) -> Iterator[None]:
     """While it is entered, a collective of NCCL that fails or times out is told in a sentence; then the process ends with 1.
 
-    Where torch has no hook for it (before 2.15), a thread says the sentence shortly before torch's watchdog aborts the
+    Where torch has no hook for it (2.15 has one), a thread says the sentence shortly before torch's watchdog aborts the
     process. It cannot see the collectives, only that this rank took no step, so it leaves the end to the watchdog.
 
     Args:
