@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu_rehearsal.conftest import OnCpu
-from tests.gpu_rehearsal.rehearsal import differing, trained
+from tests.gpu_rehearsal.rehearsal import differing, rehearsing, settings, trained
 from tests.runs import LOSSY_START
 
 LOOK_FOR_NAN = "cudaStreamSynchronize by trainer.py:compute_gradients"
@@ -55,3 +55,20 @@ def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path,
     gang, found = trained(tmp_path, data_root, nonfinite="ignore")
     assert differing(found, on_cpu()) == []
     assert [set(rank.found["step"]) for rank in gang.ranks] == [{RESIDENT}] * 2
+
+
+def test_powersgd_on_the_cpu_beside_gpus_is_refused_before_anything_is_trained(tmp_path: Path, data_root: Path) -> None:
+    """torch's hook fails there in the first step that it compresses."""
+    words = [
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        *settings(data_root, device="cpu", sync__name="powersgd"),
+    ]
+    with rehearsing(tmp_path, words) as gang:
+        assert gang.wait(60) == [2, 2], gang.output
+    assert (
+        "sync.name=powersgd cannot compress on the CPU while GPUs are visible: set device=cuda, or CUDA_VISIBLE"
+        in gang.output
+    )

@@ -42,6 +42,12 @@ class PowerSgd(Ddp):
     Options = PowerSgdOptions
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor) -> nn.Module:
+        if (
+            world.device.type != "cuda" and torch.cuda.is_available()
+        ):  # torch's hook then waits for the device, as for a GPU
+            raise self.refuse(
+                "cannot compress on the CPU while GPUs are visible", "set device=cuda, or CUDA_VISIBLE_DEVICES="
+            )
         # Gradients are read as matrices. Convolutions follow the layout of their images, whatever that of their weights.
         make_contiguous(model)
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
