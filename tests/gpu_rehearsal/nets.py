@@ -64,7 +64,7 @@ class Tardy(SmallConv):
         fill = CapturedTrainer._fill
 
         def late(*args: Any) -> None:
-            time.sleep(0.1)
+            time.sleep(0.4)
             fill(*args)
 
         if os.environ.get("RANK") == "1":

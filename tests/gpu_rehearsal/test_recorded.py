@@ -98,11 +98,12 @@ def test_a_model_that_cannot_be_recorded_goes_on_eagerly(tmp_path: Path, data_ro
 def test_a_recorded_step_tells_its_own_time_from_the_wait_for_others(
     tmp_path: Path, data_root: Path, nonfinite: str
 ) -> None:
-    """Rank 1 comes 0.1 s late to each of its recorded steps: rank 0 waits for it, inside the graph."""
+    """Rank 1 comes 0.4 s late to each of its recorded steps: rank 0 waits for it, inside the graph."""
     changes = {"model": "tests.gpu_rehearsal.nets:Tardy", "log__every": 1, "capture": "auto", "nonfinite": nonfinite}
     trained(tmp_path, data_root, **changes)
     replayed = [event for event in events(tmp_path / "run", "step") if event["step"] > 5]
     assert len(replayed) == 3
-    for event in replayed:
-        assert event["sync_wait"] > 0.05 > event["grad_ready"] > 0, event
-        assert event["step_duration"] > 0.05
+    waited, own, whole = (
+        sum(event[name] for event in replayed) for name in ("sync_wait", "grad_ready", "step_duration")
+    )
+    assert whole > waited > 0.4 and waited > own > 0, replayed
