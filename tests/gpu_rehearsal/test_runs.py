@@ -55,7 +55,7 @@ def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Pa
     assert told["cuda"] == told["cpu"] and len(told["cpu"]) == 8
     waits = {what for rank in gang.ranks for what in rank.found["step"] if "reading.py" in what}
     passed = "cudaEventSynchronize by observe/reading.py:wait"  # of an event that has been asked already
-    assert waits == {"copy cuda->cpu pinned by observe/reading.py:_to_host", passed}
+    assert waits <= {"copy cuda->cpu pinned by observe/reading.py:_to_host", passed}
 
 
 def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
