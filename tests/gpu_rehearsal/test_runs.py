@@ -43,13 +43,16 @@ def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:
     assert f"accuracy {scores['cuda']:.4f}" in again.ranks[0].output
 
 
-@pytest.mark.parametrize("late", ["", "oldest", "newest"])
-def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Path, late: str) -> None:
+@pytest.mark.parametrize(("ranks", "late"), [(2, ""), (2, "newest"), (1, "oldest"), (1, "newest")])
+def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Path, ranks: int, late: str) -> None:
     """Losses and norms are copied beside the training, and told when they have come; they are those of the CPU."""
     told = {}
+    nonfinite = "stop" if ranks > 1 else "ignore"  # then nothing else has waited before
     for device in ("cpu", "cuda"):
-        options: dict[str, object] = {"devices": 2 if device == "cuda" else 0, "STANDIN_LATE": late}
-        gang, _ = trained(tmp_path / device, data_root, options=options, log__every=1, device=device)
+        options: dict[str, object] = {"devices": 2 if device == "cuda" else 0, "STANDIN_LATE": late, "ranks": ranks}
+        gang, _ = trained(
+            tmp_path / device, data_root, options=options, log__every=1, device=device, nonfinite=nonfinite
+        )
         steps = events(tmp_path / device / "run", "step")
         told[device] = [(event["step"], event["train_loss"], event["grad_norm"]) for event in steps]
     assert told["cuda"] == told["cpu"] and len(told["cpu"]) == 8
