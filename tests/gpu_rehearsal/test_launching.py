@@ -28,7 +28,7 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(tmp_path: Path, data_root: 
     """As on Kubernetes, where the manifest sets how torch handles NCCL's errors."""
     changes = {"model": "tests.nets:DyingPlain", "collective_timeout": 5, "evaluate__every": 100}
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]
-    env = _env(tmp_path, LOCKSTEP_TEST_FATE="1:3:STOP", TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
+    env = _env(tmp_path, LOCKSTEP_TEST_FATE="1:3:KILL", TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
     launch = ["launch", "--max-restarts", "0", "--grace", "5"]
     done = run([PYTHON, "-m", "training", *launch, "--", PYTHON, *RANK, *words], env, 150)
     assert done.code == 1, done.output
