@@ -22,13 +22,13 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help shell setup train test coverage test-fast lint bench bench-gpu clean
-.PHONY: test-exercises test-floors test-own test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: test-exercises test-gpu-rehearsal test-gpu-rehearsal-all test-floors test-own test-sync test-k8s test-prometheus test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -84,6 +84,12 @@ test-floors: $(READY) ## what dispatching needs, in the lowest versions that pyp
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/exercises
+
+test-gpu-rehearsal: $(READY) ## the GPU path over a stand-in for CUDA and NCCL, without a GPU (g++, torch's CUDA build)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/gpu_rehearsal -m "not matrix"
+
+test-gpu-rehearsal-all: $(READY) ## the same with every recipe, type, strategy and order
+	$(RUN) -m pytest -n $(WORKERS) tests/gpu_rehearsal
 
 submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]
 	@$(VENV)/bin/lockstep submit k8s $(K8S_FLAGS)

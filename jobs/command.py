@@ -38,6 +38,10 @@ def rank(spec: JobSpec, run_dir: str) -> list[str]:
         settings.append(f"preempt.grace_seconds={spec.grace_seconds}")
     if spec.shards is not None and not given & {"data.shards", "shards"}:
         settings.append(f"data.shards={spec.shard_folder}")
+    config = spec.config() if spec.gpus else None
+    # Left to itself, a run that sees no GPU trains on the CPU, and says so in one line.
+    if spec.gpus and "device" not in given and (config is None or config.device == "auto"):
+        settings.append("device=cuda")
     fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
     return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
 

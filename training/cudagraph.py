@@ -22,6 +22,7 @@ from training.checkpoint.state import TrainState
 from training.config import Config
 from training.data.augment import draw_keys
 from training.data.loader import Batch
+from training.observe.clock import RecordedPoints
 from training.optim.rates import RatedOptimizer
 from training.parallel.exchange import all_gather_trees
 from training.trainer import Trainer
@@ -116,6 +117,7 @@ class CapturedTrainer(Trainer):
         self._epoch: int | None = None
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._before: list[torch.Tensor] = []
+        self._points = RecordedPoints(device)
         self._seen: dict[int, int] = {}
         self._recorded: _Recorded | None = None
         self._replays: _Recorded | None = None
@@ -130,6 +132,7 @@ class CapturedTrainer(Trainer):
         if recorded is not None and kind in recorded.updates and _shape(batch) == _shape(recorded.inputs):
             self._replays = recorded
             self._fill(recorded.inputs, batch)
+            self.state.clock.before_replay()
         super().step(batch)
 
     def _is_due(self, batch: Batch, kind: int) -> bool:
@@ -171,7 +174,9 @@ class CapturedTrainer(Trainer):
                 kept.copy_(tensor)
             state.sync.zero_grad()
             self.forward_backward(inputs, self._keys)
-            state.sync.synchronize()  # without times: no clock can be read inside a recording
+            self._points.mark(0)
+            state.sync.synchronize()
+            self._points.mark(1)
             if self.checks_gradient:
                 self._finite.copy_(torch.isfinite(self.unscale_gradients()))
 
@@ -244,10 +249,9 @@ class CapturedTrainer(Trainer):
             self._done(recorded)
 
     def _done(self, recorded: _Recorded) -> None:
-        """The gradients are there. The wait for the other ranks is inside the recording: it counts as the rank's own time."""
+        """The gradients are under way."""
         self.state.sync.bytes_sent += recorded.bytes_sent
-        self.state.clock.grad_ready()
-        self.state.clock.synced()
+        self.state.clock.replayed(self._points)
 
 
 def _shape(batch: Batch) -> tuple[int, int, float]:

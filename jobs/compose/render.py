@@ -130,6 +130,8 @@ def environment(spec: JobSpec) -> dict[str, Any]:
     if spec.gpus:
         values["NCCL_DEBUG"] = "WARN"
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    else:  # where nvidia's runtime is the default, the image's own setting would show all
+        values["NVIDIA_VISIBLE_DEVICES"] = "void"
     values |= spec.env
     if own_port is not None:
         values[ENV_METRICS_PORT] = str(

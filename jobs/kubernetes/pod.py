@@ -102,6 +102,8 @@ def environment(spec: JobSpec) -> list[Manifest]:
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
         ENV_METRICS_PORT: str(spec.metrics_port) if spec.metrics_port != METRICS_PORT else None,
+        # The image shows all GPUs to whoever starts it by hand. Where nvidia's runtime is the default, this job would see them.
+        "NVIDIA_VISIBLE_DEVICES": None if spec.gpus else "void",
         "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
     }
     if spec.gpus:
@@ -111,8 +113,7 @@ def environment(spec: JobSpec) -> list[Manifest]:
         values["NCCL_IB_HCA"] = k8s(spec).ib_hca
         if any(name.endswith("/efa") for name in k8s(spec).rdma):
             values["FI_PROVIDER"] = "efa"
-    elif k8s(spec).socket_interface:
-        values["GLOO_SOCKET_IFNAME"] = k8s(spec).socket_interface
+    values["GLOO_SOCKET_IFNAME"] = k8s(spec).socket_interface  # tensors of the CPU go by gloo, in a job with GPUs, too
     values |= spec.env
     items: list[Manifest] = [
         {"name": name, "value": _literal(value)}

@@ -73,7 +73,7 @@ class Kubernetes(Section):
     hugepages: Size | None = None
     """hugepages-2Mi a node; EFA needs 5120Mi."""
     socket_interface: Device | None = None
-    """NCCL_SOCKET_IFNAME."""
+    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     ib_hca: Device | None = None
     """NCCL_IB_HCA."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"

@@ -232,3 +232,19 @@ def test_ready_shards_of_ones_own_data_are_not_those_of_another_set() -> None:
     assert len(set(ones)) == 5 and all(
         str(one).startswith(("/shards/images-", "/shards/own.data-samples-")) for one in ones
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"recipe": "smoke"}, False),
+        ({"recipe": "smoke", "gpus": 2}, True),
+        ({"recipe": "smoke", "gpus": 2, "overrides": {"device": "auto"}}, False),
+        ({"recipe": "smoke", "gpus": 2, "overrides": {"device": "cpu"}}, False),
+        ({"recipe": "/in/the/image.yaml", "image": "registry/x:1", "gpus": 1}, True),
+        ({"command": ["./train"], "gpus": 2}, False),
+    ],
+)
+def test_a_job_with_gpus_does_not_train_on_the_cpu_in_silence(given: dict[str, Any], expected: bool) -> None:
+    """Unless its user says so. A program of one's own takes no setting of ours."""
+    assert ("device=cuda" in rank(JobSpec.of({"name": "x", **given}), "/runs/x")) == expected

@@ -88,14 +88,19 @@ def members(session: int) -> list[int]:
 
 
 class _Server:
-    """Started with the first process that is asked for; ends with this one, whatever ends it."""
+    """Started with the first process that is asked for; ends with this one, whatever ends it.
 
-    def __init__(self) -> None:
+    Args:
+        preload: a library that is loaded before all others, which no fork can make up for; "" for none.
+    """
+
+    def __init__(self, preload: str) -> None:
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         one["OMP_WAIT_POLICY"] = "PASSIVE"
         env = {**os.environ, **one, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
+        env.update({"LD_PRELOAD": preload} if preload else {})
         command = [sys.executable, "-u", "-m", "tests.warm.server", str(theirs.fileno())]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
@@ -110,16 +115,15 @@ class _Server:
         self.process.wait(30)
 
 
-_server: _Server | None = None
+_servers: dict[str, _Server] = {}
 _starting = threading.Lock()
 
 
-def _running() -> _Server:
-    global _server
+def _running(preload: str) -> _Server:
     with _starting:
-        if _server is None:
-            _server = _Server()
-        return _server
+        if preload not in _servers:
+            _servers[preload] = _Server(preload)
+        return _servers[preload]
 
 
 def start(words: list[str], env: dict[str, str], output: int, error: int | None = None, cwd: Path = ROOT) -> Process:
@@ -128,7 +132,7 @@ def start(words: list[str], env: dict[str, str], output: int, error: int | None 
     Raises:
         RuntimeError: the server is gone, or was not fit to fork.
     """
-    server = _running()
+    server = _running(env.get("LD_PRELOAD", ""))
     heard, told = os.pipe()
     with open(os.devnull, "rb") as nothing, server.lock:
         request = json.dumps({"words": words, "env": env, "cwd": str(cwd)}).encode()

@@ -185,7 +185,7 @@ class Writer:
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(tensors, self._buffers)
         )
         if not same:
-            pinned = torch.cuda.is_available()
+            pinned = any(tensor.is_cuda for tensor in tensors)
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in tensors]
         for buffer, tensor in zip(self._buffers, tensors):
             buffer.copy_(tensor, non_blocking=True)

@@ -53,8 +53,9 @@ def model_parallel(world: World) -> tuple[float, str]:
     """The same with the model cut over two devices a rank, and a sentence on which. Collective."""
     count = torch.cuda.device_count() if world.device.type == "cuda" else 0
     if count >= 2 * world.local_size:
-        first = 2 * world.local_rank
-        devices, where = (torch.device("cuda", first), torch.device("cuda", first + 1)), "two GPUs a rank"
+        # The rank's own, and one that is no other rank's own: GPU i is that of local rank i.
+        devices = (world.device, torch.device("cuda", world.local_rank + world.local_size))
+        where = "two GPUs a rank"
     else:
         devices = (world.device, world.device)
         where = f"both halves on one {world.device.type} device: there are no {2 * world.local_size} GPUs here"
@@ -64,7 +65,9 @@ def model_parallel(world: World) -> tuple[float, str]:
 def _under_ddp(devices: tuple[torch.device, torch.device], world: World) -> float:
     torch.manual_seed(0)
     model = ToyModel(devices)
-    network = DistributedDataParallel(model)  # a module on several devices takes no device_ids
+    # NCCL's groups are bound to one GPU a rank: gradients on two go by gloo. Such a module takes no device_ids.
+    group = None if devices[0] == devices[1] else dist.new_group(backend="gloo")
+    network = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
     for inputs, targets in _batches(world.size, 10, 5):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -41,6 +42,26 @@ class Watch(Protocol):
     """When the rank's own gradients were complete."""
     waits: list[tuple[Mark, Mark]]
     """Waits for other ranks before that."""
+
+
+class RecordedPoints:
+    """`grad_ready` and `synced` inside a recorded step: events that are recorded anew at every replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = (
+            [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] if device.type == "cuda" else []
+        )
+
+    def mark(self, number: int) -> None:
+        """While the step is recorded: point 0 or 1 is here."""
+        if self._events:
+            self._events[number].record()
+
+    def seconds_since(self, data: torch.cuda.Event) -> tuple[float, float] | None:
+        """(from `data` to grad_ready, from there to synced); None where the GPU is not that far."""
+        if not self._events or not self._events[1].query():
+            return None
+        return _seconds(data, self._events[0]), _seconds(self._events[0], self._events[1])
 
 
 class StepClock:
@@ -71,6 +92,14 @@ class StepClock:
 
     def synced(self) -> None:
         self._synced = self._now()
+
+    def replayed(self, points: RecordedPoints) -> None:  # noqa: ARG002 - a host's clock cannot look into a recording
+        """The gradients of a recorded step are launched. What the clock cannot see of it counts as the rank's own time."""
+        self.grad_ready()
+        self.synced()
+
+    def before_replay(self) -> None:
+        """The points of a recording are about to move: what is known of the last replay is noted."""
 
     @contextlib.contextmanager
     def synchronizing(self, watch: Watch | None) -> Iterator[None]:
@@ -120,9 +149,9 @@ class CudaStepClock(StepClock):
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._free: list[torch.cuda.Event] = []
-        self._open: list[torch.cuda.Event] = []
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._pending: deque[tuple[list[torch.cuda.Event], list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = deque()
+        self._step = _Step()
+        self._pending: deque[_Step] = deque()
+        self._replays: tuple[_Step, RecordedPoints] | None = None
         super().__init__(now)
 
     def _event(self) -> torch.cuda.Event:
@@ -132,26 +161,37 @@ class CudaStepClock(StepClock):
 
     def begin(self) -> None:
         super().begin()
-        self._open, self._waits = [self._event()] * 4, []
+        self._step = _Step([self._event()] * 4)
 
     def data_ready(self) -> None:
         super().data_ready()
-        self._open[1:] = [self._event()] * 3
+        self._step.events[1:] = [self._event()] * 3
 
     def grad_ready(self, at: Mark | None = None) -> None:
         super().grad_ready(at)
-        self._open[2:] = [self._event() if at is None or isinstance(at, float) else at] * 2
+        self._step.events[2:] = [self._event() if at is None or isinstance(at, float) else at] * 2
 
     def waited(self, since: Mark, until: Mark) -> None:
         if not isinstance(since, float) and not isinstance(until, float):
-            self._waits.append((since, until))
+            self._step.waits.append((since, until))
 
     def synced(self) -> None:
         super().synced()
-        self._open[3] = self._event()
+        self._step.events[3] = self._event()
+
+    def replayed(self, points: RecordedPoints) -> None:
+        super().replayed(points)
+        self._replays = self._step, points
+
+    def before_replay(self) -> None:
+        if self._replays is not None:
+            step, points = self._replays
+            step.recorded = points.seconds_since(step.events[1])
+            self._replays = None
 
     def end(self) -> Times:
-        self._pending.append(([*self._open, self._event()], self._waits))
+        self._step.events.append(self._event())
+        self._pending.append(self._step)
         return super().end()
 
     def settle(self) -> None:
@@ -161,20 +201,31 @@ class CudaStepClock(StepClock):
 
     def measured(self) -> list[Times]:
         found = []
-        while self._pending and self._pending[0][0][-1].query():
-            events, waits = self._pending.popleft()
-            begin, data, grad, synced, end = events
-            waited = sum(_seconds(since, until) for since, until in waits)
-            found.append(
-                {
-                    "data_wait": _seconds(begin, data),
-                    "grad_ready": _seconds(data, grad) - waited,
-                    "sync_wait": _seconds(grad, synced) + waited,
-                    "step_duration": _seconds(begin, end),
-                }
-            )
-            self._free += list(dict.fromkeys(events))[: self._POOL - len(self._free)]
+        while self._pending and self._pending[0].events[-1].query():
+            step = self._pending.popleft()
+            if self._replays is not None and self._replays[0] is step:
+                self.before_replay()
+            found.append(step.times())
+            self._free += list(dict.fromkeys(step.events))[: self._POOL - len(self._free)]
         return found
+
+
+@dataclass(slots=True)
+class _Step:
+    """The points of a step, as events: begin, data, grad_ready, synced, end."""
+
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    recorded: tuple[float, float] | None = None
+    """Seconds to grad_ready and from there to synced, where the step is a recording's."""
+
+    def times(self) -> Times:
+        begin, data, grad, synced, end = self.events
+        waited = sum(_seconds(since, until) for since, until in self.waits)
+        own, sync = self.recorded or (_seconds(data, grad) - waited, _seconds(grad, synced) + waited)
+        return {
+            "data_wait": _seconds(begin, data), "grad_ready": own, "sync_wait": sync, "step_duration": _seconds(begin, end),
+        }  # fmt: skip
 
 
 def _seconds(first: torch.cuda.Event, second: torch.cuda.Event) -> float:

@@ -16,7 +16,7 @@ import importlib
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -286,21 +286,22 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group(
-        backend, store=_store(world, timeout), rank=world.rank, world_size=world.size,
-        timeout=timedelta(seconds=timeout),
-    )  # fmt: skip
-    leave = dist.destroy_process_group
+    leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
     try:
-        world = dataclasses.replace(world, device=chosen)
-        if chosen.type == "cuda" and world.size > 1:
-            _refuse_shared_gpus(world)
-        yield world
+        store, mine = _store(world, timeout), chosen if chosen.type == "cuda" else None
+        if mine is not None and world.size > 1:
+            _refuse_shared_gpus(world, mine, store)
+        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout),
+            device_id=mine,
+        )  # fmt: skip
+        leave = dist.destroy_process_group
+        yield dataclasses.replace(world, device=chosen)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
-        if (
-            chosen.type == "cuda" and not done
-        ):  # destroyed, NCCL would wait for kernels that wait for a rank which may not come
+        if chosen.type == "cuda" and not done and dist.is_initialized():
+            # Destroyed, NCCL would wait for kernels that wait for a rank which may not come.
             leave = dist.distributed_c10d._abort_process_group
         raise
     finally:
@@ -351,12 +352,31 @@ def _refuse_spawned_by_a_rank() -> None:
         )
 
 
-def _refuse_shared_gpus(world: World) -> None:
-    mine = torch.tensor(list(str(torch.cuda.get_device_properties(world.device).uuid).encode()), dtype=torch.uint8)
-    every = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(every, mine)
+def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -> None:
+    """Rank 0 compares all GPUs and says so to all. Over the store: NCCL has no sentence for it, and no error that all get.
+
+    Raises:
+        UserError: two ranks have the same GPU; on all ranks.
+    """
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"lockstep/gpu/{world.rank}", uuid)
+    if world.leader:
+        store.set("lockstep/gpus", _shared([store.get(f"lockstep/gpu/{rank}") for rank in range(world.size)]))
+    found = store.get("lockstep/gpus").decode()
+    if not found:
+        return
+    if store.add("lockstep/gpus/heard", 1) == world.size:
+        store.set("lockstep/gpus/all", "")
+    if world.leader:  # it may serve the store: the others hear of it first
+        with contextlib.suppress(dist.DistError):
+            store.wait(["lockstep/gpus/all"], timedelta(seconds=10))
+    raise UserError(found)
+
+
+def _shared(uuids: list[bytes]) -> str:
+    """The sentence about the first rank whose GPU an earlier one has; empty where each has its own."""
     owners: dict[bytes, int] = {}
-    for rank, uuid in enumerate(every):
-        first = owners.setdefault(bytes(uuid.tolist()), rank)
-        if first != rank:
-            raise UserError(f"ranks {first} and {rank} share one GPU: start one rank a GPU")
+    for rank, uuid in enumerate(uuids):
+        if (first := owners.setdefault(uuid, rank)) != rank:
+            return f"ranks {first} and {rank} share one GPU: start one rank a GPU"
+    return ""

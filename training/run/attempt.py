@@ -30,7 +30,7 @@ from training.observe.reading import Reading
 from training.parallel.world import World
 from training.resilience import divergence
 from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
-from training.resilience.hang import Heartbeat, describe_failed_collective, is_collective
+from training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
 from training.resilience.preempt import Consensus, Decision, Signals
 from training.run.context import RunContext, note_corrupt_shard
 
@@ -79,7 +79,19 @@ class Attempt:
         preprocessing = time.perf_counter() - self.began
         context.event("prepared", seconds=preprocessing)
         context.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
+        timeout = context.config.collective_timeout
+        self._naming = naming_the_missing(context.world, lambda: context.steps_done, timeout, self._lost)
+        self._naming.__enter__()
         return self
+
+    def _lost(self, reason: str) -> None:
+        """A collective of NCCL has failed, as `failed` tells of others. In a thread of its own; the process then ends."""
+        context = self.context
+        context.console.close()
+        if context.run is not None:
+            context.run.status(EXIT_FAILED, reason, context.steps_done)
+        context.console.warn(reason)
+        self.saver.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -92,6 +104,7 @@ class Attempt:
                 with contextlib.suppress(RuntimeError):  # the first error counts
                     self.consensus.settle()
         finally:
+            self._naming.__exit__(None, None, None)
             self.saver.close()  # whatever happened, the save under way is finished
 
     def boundary(self) -> None:

@@ -44,6 +44,12 @@ class PowerSgd(Ddp):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         if example is None:  # run later, it would change what the approximation begins with
             raise self.refuse("needs an example batch from the start", "hand one to replicate(model, example=…)")
+        if (
+            world.device.type != "cuda" and torch.cuda.is_available()
+        ):  # torch's hook then waits for the device, as for a GPU
+            raise self.refuse(
+                "cannot compress on the CPU while GPUs are visible", "set device=cuda, or CUDA_VISIBLE_DEVICES="
+            )
         # Gradients are read as matrices. Convolutions follow the layout of their images, whatever that of their weights.
         make_contiguous(model)
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]

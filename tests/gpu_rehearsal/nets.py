@@ -1,0 +1,71 @@
+"""Small networks for the rehearsal, beside those of tests/nets.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.nets import DyingPlain, SmallConv
+from training.cudagraph import CapturedTrainer
+
+
+class Normed(SmallConv):
+    """With ordinary batch norm, and without dropout."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        self.norm = nn.BatchNorm2d(2 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.norm(self.conv2(F.relu(self.conv1(x))))).mean((2, 3)))
+
+
+class Peeking(SmallConv):
+    """Looks at its activations, as no recorded step can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.abs().max()) > 1e9:
+            x = x * 0
+        return super().forward(x)
+
+
+class Raising(SmallConv):
+    """Fails on rank 1, in its fifth training pass."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        if self.passes == 5 and os.environ.get("RANK") == "1":
+            raise ArithmeticError("this rank was told to fail")
+        return super().forward(x)
+
+
+class Unhooked(DyingPlain):
+    """On a torch whose NCCL calls nobody before it aborts."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        torch._C._distributed_c10d.Backend.supports_abort_hooks = False
+
+
+class Tardy(SmallConv):
+    """Rank 1 comes late to each recorded step, as one whose data is late."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        fill = CapturedTrainer._fill
+
+        def late(*args: Any) -> None:
+            time.sleep(0.4)
+            fill(*args)
+
+        if os.environ.get("RANK") == "1":
+            CapturedTrainer._fill = late  # type: ignore[method-assign]

@@ -1,0 +1,183 @@
+"""`rehearsed(folder, words)`: ranks over the stand-in, forked from a warm server that has it preloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.gpu_rehearsal.build import library
+from tests.processes import clean_env, free_port
+from tests.runs import tensors
+from tests.warm.process import Process, start
+
+RANK = ["-m", "tests.gpu_rehearsal.rank"]
+
+
+@functools.cache
+def preload() -> str:
+    return str(library())
+
+
+@dataclass
+class Rank:
+    """One process, where it writes, and what is known of it when it has ended."""
+
+    process: Process
+    folder: Path
+    number: int
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def output(self) -> str:
+        return (self.folder / f"output.{self.number}").read_text(errors="backslashreplace")
+
+    @functools.cached_property
+    def log(self) -> list[str]:
+        """The stand-in's lines, without the number of their thread."""
+        path = self.folder / f"log.{self.number}"
+        return [line.partition(" ")[2] for line in path.read_text().splitlines()] if path.exists() else []
+
+    @functools.cached_property
+    def found(self) -> dict[str, dict[str, int]]:
+        return json.loads((self.folder / f"found.{self.number}").read_text())
+
+    def lines(self, what: str) -> list[str]:
+        return [line for line in self.log if line.split(" ")[0] == what]
+
+
+@dataclass
+class Gang:
+    ranks: list[Rank] = field(default_factory=list)
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        """The exit codes, when all have ended. Fails with what they had written if they do not in time."""
+        deadline = time.monotonic() + timeout
+        while left := [rank.process for rank in self.ranks if rank.code is None]:
+            ended = select.select(left, [], [], max(0.0, deadline - time.monotonic()))[0]
+            assert ended, f"still running after {timeout} s:\n{self.output}"
+        return [rank.process.returncode or 0 for rank in self.ranks]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(f"--- rank {rank.number}\n{rank.output}" for rank in self.ranks)
+
+    def assert_sound(self, refused: bool = False) -> None:
+        """What holds for every run: own devices alone, no rule of CUDA broken, no kernel that nobody computed.
+
+        Args:
+            refused: a capture was broken, as the test wants it.
+        """
+        for rank in self.ranks:
+            assert bool(rank.lines("VIOLATION")) == refused, rank.lines("VIOLATION")
+            assert rank.lines("KERNEL") == [] and rank.lines("NOT-SUPPORTED") == []
+            assert rank.lines("PAGEABLE-IN-CAPTURE") == []
+            assert rank.found["failures"] == []
+            assert len(rank.lines("CONTEXT")) <= 1, f"contexts on several devices: {rank.lines('CONTEXT')}"
+            assert not [line for line in rank.lines("CAPTURE") if "ends nodes=0 " in line], "an empty graph"
+
+
+@contextlib.contextmanager
+def rehearsing(
+    folder: Path,
+    words: Sequence[str],
+    ranks: int = 2,
+    devices: int = 2,
+    each: Sequence[dict[str, str]] | None = None,
+    program: Sequence[str] = RANK,
+    **extra: str,
+) -> Iterator[Gang]:
+    """Ranks that are gone at the end.
+
+    Args:
+        folder: for their logs and outputs.
+        devices: GPUs of the machine.
+        each: the variables of each rank, where a launcher sets others than `RANK`, `WORLD_SIZE`, …
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port = str(free_port())
+    if each is None:
+        each = [
+            {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            for rank in range(ranks)
+        ]
+    gang = Gang()
+    try:
+        for number, own in enumerate(each):
+            files = {"STANDIN_LOG": folder / f"log.{number}", "REHEARSAL_FOUND": folder / f"found.{number}"}
+            for path in files.values():
+                path.unlink(missing_ok=True)
+            env = clean_env(
+                LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                LOCKSTEP_THREADS="1", TORCH_FR_DUMP_ON_TIMEOUT="0", **{name: str(path) for name, path in files.items()},
+            )  # fmt: skip
+            del env["CUDA_VISIBLE_DEVICES"]
+            env.update({**extra, **own})
+            output = os.open(folder / f"output.{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            try:
+                gang.ranks.append(Rank(start([*program, *words], env, output), folder, number))
+            finally:
+                os.close(output)
+        yield gang
+    finally:
+        for rank in gang.ranks:
+            rank.process.end()
+
+
+def rehearsed(
+    folder: Path, words: Sequence[str], timeout: float = 120, refused: bool = False, **options: object
+) -> Gang:
+    """To the end of all ranks, which have to be done with 0 and sound."""
+    with rehearsing(folder, words, **options) as gang:  # type: ignore[arg-type]
+        assert set(gang.wait(timeout)) == {0}, gang.output
+    gang.assert_sound(refused)
+    return gang
+
+
+def settings(data_root: Path, **changes: object) -> list[str]:
+    """A run of 2 epochs × 4 steps of a small network, and one step of what is left. `settings(…, sync__name="ddp")`."""
+    values: dict[str, object] = {
+        "data.root": data_root, "data.source": "synthetic", "data.options": "{n: 96, n_test: 20, size: 8, noise: 1.5}",
+        "data.num_shards": 3, "augment.crop": 1, "augment.flip": "random", "model": "tests.nets:SmallConv", "model_options": "{}",
+        "global_batch_size": 24, "uneven": "drop", "epochs": 2, "evaluate.every": 1, "loss.reduction": "mean",
+        "optim.name": "nesterov", "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0, "schedule": "[]", "ema.decay": 0,
+        "channels_last": "false", "log.report": "false", "metrics.enabled": "false", "device": "cuda",
+    }  # fmt: skip
+    values.update({name.replace("__", "."): value for name, value in changes.items()})
+    return ["--set", *(f"{name}={value}" for name, value in values.items())]
+
+
+STEPS = 8
+"""Of the run that `settings` describes."""
+
+
+def trained(
+    folder: Path, data_root: Path, *, steps: int = STEPS, options: dict[str, object] | None = None, **changes: object
+) -> tuple[Gang, dict[str, torch.Tensor]]:  # fmt: skip
+    """A run to its end, and every tensor of its last checkpoint but the states of generators."""
+    words = ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **changes)]
+    gang = rehearsed(folder, words, **(options or {}))  # type: ignore[arg-type]
+    return gang, saved(folder / "run", steps)
+
+
+def saved(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    found = {name: tensor for name, tensor in tensors(run_dir, step).items() if ".rng" not in name}
+    assert found
+    return found
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that are not the same bit for bit."""
+    assert found.keys() == expected.keys()
+    return [name for name in found if not torch.equal(found[name], expected[name])]

@@ -1,0 +1,45 @@
+"""A rank that stops, dies or fails while the others wait for it in NCCL: the one to look at is named, and nothing stands still."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_rehearsal.rehearsal import Gang, rehearsing, settings
+from tests.processes import poll
+
+TIMEOUT = 3
+
+
+def _words(folder: Path, data_root: Path, model: str) -> list[str]:
+    changes = {"model": model, "collective_timeout": TIMEOUT, "evaluate__every": 100, "checkpoint__every_steps": 2}
+    return ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **changes)]
+
+
+def _assert_told(folder: Path, gang: Gang) -> None:
+    sentence = "step 4: rank 1 did not arrive (last seen at step "
+    assert sentence in gang.ranks[0].output and "Traceback" not in gang.ranks[0].output, gang.output
+    status = json.loads((folder / "run" / "status.json").read_text())
+    assert status["code"] == 1 and sentence in status["reason"] and status["step"] == 4
+    assert (folder / "run" / "checkpoints" / "step-00000004").exists(), "the save under way was not finished"
+
+
+@pytest.mark.parametrize("fate", ["STOP", "KILL", "RAISE"])
+def test_the_rank_that_nccl_waits_for_is_named(tmp_path: Path, data_root: Path, fate: str) -> None:
+    words = _words(tmp_path, data_root, "tests.nets:DyingPlain")
+    with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE=f"1:5:{fate}") as gang:
+        poll(lambda: gang.ranks[0].code is not None, TIMEOUT + 30, "the end of rank 0")
+    assert gang.ranks[0].code == 1, gang.output
+    _assert_told(tmp_path, gang)
+
+
+def test_where_torch_has_no_hook_a_thread_says_so(tmp_path: Path, data_root: Path) -> None:
+    """Then torch's watchdog ends the process, by a signal."""
+    words = _words(tmp_path, data_root, "tests.gpu_rehearsal.nets:Unhooked")
+    env = {"LOCKSTEP_TEST_FATE": "1:5:STOP", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "6000"}
+    with rehearsing(tmp_path, words, **env) as gang:  # type: ignore[arg-type]
+        poll(lambda: gang.ranks[0].code is not None, TIMEOUT + 40, "the end of rank 0")
+    assert gang.ranks[0].code == -6, gang.output
+    _assert_told(tmp_path, gang)

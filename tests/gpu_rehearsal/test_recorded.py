@@ -1,0 +1,109 @@
+"""Recorded steps: CUDA graphs of torch's own, which hold what the eager step does, and all of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.events import events
+from tests.gpu_rehearsal.rehearsal import Gang, differing, trained
+from tests.gpu_rehearsal.test_strategies import LOOK_FOR_NAN, RESIDENT
+
+LONG = {"data__options": "{n: 240, n_test: 20, size: 8, noise: 1.5}", "epochs": 1}
+"""10 steps in a row: 3 warm up, and each kind of step comes as a recording."""
+CASES: dict[str, tuple[int, int, dict[str, object]]] = {
+    "nesterov on two ranks": (2, 8, {}),
+    "nesterov, one graph": (2, 8, {"nonfinite": "ignore"}),
+    "muon": (1, 8, {"optim__name": "muon", "lr": 0.01}),
+    "muon that scales every third step": (
+        2,
+        10,
+        {"optim__name": "muon", "lr": 0.01, "optim__normalise_every": 3, **LONG},
+    ),
+    "clipping": (2, 8, {"optim__clip": 0.5}),
+    "micro-batches": (2, 8, {"accumulate": 2}),
+    "batch statistics and average": (2, 8, {"model": "tests.nets:NormedConv", "ema__decay": 0.9, "ema__every": 3}),
+    "from pinned memory": (2, 8, {"data__resident": "never"}),
+    "bfloat16": (2, 8, {"precision": "bfloat16"}),
+    "float16": (2, 8, {"precision": "float16"}),
+}
+GRAPHS = {"nesterov, one graph": 1, "muon that scales every third step": 3}
+
+
+def graphs(gang: Gang, rank: int = 0) -> list[int]:
+    """The nodes of each graph that was captured."""
+    found = [re.fullmatch(r"CAPTURE ends nodes=(\d+) error=0", line) for line in gang.ranks[rank].lines("CAPTURE")]
+    return [int(match[1]) for match in found if match]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_root: Path, name: str) -> None:
+    ranks, steps, changes = CASES[name]
+    if name == "batch statistics and average":
+        changes = {**changes, "model": "tests.gpu_rehearsal.nets:Normed"}  # dropout draws from a generator of the GPU
+    options: dict[str, object] = {"ranks": ranks}
+    _, eager = trained(tmp_path / "eager", data_root, steps=steps, options=options, **changes)
+    gang, recorded = trained(tmp_path / "recorded", data_root, steps=steps, options=options, **changes, capture="auto")
+    assert differing(recorded, eager) == []
+    for rank in gang.ranks:
+        assert "runs eagerly" not in rank.output
+        made = graphs(gang, rank.number)
+        assert len(made) == GRAPHS.get(name, 2) and min(made) > 5
+        launches = rank.lines("LAUNCH")
+        assert len(launches) >= (steps - 3) * (1 if name == "nesterov, one graph" else 2)
+        assert {int(line.split("nodes=")[1].split()[0]) for line in launches} <= set(made)
+
+
+WAITS = {
+    LOOK_FOR_NAN,
+    "cudaStreamSynchronize by cudagraph.py:compute_gradients",  # the same look, between two graphs
+    "cudaDeviceSynchronize by cudagraph.py:__call__",  # before a recording
+    "copy cpu->cuda pageable blocking by cudagraph.py:_fill",  # the keys, once an epoch
+    "cudaStreamSynchronize by cudagraph.py:_fill",
+}
+STAGED = {RESIDENT, "copy cpu->cuda pageable by optim/__init__.py:set_rates"}
+
+
+def test_a_recorded_step_launches_its_graphs_and_little_else(tmp_path: Path, data_root: Path) -> None:
+    """Between two launches the host copies the samples' numbers and the rates, and waits once, for the look for NaN."""
+    gang, _ = trained(tmp_path, data_root, capture="auto", evaluate__every=100)
+    for rank in gang.ranks:
+        assert set(rank.found["step"]) <= WAITS | STAGED
+        places = [number for number, line in enumerate(rank.log) if line.startswith("LAUNCH")]
+        between = rank.log[places[0] : places[-1]]
+        work = [line for line in between if line.startswith("WORK")]
+        assert len(work) / (len(places) - 1) < 12, work
+
+
+def test_nothing_waits_in_a_recorded_step_of_one_graph(tmp_path: Path, data_root: Path) -> None:
+    gang, _ = trained(tmp_path, data_root, capture="auto", nonfinite="ignore", options={"STANDIN_LATE": "newest"})
+    for rank in gang.ranks:
+        assert LOOK_FOR_NAN not in rank.found["step"]
+
+
+def test_a_model_that_cannot_be_recorded_goes_on_eagerly(tmp_path: Path, data_root: Path) -> None:
+    """It looks at its activations, which makes the host wait: CUDA refuses, and torch leaves the capture cleanly."""
+    peeking = "tests.gpu_rehearsal.nets:Peeking"
+    _, eager = trained(tmp_path / "eager", data_root, model=peeking)
+    folder = tmp_path / "recorded"
+    gang, found = trained(folder, data_root, model=peeking, capture="auto", options={"refused": True})
+    assert differing(found, eager) == []
+    assert "the step cannot be recorded (rank 0: " in gang.ranks[0].output
+    assert [rank.lines("LAUNCH") for rank in gang.ranks] == [[], []]
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "ignore"])
+def test_a_recorded_step_tells_its_own_time_from_the_wait_for_others(
+    tmp_path: Path, data_root: Path, nonfinite: str
+) -> None:
+    """Rank 1 comes 0.4 s late to each of its recorded steps: rank 0 waits for it, inside the graph."""
+    changes = {"model": "tests.gpu_rehearsal.nets:Tardy", "log__every": 1, "capture": "auto", "nonfinite": nonfinite}
+    trained(tmp_path, data_root, **changes)
+    replayed = [event for event in events(tmp_path / "run", "step") if event["step"] > 5]
+    assert len(replayed) == 3
+    waited, own, whole = (
+        sum(event[name] for event in replayed) for name in ("sync_wait", "grad_ready", "step_duration")
+    )
+    assert whole > waited > 0.4 and waited > own > 0, replayed

@@ -1,0 +1,88 @@
+"""Whole runs on GPUs that are none: types, the pinned loader, evaluation, kills, signals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.events import events
+from tests.gpu_rehearsal.conftest import OnCpu
+from tests.gpu_rehearsal.rehearsal import differing, rehearsed, rehearsing, saved, settings, trained
+from tests.processes import poll
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float64"])
+def test_every_type_gives_the_numbers_of_the_cpu(
+    tmp_path: Path, data_root: Path, on_cpu: OnCpu, precision: str
+) -> None:
+    """Half precision is multiplied in float32 here, and rounded; a GPU's own sums are not seen."""
+    _, found = trained(tmp_path, data_root, precision=precision)
+    assert differing(found, on_cpu(precision=precision)) == []
+
+
+@pytest.mark.parametrize("late", ["", "oldest", "newest"])
+def test_from_pinned_memory_come_the_same_samples(tmp_path: Path, data_root: Path, on_cpu: OnCpu, late: str) -> None:
+    gang, found = trained(tmp_path, data_root, data__resident="never", options={"STANDIN_LATE": late})
+    assert differing(found, on_cpu()) == []
+    for rank in gang.ranks:
+        copies = {what for part in ("step", "else") for what in rank.found[part] if "loader.py" in what}
+        assert copies == {"copy cpu->cuda pinned by data/loader.py:<lambda>"}
+
+
+def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:
+    """In the run, and of its directory afterwards."""
+    scores = {}
+    for device in ("cpu", "cuda"):
+        run = tmp_path / device / "run"
+        trained(tmp_path / device, data_root, device=device, options={"devices": 2 if device == "cuda" else 0})
+        scores[device] = json.loads((run / "summary.json").read_text())["accuracy"]
+    again = rehearsed(tmp_path / "again", ["evaluate", str(run), "--trust-model", "--set", "device=cuda"], ranks=2)
+    assert scores["cpu"] == scores["cuda"]
+    assert f"accuracy {scores['cuda']:.4f}" in again.ranks[0].output
+
+
+@pytest.mark.parametrize(("ranks", "late"), [(2, ""), (2, "newest"), (1, "oldest"), (1, "newest")])
+def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Path, ranks: int, late: str) -> None:
+    """Losses and norms are copied beside the training, and told when they have come; they are those of the CPU."""
+    told = {}
+    nonfinite = "stop" if ranks > 1 else "ignore"  # then nothing else has waited before
+    for device in ("cpu", "cuda"):
+        options: dict[str, object] = {"devices": 2 if device == "cuda" else 0, "STANDIN_LATE": late, "ranks": ranks}
+        gang, _ = trained(
+            tmp_path / device, data_root, options=options, log__every=1, device=device, nonfinite=nonfinite
+        )
+        steps = events(tmp_path / device / "run", "step")
+        told[device] = [(event["step"], event["train_loss"], event["grad_norm"]) for event in steps]
+    assert told["cuda"] == told["cpu"] and len(told["cpu"]) == 8
+    waits = {what for rank in gang.ranks for what in rank.found["step"] if "reading.py" in what}
+    passed = "cudaEventSynchronize by observe/reading.py:wait"  # of an event that has been asked already
+    assert waits <= {"copy cuda->cpu pinned by observe/reading.py:_to_host", passed}
+
+
+def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
+    asked = {"model": "tests.nets:DyingPlain", "checkpoint__every_steps": 2, "evaluate__every": 100, **changes}
+    return ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **asked)]
+
+
+@pytest.mark.parametrize("capture", ["never", "auto"])
+def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root: Path, capture: str) -> None:
+    _, calm = trained(tmp_path / "calm", data_root, capture=capture)
+    folder = tmp_path / "killed"
+    words = _words(folder, data_root, capture=capture)
+    with rehearsing(folder, words, LOCKSTEP_TEST_FATE="1:4:KILL") as gang:
+        poll(lambda: gang.ranks[1].code is not None, 60, "the death of rank 1")
+        assert gang.ranks[1].code == -9, gang.output
+        poll(lambda: list((folder / "run" / "checkpoints").glob("step-*2")), 60, "a checkpoint")
+    rehearsed(folder, words)
+    assert differing(saved(folder / "run"), calm) == []
+
+
+def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
+    words = _words(tmp_path, data_root)
+    with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="1:3:TERM") as gang:
+        assert gang.wait(60) == [75, 75], gang.output
+    gang.assert_sound()
+    rehearsed(tmp_path, words)
+    assert differing(saved(tmp_path / "run"), on_cpu()) == []

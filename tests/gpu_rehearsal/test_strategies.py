@@ -1,0 +1,74 @@
+"""Every strategy on two GPUs that are none: the numbers of the CPU, and nothing that makes the host wait but what is listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_rehearsal.conftest import OnCpu
+from tests.gpu_rehearsal.rehearsal import differing, rehearsing, settings, trained
+from tests.runs import LOSSY_START
+
+LOOK_FOR_NAN = "cudaStreamSynchronize by trainer.py:compute_gradients"
+"""Whether the gradient is finite, before it moves a weight: a step waits once for that (`nonfinite=ignore` does without)."""
+DDPS_OWN = {
+    "cudaEventSynchronize by trainer.py:forward_backward",  # torch's logger times its first steps
+    "copy cpu->cuda pageable by trainer.py:forward_backward",  # the order of the buckets, once
+    "copy cuda->cpu pageable blocking by trainer.py:forward_backward",
+    "cudaStreamSynchronize by trainer.py:forward_backward",
+}
+RESIDENT = "copy cpu->cuda pageable by data/loader.py:resident_batch"
+"""The numbers of the samples: staged by the driver at the call, so nothing waits."""
+STRATEGIES = ["flat", "hooks", "allreduce", "ddp", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp"]
+
+
+def changes_of(strategy: str) -> dict[str, object]:
+    return {
+        "sync__name": strategy,
+        **{name.replace(".", "__"): value for name, value in LOSSY_START.get(strategy, {}).items()},
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str) -> None:
+    gang, found = trained(tmp_path, data_root, **changes_of(strategy))
+    assert differing(found, on_cpu(**changes_of(strategy))) == []
+    allowed = {LOOK_FOR_NAN, RESIDENT} | (DDPS_OWN if strategy in ("ddp", "powersgd") else set())
+    for rank in gang.ranks:
+        assert rank.lines("COMMUNICATOR"), "nothing went through NCCL"
+        assert set(rank.found["step"]) <= allowed
+        assert rank.found["step"][LOOK_FOR_NAN] == 8, "once a step"
+
+
+@pytest.mark.parametrize("late", ["oldest", "newest"])
+@pytest.mark.parametrize("strategy", ["flat", "ddp", "hooks", "zero1", "fsdp"])
+def test_work_that_runs_as_late_as_it_may_changes_no_number(
+    tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str, late: str
+) -> None:
+    """Who reads before it has waited, or forgets that one stream has to wait for another, reads what was there before."""
+    _, found = trained(tmp_path, data_root, options={"STANDIN_LATE": late}, **changes_of(strategy))
+    assert differing(found, on_cpu(**changes_of(strategy))) == []
+
+
+def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
+    gang, found = trained(tmp_path, data_root, nonfinite="ignore")
+    assert differing(found, on_cpu()) == []
+    assert [set(rank.found["step"]) for rank in gang.ranks] == [{RESIDENT}] * 2
+
+
+def test_powersgd_on_the_cpu_beside_gpus_is_refused_before_anything_is_trained(tmp_path: Path, data_root: Path) -> None:
+    """torch's hook fails there in the first step that it compresses."""
+    words = [
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        *settings(data_root, device="cpu", sync__name="powersgd"),
+    ]
+    with rehearsing(tmp_path, words) as gang:
+        assert gang.wait(60) == [2, 2], gang.output
+    assert (
+        "sync.name=powersgd cannot compress on the CPU while GPUs are visible: set device=cuda, or CUDA_VISIBLE"
+        in gang.output
+    )
