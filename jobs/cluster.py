@@ -8,6 +8,7 @@ from typing import Any
 from jobs.backend import Backend, Specs
 from jobs.checks.check import Check
 from jobs.checks.rule import Finding, Rules, errors
+from jobs.code import pin
 from jobs.manifest import Manifest, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import Submitted
@@ -54,6 +55,7 @@ class Cluster(Backend):
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
+        spec, _ = pin.look(spec)
         return cls.rules().apply(spec, cls.manifests(spec))
 
     def refuse(self, spec: JobSpec) -> None:

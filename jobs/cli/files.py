@@ -24,7 +24,7 @@ from jobs.cli.options import (
     Sets,
     Sweep,
 )
-from jobs.terminal import say, show, warn
+from jobs.terminal import note, say, show, warn
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     from jobs import connect
     from jobs import sweep as sweeps
+    from jobs.code import pin
 
     found = connect.cluster(backend, "render")
     values = options.parse(
@@ -60,7 +61,9 @@ def render(
         gpus=gpus,
         **options.flags(backend, namespace=namespace),
     )
-    spec = options.build(file, values, profile)
+    spec, code = pin.look(options.build(file, values, profile))
+    for line in code.lines() if code is not None else []:
+        note(line)
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
     text, objects = found.render(spec, runs)
     if as_json:
@@ -143,6 +146,7 @@ def submit(
     from jobs import job as driver
     from jobs import registry
     from jobs.cluster import Cluster
+    from jobs.code import pin
 
     found = registry.backend(backend)
     flags: dict[str, str | None] = {
@@ -152,7 +156,7 @@ def submit(
         "fresh": uuid.uuid4().hex[:12] if fresh else None,
     }
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = options.build(file, values, profile)
+    spec = pin.keep(options.build(file, values, profile))
     for item in found.lint(spec) if issubclass(found, Cluster) else []:
         if item.level == "warning":
             warn(f"{item.id}: {item.message}")
