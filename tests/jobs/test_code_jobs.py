@@ -16,6 +16,8 @@ from jobs import command as commands
 from jobs import sweep
 from jobs.code import pin, store
 from jobs.code.collect import collect
+from jobs.compose import render as compose_render
+from jobs.compose.backend import ComposeBackend
 from jobs.local.backend import LocalBackend
 from jobs.slurm import render as slurm_render
 from jobs.spec.model import JobSpec
@@ -193,6 +195,28 @@ def test_a_container_of_slurm_sees_the_copy_read_only(folder: Path) -> None:
     assert job.code is not None
     copy = store.folder(str(job.code.hash))
     assert f"{copy}:{copy}:ro" in " ".join(slurm_render.container(job, folder / "submitit")[1])
+
+
+def test_nodes_of_compose_have_the_archive_on_a_read_only_volume(folder: Path) -> None:
+    job, _ = pin.look(spec(folder, image="lockstep:1-cpu", nodes=2))
+    assert [str(finding) for finding in ComposeBackend.lint(job) if finding.level == "error"] == []
+    file = compose_render.render(job)
+    identity = commands.identity(job)
+    assert file["volumes"]["code_archive"] == {"name": f"lockstep-own-code-{identity[:12]}", "external": True}
+    for node in file["services"].values():
+        assert {"type": "volume", "source": "code_archive", "target": "/lockstep/code", "read_only": True} in node[
+            "volumes"
+        ]
+        words = node["command"]
+        assert words[words.index("--code") : words.index("--")] == [
+            "--code",
+            identity,
+            "--code-parts",
+            "/lockstep/code",
+        ]
+    volumes = [{"claim": "data", "path": "/data"}]
+    trains = spec(folder, image="lockstep:1-cpu", command=None, recipe="smoke", shards="/data/shards", volumes=volumes)
+    assert "code" not in str(compose_render.render_prepare(trains)), "shards need none of it"
 
 
 # Jobs.
