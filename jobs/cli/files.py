@@ -44,12 +44,18 @@ def render(
     profile: Profile = None,
     sweep: Sweep = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there instead of to standard output.")] = None,
+    with_code: Annotated[
+        bool, typer.Option("--with-code", help="Write the job and the objects with its code into the folder --out.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
+    if with_code and out is None:
+        raise UserError("--with-code needs -o DIR: the code is in files of its own")
     from jobs import connect
     from jobs import sweep as sweeps
     from jobs.code import pin
+    from jobs.manifest import to_yaml
 
     found = connect.cluster(backend, "render")
     values = options.parse(
@@ -66,6 +72,13 @@ def render(
         note(line)
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
     text, objects = found.render(spec, runs)
+    if with_code and out is not None:
+        if code is None:
+            raise UserError(f"--with-code: {spec.name} has no code: add `code: .` to the job")
+        pieces = found.code_manifests(spec, code.packed)
+        named = {f"0-code-{index:03d}.yaml": to_yaml([piece]) for index, piece in enumerate(pieces)}
+        write_folder(out, {**named, "1-job.yaml": text})  # in the order in which kubectl applies a folder
+        return
     if as_json:
         show(objects)
         return
@@ -76,6 +89,18 @@ def render(
             out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}") from None
+
+
+def write_folder(folder: Path, texts: dict[str, str]) -> None:
+    """A new folder with these files. Raises `UserError`."""
+    try:
+        folder.mkdir(parents=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise UserError(f"{folder} is there already: name a new folder, or remove it") from None
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from None
 
 
 def lint(
