@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jobs.spec.code import CODE_PARTS
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
-CODE_PARTS = "/lockstep/code"
-"""Where a container finds the archive of the job's code, in pieces."""
 IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30
 """Seconds between the end of the ranks' grace and the cluster's SIGKILL: time to fsync and to unwind."""

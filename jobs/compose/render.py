@@ -12,6 +12,7 @@ from jobs import command as commands
 from jobs.command import GRACE_MARGIN
 from jobs.compose.section import compose
 from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
+from jobs.spec.code import CODE_PARTS
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.contract import ENV_METRICS_PORT, MASTER_PORT, METRICS_PORT, UserError
@@ -166,7 +167,7 @@ def _mounts(spec: JobSpec) -> list[Manifest]:
         mount: Manifest = {"type": "volume", "source": volume.claim, "target": volume.path}
         mounts.append({**mount, "read_only": True} if volume.read_only else mount)
     if spec.code is not None:
-        mounts.append({"type": "volume", "source": CODE, "target": commands.CODE_PARTS, "read_only": True})
+        mounts.append({"type": "volume", "source": CODE, "target": CODE_PARTS, "read_only": True})
     return mounts
 
 

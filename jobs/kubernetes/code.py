@@ -13,10 +13,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jobs.command import CODE_PARTS, identity
+from jobs.command import identity
 from jobs.kubernetes.errors import ApiError
 from jobs.kubernetes.kinds import KINDS
 from jobs.manifest import JOB, MANAGED, Manifest, get, mappings
+from jobs.spec.code import CODE_PARTS
 from training.contract import UserError
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ REQUIREMENTS = (
     "requirements is no setting: packages belong into an image of your own, three lines of a Dockerfile below `FROM lockstep:cpu`: "
     "`USER 0`, `RUN pip install --no-cache-dir NAME`, `USER 1000:0` (docs/containers.md)"
 )
+CODE_PARTS = "/lockstep/code"
+"""Where a container finds the archive of the job's code, in pieces."""
 
 
 class Code(Section):

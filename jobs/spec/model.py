@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from jobs import registry
 from jobs.spec import file as specfile
-from jobs.spec.code import CodeOrNone, refuse_requirements
+from jobs.spec.code import CODE_PARTS, CodeOrNone, refuse_requirements
 from jobs.spec.section import Section
 from jobs.spec.types import (
     AbsolutePath,
@@ -48,7 +48,7 @@ MAX_GPUS = 64
 """A node."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB."""
-RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp")  # noqa: S108 - paths of the container
+RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noqa: S108 - paths of the container
 """Where a container has something of its own."""
 
 

@@ -223,7 +223,6 @@ def test_nodes_of_compose_have_the_archive_on_a_read_only_volume(folder: Path) -
 
 
 def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(folder: Path, tmp_path: Path) -> None:
-    """Also in a restart, and from wherever python looks for modules first."""
     started, go = tmp_path / "started", tmp_path / "go"
     job = spec(folder, env={"STARTED": str(started), "GO": str(go)})
     backend = LocalBackend(tmp_path / "home/local")
@@ -235,7 +234,6 @@ def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(folder: Pa
         assert len(changed) == 1 and changed[0].startswith("code: ")
         with pytest.raises(UserError, match="own exists with another spec .*code: "):
             backend.submit(job)
-        (folder / "helper.py").unlink()
         go.touch()
         assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
         identity = backend.require("own").plain["code"]["hash"]
