@@ -25,7 +25,7 @@ _HARMLESS = ".example"
 """End of a name that says that the values in it are none."""
 _CONTENTS = {
     "a private key": rb"-----BEGIN (?:[A-Z]{2,9} )?PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-[0-9]",
-    "a cluster's login": rb"(?m)^\s*(?:- )?client-key-data:\s*\S",
+    "a cluster's login": rb"(?m)^[ \t-]{0,64}client-key-data:[ \t]{0,64}\S",
     "an AWS access key": rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "an Azure storage key": rb"\bAccountKey=[A-Za-z0-9+/]{80,100}={0,2}",
     "a Google API key": rb"\bAIza[0-9A-Za-z_-]{35}\b",

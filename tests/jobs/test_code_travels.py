@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.code import collect as collecting
+from jobs.code import refusals
 from jobs.code.collect import collect
 from jobs.code.listing import files_of
 from training.contract import UserError
@@ -190,6 +192,13 @@ def test_what_only_looks_a_little_like_a_secret_travels(folder: Path, write: Wri
     write("a.py", "sk-learn; hf_hub; 'AKIA'; ghp_short; 'BEGIN PUBLIC KEY'; x = task_live_" + "a" * 10)
     write("environment.yaml", "x")
     assert len(collect(folder).files) == 2
+
+
+@pytest.mark.parametrize("piece", [b"\n", b" ", b"sk-" + b"a" * 50 + b"_", b"-----BEGIN A", b"AccountKey=aaa"])
+def test_no_file_makes_the_search_for_secrets_slow(piece: bytes) -> None:
+    began = time.monotonic()
+    refusals.check_content("a", piece * ((4 << 20) // len(piece)), ())
+    assert time.monotonic() - began < 20, "a pattern that looks back again and again takes hours"
 
 
 @pytest.mark.parametrize(
