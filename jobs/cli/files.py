@@ -54,7 +54,7 @@ def render(
         raise UserError("--with-code needs -o DIR: the code is in files of its own")
     from jobs import connect
     from jobs import sweep as sweeps
-    from jobs.code import pin
+    from jobs.code import pin, store
     from jobs.manifest import to_yaml
 
     found = connect.cluster(backend, "render")
@@ -73,9 +73,10 @@ def render(
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
     text, objects = found.render(spec, runs)
     if with_code and out is not None:
-        if code is None:
+        if spec.code is None or spec.code.hash is None:
             raise UserError(f"--with-code: {spec.name} has no code: add `code: .` to the job")
-        pieces = found.code_manifests(spec, code.packed)
+        packed = code.packed if code is not None else store.packed(spec.code.hash)
+        pieces = [piece for run in runs for piece in found.code_manifests(run, packed)]
         named = {f"0-code-{index:03d}.yaml": to_yaml([piece]) for index, piece in enumerate(pieces)}
         write_folder(out, {**named, "1-job.yaml": text})  # in the order in which kubectl applies a folder
         return

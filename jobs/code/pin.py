@@ -15,13 +15,15 @@ def look(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
     """The spec with the identity of its code, and the code. Keeps nothing.
 
     Returns:
-        None in place of the code where there is none, or where the spec has an identity already.
+        None in place of the code where there is none, or where the spec names a copy that is kept.
 
     Raises:
         UserError: something that must not travel, or a recipe that does not.
     """
-    if spec.code is None or spec.code.hash is not None:
+    if spec.code is None or (spec.code.hash is not None and spec.code.packed):
         return spec, None
+    if spec.code.hash is not None:
+        return _kept(spec, spec.code.hash), None
     bundle = collect.collect(Path(spec.code.path), frozenset(spec.code.allow))
     recipe = spec.recipe or ""
     own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
@@ -38,8 +40,7 @@ def keep(spec: JobSpec) -> JobSpec:
     if bundle is not None:
         store.keep(bundle)
     elif pinned.code is not None and pinned.code.hash is not None:
-        size = len(store.packed(pinned.code.hash))
-        pinned = pinned.model_copy(update={"code": Code(hash=pinned.code.hash, packed=size)})
+        pinned = _kept(pinned, pinned.code.hash)
     return pinned
 
 
@@ -53,6 +54,11 @@ def keep_all(specs: list[JobSpec]) -> list[JobSpec]:
             known[key] = keep(spec).code
         found.append(spec.model_copy(update={"code": known[key]}))
     return found
+
+
+def _kept(spec: JobSpec, identity: str) -> JobSpec:
+    """With what the copy of that identity says. Raises `UserError` where none is kept."""
+    return spec.model_copy(update={"code": Code(hash=identity, packed=len(store.packed(identity)))})
 
 
 def _pinned(spec: JobSpec, bundle: Bundle) -> JobSpec:

@@ -162,6 +162,7 @@ def test_an_identity_alone_runs_what_is_kept(folder: Path) -> None:
     (folder / "helper.py").write_text("WORD = 'later'\n")
     again = pin.keep(JobSpec.of({**JOB, "code": {"hash": job.code.hash}}))
     assert again.hash() == job.hash() and again.code == job.code
+    assert pin.look(JobSpec.of({**JOB, "code": {"hash": job.code.hash}})) == (job, None)
     with pytest.raises(UserError, match="the code 000000000000 is not kept in .*: submit it from its folder"):
         pin.keep(JobSpec.of({**JOB, "code": {"hash": "0" * 64}}))
     (store.home() / f"{job.code.hash}.tar.gz").write_bytes(b"damaged")
