@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
+from jobs.code import pin
 from jobs.compare import differences
 from jobs.spec.model import JobSpec
 from jobs.status import GOES_ON, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
@@ -65,7 +66,7 @@ class Found:
         own = self.spec
         if own is None:
             return self.plain, spec.record() if "version" in self.plain else spec.plain()
-        return own.record(), spec.record()
+        return own.comparable(), spec.comparable()
 
 
 class Backend(abc.ABC):
@@ -76,6 +77,8 @@ class Backend(abc.ABC):
     """Flags that say where the cluster is → the settings of job.yaml that say it, too."""
     secrets_from: ClassVar[str | None] = "set it in the environment"
     """Where the values of `secrets` come from, as advice; None where the cluster keeps them."""
+    carries_code: ClassVar[bool] = False
+    """Whether `create` brings the spec's code to the ranks."""
     interval: float = 1.0
     """Seconds between two looks."""
     lost_after: float = 0.0
@@ -174,8 +177,17 @@ class Backend(abc.ABC):
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
+        (spec,) = self.with_code([spec])
         self.refuse(spec)
         return self._submit(spec, mode)
+
+    def with_code(self, specs: Specs) -> Specs:
+        """The specs with what their folders of code hold now, of which a copy is kept. Raises `UserError`."""
+        if not self.carries_code and any(spec.code is not None for spec in specs):
+            raise UserError(
+                f"the {self.name} backend brings no code to the ranks: put it into an image, and leave out code"
+            )
+        return pin.keep_all(specs)
 
     def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
         with self.exclusive():
@@ -188,6 +200,7 @@ class Backend(abc.ABC):
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep, one by one where the backend knows no arrays. Raises `UserError` before the first."""
         del name
+        specs = self.with_code(specs)
         for spec in specs:
             self.refuse(spec)
         return [self._submit(spec, mode) for spec in specs]
@@ -315,6 +328,7 @@ class Backend(abc.ABC):
     def drift(self, spec: JobSpec) -> Lines:
         """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
         found = self.require(spec.name)
+        spec, _ = pin.look(spec)
         return differences(*found.beside(spec)) or self.changes(found, spec)
 
     def summary(self, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from jobs.backend import Backend, Specs
 from jobs.checks.check import Check
 from jobs.checks.rule import Finding, Rules, errors
+from jobs.code import pin
 from jobs.manifest import Manifest, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import Submitted
@@ -52,8 +53,14 @@ class Cluster(Backend):
         return to_yaml(found), found
 
     @classmethod
+    def code_manifests(cls, spec: JobSpec, packed: bytes) -> Manifests:  # noqa: ARG003 - for a backend that sends it
+        """The objects that carry the archive of the job's code to a cluster. Raises `UserError` where there are none."""
+        raise UserError(f"render {cls.name} has no code to write: --with-code is for a cluster that gets it in objects")
+
+    @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
+        spec, _ = pin.look(spec)
         return cls.rules().apply(spec, cls.manifests(spec))
 
     def refuse(self, spec: JobSpec) -> None:

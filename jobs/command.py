@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from jobs.spec.model import JobSpec
+from pathlib import Path
 
+from jobs.spec.code import CODE_PARTS
+from jobs.spec.model import JobSpec
+from training.contract import UserError
+
+IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30
 """Seconds between the end of the ranks' grace and the cluster's SIGKILL: time to fsync and to unwind."""
 
 
 def launch(
-    spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain", linger: int = 0
-) -> list[str]:
+    spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain", linger: int = 0, code: str = "",
+    here: str = IN_A_CONTAINER,
+) -> list[str]:  # fmt: skip
     """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment.
 
     Args:
         linger: seconds that the other nodes stay after rank 0's.
+        code: where the job's code lies unpacked; "": in pieces, at `CODE_PARTS`.
+        here: the folder that the job starts in.
     """
     command = [python, "-m", "training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds)]
@@ -24,11 +32,21 @@ def launch(
     if exit_codes != "plain":
         # There the cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
         command += ["--exit-codes", exit_codes, "--restarts-dir", f"{run_dir}/restarts"]
-    return command + rank(spec, run_dir)
+    if spec.code is not None:
+        command += ["--code", identity(spec), *(["--code-folder", code] if code else ["--code-parts", CODE_PARTS])]
+    return command + rank(spec, run_dir, here)
 
 
-def rank(spec: JobSpec, run_dir: str) -> list[str]:
-    """The part after `launch`'s own flags."""
+def identity(spec: JobSpec) -> str:
+    """Of the spec's code, which has been looked at by now."""
+    assert spec.code is not None
+    if spec.code.hash is None:
+        raise UserError(f"{spec.name}: its code has not been read yet (jobs.code.pin)")
+    return spec.code.hash
+
+
+def rank(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
+    """The part after `launch`'s own flags. With code of one's own data stay where they would be without: the ranks are elsewhere."""
     if spec.command is not None:
         return ["--", *spec.command]
     assert spec.recipe is not None
@@ -38,10 +56,12 @@ def rank(spec: JobSpec, run_dir: str) -> list[str]:
         settings.append(f"preempt.grace_seconds={spec.grace_seconds}")
     if spec.shards is not None and not given & {"data.shards", "shards"}:
         settings.append(f"data.shards={spec.shard_folder}")
-    config = spec.config() if spec.gpus else None
+    config = spec.config() if spec.gpus or spec.code is not None else None
     # Left to itself, a run that sees no GPU trains on the CPU, and says so in one line.
     if spec.gpus and "device" not in given and (config is None or config.device == "auto"):
         settings.append("device=cuda")
+    if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
+        settings.append(f"data.root={Path(here) / config.data.root}")
     fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
     return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
 

@@ -117,6 +117,6 @@ def remove_jobs(*names: str) -> None:
             if own:
                 docker(*removing, *own)
         own = [item for item in docker("volume", "ls", "--quiet").split() if item in (
-            f"lockstep-{name}-runs", f"lockstep-{name}-cancelled")]  # fmt: skip
+            f"lockstep-{name}-runs", f"lockstep-{name}-cancelled") or item.startswith(f"lockstep-{name}-code-")]  # fmt: skip
         if own:
             docker("volume", "rm", "--force", *own)

@@ -36,7 +36,9 @@ ENV_PROGRAM = "LOCKSTEP_PROGRAM"
 """How a command of `python -m training` was called, where it was by another name."""
 ENV_JOB = "LOCKSTEP_JOB"
 """Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
-OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS)
+ENV_CODE = "LOCKSTEP_CODE"
+"""Identity of the code of one's own that the ranks run; run.yaml records it."""
+OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE)
 """What marks the processes of a job; one that they submit does not inherit it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""
@@ -58,7 +60,7 @@ METRICS = "metrics"
 RUN_ENVIRONMENT = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_NNODES",
-    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", ENV_THREADS, ENV_METRICS_PORT, ENV_RESTARTS,
+    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", ENV_THREADS, ENV_METRICS_PORT, ENV_RESTARTS, ENV_CODE,
 )  # fmt: skip
 """The only environment variables that `run.yaml` records: an allowlist, so that no secret reaches a file."""
 

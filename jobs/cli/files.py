@@ -24,7 +24,7 @@ from jobs.cli.options import (
     Sets,
     Sweep,
 )
-from jobs.terminal import say, show, warn
+from jobs.terminal import note, say, show, warn
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
@@ -44,11 +44,18 @@ def render(
     profile: Profile = None,
     sweep: Sweep = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there instead of to standard output.")] = None,
+    with_code: Annotated[
+        bool, typer.Option("--with-code", help="Write the job and the objects with its code into the folder --out.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
+    if with_code and out is None:
+        raise UserError("--with-code needs -o DIR: the code is in files of its own")
     from jobs import connect
     from jobs import sweep as sweeps
+    from jobs.code import pin, store
+    from jobs.manifest import to_yaml
 
     found = connect.cluster(backend, "render")
     values = options.parse(
@@ -60,9 +67,19 @@ def render(
         gpus=gpus,
         **options.flags(backend, namespace=namespace),
     )
-    spec = options.build(file, values, profile)
+    spec, code = pin.look(options.build(file, values, profile))
+    for line in code.lines() if code is not None else []:
+        note(line)
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
     text, objects = found.render(spec, runs)
+    if with_code and out is not None:
+        if spec.code is None or spec.code.hash is None:
+            raise UserError(f"--with-code: {spec.name} has no code: add `code: .` to the job")
+        packed = code.packed if code is not None else store.packed(spec.code.hash)
+        pieces = [piece for run in runs for piece in found.code_manifests(run, packed)]
+        named = {f"0-code-{index:03d}.yaml": to_yaml([piece]) for index, piece in enumerate(pieces)}
+        write_folder(out, {**named, "1-job.yaml": text})  # in the order in which kubectl applies a folder
+        return
     if as_json:
         show(objects)
         return
@@ -73,6 +90,18 @@ def render(
             out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}") from None
+
+
+def write_folder(folder: Path, texts: dict[str, str]) -> None:
+    """A new folder with these files. Raises `UserError`."""
+    try:
+        folder.mkdir(parents=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise UserError(f"{folder} is there already: name a new folder, or remove it") from None
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from None
 
 
 def lint(
@@ -143,6 +172,7 @@ def submit(
     from jobs import job as driver
     from jobs import registry
     from jobs.cluster import Cluster
+    from jobs.code import pin
 
     found = registry.backend(backend)
     flags: dict[str, str | None] = {
@@ -152,7 +182,7 @@ def submit(
         "fresh": uuid.uuid4().hex[:12] if fresh else None,
     }
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = options.build(file, values, profile)
+    spec = pin.keep(options.build(file, values, profile))
     for item in found.lint(spec) if issubclass(found, Cluster) else []:
         if item.level == "warning":
             warn(f"{item.id}: {item.message}")

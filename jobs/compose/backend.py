@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
+from jobs import command as commands
 from jobs import records
 from jobs.backend import Found, Lines, check_name, of_rank
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
+from jobs.code import store
 from jobs.command import GRACE_MARGIN
 from jobs.compare import missing_from
 from jobs.compose import checks, engine, rules
@@ -28,6 +30,8 @@ from training import contract
 from training.contract import UserError
 
 CANCELLED = "lockstep/cancelled"
+CODE = "lockstep/code"
+"""Label of the volume with a job's code; its value is the job's name."""
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
 
 Nodes = list[Manifest]  # named here, because `list` is a method below
@@ -41,6 +45,7 @@ class ComposeBackend(Cluster):
     """
 
     name = "compose"
+    carries_code = True
     secrets_from = "set it in the environment, Compose takes it from there"
 
     def __init__(self, interval: float = 0.5) -> None:
@@ -83,20 +88,44 @@ class ComposeBackend(Cluster):
         engine.check_built(spec.image)
         if old is not None:
             self._remove(spec.name)
+        self._remove_code(spec.name)  # a submission that was broken off leaves some
         return self._up(spec)
 
     def _up(self, spec: JobSpec) -> Submitted:
         file = rendering.render(spec)
         self._make_volumes(file)
+        self._bring_code(spec)
         name = rendering.project(spec.name)
         engine.compose(name, to_yaml([file]), "up", "--detach", "--no-build", "--no-recreate", "--pull", "missing")
         return Submitted(spec.name, True, self._where(spec.name))
 
     @staticmethod
     def _make_volumes(file: Manifest) -> None:
-        for volume in (file.get("volumes") or {}).values():
-            if isinstance(volume, dict) and volume.get("external"):
+        for key, volume in (file.get("volumes") or {}).items():
+            if isinstance(volume, dict) and volume.get("external") and key != rendering.CODE:
                 engine.docker("volume", "create", "--label", OURS[0], str(volume["name"]))
+
+    @staticmethod
+    def _bring_code(spec: JobSpec) -> None:
+        """The archive of the job's code into a volume of its own, before any node is there; a job that is there has it."""
+        if spec.code is None or engine.volumes(f"{CODE}={spec.name}"):
+            return
+        label, identity = f"{CODE}={spec.name}", commands.identity(spec)
+        volume = rendering.code_volume(spec)
+        engine.docker("volume", "create", "--label", OURS[0], "--label", label, volume)
+        try:
+            engine.write_volume(volume, str(spec.image), "part-000", store.packed(identity), label)
+        except BaseException:
+            ComposeBackend._remove_code(spec.name)
+            raise
+
+    @staticmethod
+    def _remove_code(name: str) -> None:
+        """The volume with a job's code, and the container that was filling it when its command was killed."""
+        for container in engine.containers(f"{CODE}={name}"):
+            engine.docker("rm", "--force", str(container["Id"]))
+        for volume in engine.volumes(f"{CODE}={name}"):
+            engine.docker("volume", "rm", volume)
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Writes the shards, and returns when they are there. Raises `UserError`."""
@@ -195,6 +224,7 @@ class ComposeBackend(Cluster):
         engine.docker("compose", "-p", rendering.project(name), "down", "--timeout", "10", timeout=300)
         for marker in engine.volumes(f"{CANCELLED}={name}"):
             engine.docker("volume", "rm", marker)
+        self._remove_code(name)
 
     def list(self) -> list[Listed]:
         jobs: dict[str, Nodes] = {}

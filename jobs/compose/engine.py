@@ -14,6 +14,7 @@ from typing import Any
 from jobs.status import Unreachable
 from training.contract import UserError
 
+_INSIDE = "/volume"
 TIMEOUT = 120.0
 """Seconds that a question to the engine may take; starting and stopping have bounds of their own."""
 
@@ -26,15 +27,16 @@ class EngineDown(EngineError, Unreachable):
     """The engine does not answer."""
 
 
-def docker(*words: str, stdin: str | None = None, timeout: float = TIMEOUT) -> str:
+def docker(*words: str, stdin: str | bytes | None = None, timeout: float = TIMEOUT) -> str:
     """Standard output of `docker WORDS`. Raises `EngineError`."""
     return _run(words, stdin, timeout).decode(errors="replace")
 
 
-def _run(words: Sequence[str], stdin: str | None, timeout: float) -> bytes:
+def _run(words: Sequence[str], stdin: str | bytes | None, timeout: float) -> bytes:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
     try:
         done = subprocess.run(
-            ["docker", *words], input=stdin.encode() if stdin is not None else None, capture_output=True, timeout=timeout,
+            ["docker", *words], input=data, capture_output=True, timeout=timeout,
             stdin=subprocess.DEVNULL if stdin is None else None, check=False,
         )  # fmt: skip
     except FileNotFoundError:
@@ -133,6 +135,28 @@ def read_file(container: str, path: str) -> tuple[bytes, float] | None:
             if file is not None:
                 return file.read(), float(member.mtime)
     return None
+
+
+def write_volume(volume: str, image: str, name: str, data: bytes, label: str) -> None:
+    """Puts a file that everybody may read into a volume, through a container of the image that is never started.
+
+    Args:
+        label: of that container, for who finds it after a kill.
+
+    Raises:
+        EngineError: no such image, or the engine's disk is full.
+    """
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = len(data), 0o444
+        archive.addfile(member, io.BytesIO(data))
+    mount = f"type=volume,source={volume},target={_INSIDE}"
+    container = docker("create", "--label", label, "--mount", mount, image, "true", timeout=600).split()[-1]
+    try:
+        docker("cp", "-", f"{container}:{_INSIDE}", stdin=stream.getvalue())
+    finally:
+        docker("rm", "--force", container)
 
 
 def log_lines(container: str, follow: bool, since: str = "") -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from jobs import command as commands
 from jobs.command import GRACE_MARGIN
 from jobs.compose.section import compose
 from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
+from jobs.spec.code import CODE_PARTS
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.contract import ENV_METRICS_PORT, MASTER_PORT, METRICS_PORT, UserError
@@ -22,6 +23,8 @@ ALIAS = "node"
 """Every node answers to this name on the job's network: Prometheus finds all of them by one DNS question."""
 RUN = "run_directory"
 """Key of the volume that `run_volume` names; no claim can have it, because of the `_`."""
+CODE = "code_archive"
+"""Key of the volume that `code_volume` names."""
 IMAGE_FOLDERS = ("/runs", "/data")
 """Folders of our image that its user may write: a new volume takes over the owner of the folder it is mounted on."""
 
@@ -41,6 +44,8 @@ def render(spec: JobSpec) -> Manifest:
     volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
     if not on_volume(spec, spec.run_directory):
         volumes[RUN] = {"name": run_volume(spec), "external": True}
+    if spec.code is not None:
+        volumes[CODE] = {"name": code_volume(spec), "external": True}
     file = {
         "name": project(spec.name),
         "services": {node_name(spec, index): _node(spec, index) for index in range(spec.nodes)},
@@ -58,7 +63,7 @@ def render_prepare(spec: JobSpec) -> Manifest:
         raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
     writable = spec.on_cpu().model_copy(
         update={
-            "nodes": 1, "ranks_per_node": 1, "elastic": None,
+            "nodes": 1, "ranks_per_node": 1, "elastic": None, "code": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
         }
     )  # fmt: skip
@@ -75,6 +80,11 @@ def render_prepare(spec: JobSpec) -> Manifest:
 def run_volume(spec: JobSpec) -> str:
     """The volume that keeps a run whose directory lies on no volume of the job's."""
     return f"{project(spec.name)}-runs"
+
+
+def code_volume(spec: JobSpec) -> str:
+    """The volume with the archive of the job's code."""
+    return f"{project(spec.name)}-code-{commands.identity(spec)[:12]}"
 
 
 def on_volume(spec: JobSpec, path: str) -> bool:
@@ -158,6 +168,8 @@ def _mounts(spec: JobSpec) -> list[Manifest]:
     for volume in spec.volumes:
         mount: Manifest = {"type": "volume", "source": volume.claim, "target": volume.path}
         mounts.append({**mount, "read_only": True} if volume.read_only else mount)
+    if spec.code is not None:
+        mounts.append({"type": "volume", "source": CODE, "target": CODE_PARTS, "read_only": True})
     return mounts
 
 

@@ -15,7 +15,7 @@ from jobs.backend import Found, Lines, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.compare import missing_from
-from jobs.kubernetes import policy, preparejob, render, rules
+from jobs.kubernetes import code, preparejob, render, rules, submission
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.observe import brief, explain, newest
@@ -24,7 +24,7 @@ from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject
 from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from jobs.spec.model import JobSpec
-from jobs.status import FINAL, Listed, Status, Submitted
+from jobs.status import FINAL, Listed, Status, Submitted, Unreachable
 from jobs.terminal import warn
 from training.contract import UserError
 
@@ -49,6 +49,7 @@ class KubernetesBackend(Cluster):
     """
 
     name = "k8s"
+    carries_code = True
     places: ClassVar = {"namespace": "k8s.namespace", "context": "k8s.context"}
     secrets_from = None
     survived = (UserError,)  # rights may come back, too
@@ -67,6 +68,10 @@ class KubernetesBackend(Cluster):
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
         return render.kubernetes(spec)
+
+    @classmethod
+    def code_manifests(cls, spec: JobSpec, packed: bytes) -> Manifests:
+        return code.maps(spec, code.RENDERED, packed, k8s(spec).namespace)
 
     @classmethod
     def rules(cls) -> Rules[Subject]:
@@ -111,45 +116,16 @@ class KubernetesBackend(Cluster):
         return self.find(found.name)
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        wanted, *_ = render.kubernetes(spec)
-        if found.hash != spec.hash():  # an earlier version's, whose pods another policy selects
-            return super().attach(found, spec)
-        with explained(self.api.host):
-            policy.keep(self.api, self._policies, wanted, self._typed(found.record, str(found.record["kind"])))
+        if found.hash == spec.hash():  # else an earlier version's, whose pods another policy selects
+            with explained(self.api.host):
+                submission.keep(self.api, self.namespace, spec, found.record, found.spec)
         return super().attach(found, spec)
-
-    @property
-    def _policies(self) -> str:
-        return f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
-
-    @staticmethod
-    def _typed(job: Manifest, kind: str) -> Manifest:
-        """With what an answer may leave out."""
-        return {**job, "apiVersion": KINDS[kind][0], "kind": kind}
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         with explained(self.api.host, k8s(spec).kind):
             if old is not None:
                 self._delete(old.record, self._deletion_seconds(old.spec))
-            return self._create(spec)
-
-    def _create(self, spec: JobSpec) -> Submitted:
-        wanted, job = render.kubernetes(spec)
-        path, policies = self.path(k8s(spec).kind), self._policies
-        self.api.create(path, job, dryRun="All")  # what the server refuses leaves nothing behind
-        policy.secure(self.api, policies, wanted, lambda: self._find(spec.name))
-        try:
-            live = self.api.create(path, job)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            found = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
-            if found is None or get(found, "metadata", "labels", HASH) != spec.hash():
-                with contextlib.suppress(ApiError):
-                    policy.drop_unowned(self.api, policies, wanted["metadata"]["name"])
-                raise UserError(f"{spec.name} was submitted by somebody else just now, with another spec") from None
-            live = found
-        policy.own(self.api, policies, wanted, self._typed(live, k8s(spec).kind))
+            live = submission.create(self.api, self.namespace, spec, partial(self._find, spec.name))
         return Submitted(spec.name, True, self._where(live))
 
     def prepare(self, spec: JobSpec) -> Submitted:
@@ -248,6 +224,22 @@ class KubernetesBackend(Cluster):
             pass
         time.sleep(max(0.0, min(seconds - (time.monotonic() - began), self.interval / 5)))
 
+    def cancel(self, name: str) -> Status:
+        try:
+            status = super().cancel(name)
+        except Unreachable:
+            raise
+        except UserError:
+            self._settle(name)  # of a submission that was broken off before there was a job
+            raise
+        self._settle(name)
+        return status
+
+    def _settle(self, name: str) -> None:
+        check_name(name)
+        with contextlib.suppress(UserError), explained(self.api.host):
+            code.settle(self.api, self.namespace, name, partial(self._find, name))
+
     def stop(self, found: Found) -> Status:
         with explained(self.api.host):
             self._delete(found.record, self._deletion_seconds(found.spec))
@@ -307,7 +299,7 @@ class KubernetesBackend(Cluster):
         return sorted(rows, key=lambda row: row.name)
 
     def changes(self, found: Found, spec: JobSpec) -> Lines:
-        *_, wanted = render.kubernetes(spec)
+        *_, wanted = render.kubernetes(spec, code.submission_of(found.record) or code.RENDERED)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
         lines = missing_from(wanted, found.record)
         # Pods of an earlier version's job do not have the label.

@@ -39,6 +39,8 @@ RIGHTS = (
     ("patch", "networking.k8s.io", "networkpolicies", ""), ("delete", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip
 """Beside those on the kind of job that is used."""
+CODE_RIGHTS = tuple((verb, "", "configmaps", "") for verb in ("create", "list", "patch", "delete"))
+"""For a job with code of one's own."""
 JOB_VERBS = ("create", "get", "list", "watch", "delete")
 CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controller-manager"}
 """Part of the name of each controller's image."""
@@ -108,6 +110,7 @@ def _kind(spec: JobSpec | None) -> str:
 
 def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
     denied, wanted_rights = [], rights(_kind(spec))
+    wanted_rights += CODE_RIGHTS if spec is not None and spec.code is not None else ()
     for verb, group, resource, sub in wanted_rights:
         wanted = {
             "namespace": backend.namespace,

@@ -6,6 +6,7 @@ from typing import Any
 
 from jobs import command as commands
 from jobs.command import GRACE_MARGIN
+from jobs.kubernetes import code
 from jobs.kubernetes.section import k8s
 from jobs.manifest import HASH, JOB, MANAGED, Manifest, holds, without_none
 from jobs.spec.model import JobSpec
@@ -39,7 +40,7 @@ def pod_annotations(spec: JobSpec) -> dict[str, str]:
     return found
 
 
-def pod_spec(spec: JobSpec) -> Manifest:
+def pod_spec(spec: JobSpec, submission: str = code.RENDERED) -> Manifest:
     settings = k8s(spec)
     return without_none(
         {
@@ -61,7 +62,7 @@ def pod_spec(spec: JobSpec) -> Manifest:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [container(spec)],
-            "volumes": _volumes(spec),
+            "volumes": _volumes(spec, submission),
         }
     )
 
@@ -152,7 +153,7 @@ def _affinity(spec: JobSpec) -> Manifest | None:
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
 
 
-def _volumes(spec: JobSpec) -> list[Manifest]:
+def _volumes(spec: JobSpec, submission: str) -> list[Manifest]:
     volumes: list[Manifest] = [
         {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}},
         {"name": "tmp", "emptyDir": {}},
@@ -163,7 +164,7 @@ def _volumes(spec: JobSpec) -> list[Manifest]:
     volumes += [
         {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)
     ]
-    return volumes
+    return volumes + ([code.volume(spec, submission)] if spec.code is not None else [])
 
 
 def _mounts(spec: JobSpec) -> list[Manifest]:
@@ -174,7 +175,7 @@ def _mounts(spec: JobSpec) -> list[Manifest]:
     for volume in spec.volumes:
         mount: Manifest = {"name": f"claim-{claims.index(volume.claim)}", "mountPath": volume.path}
         mounts.append({**mount, "readOnly": True} if volume.read_only else mount)
-    return mounts
+    return mounts + ([code.mount()] if spec.code is not None else [])
 
 
 def _literal(text: str) -> str:

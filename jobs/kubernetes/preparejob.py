@@ -18,6 +18,7 @@ def render(spec: JobSpec) -> list[Manifest]:
         raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
     if spec.image is None:
         raise UserError("image is not set: add it to the job, or pass --image")
+    spec = spec.model_copy(update={"code": None})  # shards need none of it
     writable = spec.on_cpu().model_copy(
         update={
             "nodes": 1, "ranks_per_node": 1, "elastic": None,

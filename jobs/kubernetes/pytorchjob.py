@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from jobs.kubernetes import pod
+from jobs.kubernetes.code import RENDERED, SUBMISSION
 from jobs.kubernetes.section import k8s
 from jobs.manifest import HASH, JOB, SPEC, Manifest, merge, without_none
 from jobs.spec.model import JobSpec
@@ -13,27 +14,28 @@ from jobs.spec.types import seconds
 API_VERSION = "kubeflow.org/v1"
 
 
-def render(spec: JobSpec) -> list[Manifest]:
+def render(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob]: the policy first, so that no pod ever runs without it."""
-    return [network_policy(spec), merge(job(spec), k8s(spec).patch)]
+    return [network_policy(spec), merge(job(spec, submission), k8s(spec).patch)]
 
 
-def metadata(spec: JobSpec) -> Manifest:
+def metadata(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     labels = pod.labels(spec)
     if queue := k8s(spec).queue:
         labels[pod.KUEUE_QUEUE] = queue
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
     return without_none(
-        {"name": spec.name, "namespace": k8s(spec).namespace, "labels": labels, "annotations": {SPEC: text}}
+        {"name": spec.name, "namespace": k8s(spec).namespace, "labels": labels, "annotations": annotations}
     )
 
 
-def job(spec: JobSpec) -> Manifest:
+def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """The PyTorchJob without `patch`."""
     return {
         "apiVersion": API_VERSION,
         "kind": "PyTorchJob",
-        "metadata": metadata(spec),
+        "metadata": metadata(spec, submission),
         "spec": without_none(
             {
                 "nprocPerNode": str(spec.ranks),  # the CRD wants a text
@@ -45,7 +47,7 @@ def job(spec: JobSpec) -> Manifest:
                     "backoffLimit": _pods(spec) * spec.max_restarts + 1,
                 },
                 "elasticPolicy": _elastic(spec),
-                "pytorchReplicaSpecs": _replicas(spec),
+                "pytorchReplicaSpecs": _replicas(spec, submission),
             }
         ),
     }
@@ -69,7 +71,7 @@ def _elastic(spec: JobSpec) -> Manifest | None:
     }  # fmt: skip
 
 
-def _replicas(spec: JobSpec) -> Manifest:
+def _replicas(spec: JobSpec, submission: str) -> Manifest:
     def replica(count: int) -> Manifest:
         return {
             "replicas": count,
@@ -77,7 +79,7 @@ def _replicas(spec: JobSpec) -> Manifest:
             "restartPolicy": "ExitCode",
             "template": {
                 "metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)},
-                "spec": pod.pod_spec(spec),
+                "spec": pod.pod_spec(spec, submission),
             },
         }
 

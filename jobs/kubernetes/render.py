@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jobs.kubernetes import pytorchjob, trainjob
+from jobs.kubernetes import code, pytorchjob, trainjob
 from jobs.kubernetes.section import k8s
 from jobs.manifest import Manifest
 from jobs.spec.model import JobSpec
 
 
-def kubernetes(spec: JobSpec) -> list[Manifest]:
-    """The objects of a Kubernetes job, in the order in which `submit` creates them."""
-    return trainjob.render(spec) if k8s(spec).kind == "TrainJob" else pytorchjob.render(spec)
+def kubernetes(spec: JobSpec, submission: str = code.RENDERED) -> list[Manifest]:
+    """The objects of a Kubernetes job but those of its code, in the order in which `submit` creates them."""
+    frame = trainjob if k8s(spec).kind == "TrainJob" else pytorchjob
+    return frame.render(spec, submission)

@@ -6,6 +6,7 @@ The runtime injects PET_*; the pod's own parts (volumes, security, affinity) tra
 from __future__ import annotations
 
 from jobs.kubernetes import pod
+from jobs.kubernetes.code import RENDERED
 from jobs.kubernetes.pytorchjob import metadata, network_policy
 from jobs.kubernetes.section import k8s
 from jobs.manifest import Manifest, merge, without_none
@@ -16,15 +17,15 @@ CONTAINER = "node"
 """The runtime's name for the trainer's container."""
 
 
-def render(spec: JobSpec) -> list[Manifest]:
+def render(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, TrainJob]."""
-    return [network_policy(spec), merge(job(spec), k8s(spec).patch)]
+    return [network_policy(spec), merge(job(spec, submission), k8s(spec).patch)]
 
 
-def job(spec: JobSpec) -> Manifest:
+def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """The TrainJob without `patch`."""
     container = pod.container(spec)
-    template = pod.pod_spec(spec)
+    template = pod.pod_spec(spec, submission)
     own = {
         "name": CONTAINER,
         "volumeMounts": container["volumeMounts"],
@@ -40,7 +41,7 @@ def job(spec: JobSpec) -> Manifest:
     return {
         "apiVersion": API_VERSION,
         "kind": "TrainJob",
-        "metadata": metadata(spec),
+        "metadata": metadata(spec, submission),
         "spec": without_none(
             {
                 "runtimeRef": {

@@ -21,6 +21,7 @@ from typing import Any
 from jobs import command as commands
 from jobs import lock, private, records
 from jobs.backend import Backend, Found, check_name, of_rank
+from jobs.code import store
 from jobs.local import processes
 from jobs.local.processes import alive, living, start_ticks
 from jobs.local.supervise import ENDED, RUNNING, here, note_end
@@ -42,6 +43,7 @@ class LocalBackend(Backend):
     """See `Backend`."""
 
     name = "local"
+    carries_code = True
     secrets_from = "set it in the environment to run on this machine"
     interval = POLL_SECONDS
 
@@ -73,6 +75,8 @@ class LocalBackend(Backend):
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         folder = self.folder / spec.name
+        if spec.code is not None:
+            store.unpacked(commands.identity(spec))
         if old is not None:
             shutil.rmtree(folder)
         elif folder.exists():
@@ -114,7 +118,8 @@ class LocalBackend(Backend):
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shard_folder is not None and not Path(spec.shard_folder).exists():
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
-        command = commands.launch(spec, run_dir, sys.executable)
+        code = str(store.folder(commands.identity(spec))) if spec.code is not None else ""
+        command = commands.launch(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def observe(self, found: Found) -> Status:

@@ -21,6 +21,7 @@ from jobs import lock, records
 from jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
+from jobs.code import store
 from jobs.private import check, make
 from jobs.slurm import checks, logs, observe, query, render, rules
 from jobs.slurm.folder import ENDED, SUBMITIT, Folder, cancelled, ends, home, saved
@@ -46,9 +47,9 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
     run_dir = spec.run_directory_here
     return TrainingTask(
-        words=commands.rank(spec, run_dir), run_dir=run_dir, ranks_per_node=spec.ranks,
+        words=commands.rank(spec, run_dir, str(Path.cwd())), run_dir=run_dir, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=dict(spec.env),
-        job=job,
+        job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=render.code_folder(spec),
     )  # fmt: skip
 
 
@@ -62,6 +63,7 @@ class SlurmBackend(Cluster):
     """
 
     name = "slurm"
+    carries_code = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, folder: Path | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
@@ -120,6 +122,7 @@ class SlurmBackend(Cluster):
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
+        specs = self.with_code(specs)
         whole = specs[0].model_copy(update={"name": name})
         self.refuse(whole)
         with self.exclusive():
@@ -185,6 +188,8 @@ class SlurmBackend(Cluster):
 
     def _write_and_send(self, whole: JobSpec, specs: Specs, submitit_folder: Path) -> Sent:
         written = []
+        if whole.code is not None:
+            store.unpacked(commands.identity(whole))
         for element, spec in enumerate(specs):
             run_dir = spec.run_directory_here
             Path(run_dir).parent.mkdir(parents=True, exist_ok=True)  # a container mounts it

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import command as commands
+from jobs.code import store
 from jobs.slurm.section import slurm
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
@@ -176,7 +177,8 @@ def preparation(spec: JobSpec) -> JobSpec:
 
 def _setup(spec: JobSpec, folder: Path) -> list[str]:
     lines = [
-        f"# each task: {json.dumps(commands.rank(spec, spec.run_directory_here))[:2000]}",
+        f"# each task: {json.dumps(commands.rank(spec, spec.run_directory_here, str(Path.cwd())))[:2000]}",
+        *([f"# its code: {checked_path(Path(code_folder(spec)))}"] if spec.code is not None else []),
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "restarts=${SLURM_RESTART_COUNT:-0}",
@@ -212,9 +214,15 @@ def _teardown(spec: JobSpec, folder: Path) -> list[str]:
     ]
 
 
+def code_folder(spec: JobSpec) -> str:
+    """The copy of the job's code, which the nodes must see; "" without one."""
+    return str(store.folder(commands.identity(spec))) if spec.code is not None else ""
+
+
 def _mounts(spec: JobSpec, folder: Path) -> list[str]:
     run = Path(spec.run_directory_here).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
+    own += [f"{code}:{code}:ro"] if (code := code_folder(spec)) else []
     return list(dict.fromkeys([*own, *slurm(spec).mounts]))
 
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from training import contract, files
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+from training.launch.carried import environment
 
 OTHERS_SECONDS = 3.0
 """How long a rank that failed looks whether another one found the words or the data unusable: that is final."""
@@ -54,6 +55,10 @@ class TrainingTask:
     env: dict[str, str] = field(default_factory=dict)
     job: str = ""
     """Identity of this submission (`records.identity`); "" where a driver of one's own submits."""
+    code: str = ""
+    """Identity of the code of one's own; "" without."""
+    code_folder: str = ""
+    """Its copy, which the ranks start in."""
 
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank to its end. Rank 0 returns `summary.json`; an end that is none leaves the process."""
@@ -118,8 +123,14 @@ class TrainingTask:
         early = signal.sigpending() & held
         if not ours:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        if self.code and not os.path.isdir(self.code_folder):
+            self._leave(
+                here,
+                EXIT_USAGE,
+                f"the code is not in {self.code_folder}: LOCKSTEP_HOME must lie where the nodes see it",
+            )
         try:
-            child = subprocess.Popen(command, env=self._environment(here, ours))
+            child = subprocess.Popen(command, env=self._environment(here, ours), cwd=self.code_folder or None)
         except OSError as error:
             self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
         if ours:
@@ -148,7 +159,8 @@ class TrainingTask:
                 "PATH": contract.search_path(env), "GROUP_WORLD_SIZE": env.get("SLURM_NNODES") or str(len(here.hosts)),
                 "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(12000 + number * 7 % 20000),
             }  # fmt: skip
-        return env | self.env
+        env |= self.env
+        return env | environment(Path(self.code_folder), self.code, env, sys.path[0]) if self.code else env
 
     def _note(self, here: _Here, code: int, reason: str) -> None:
         value = {

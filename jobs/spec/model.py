@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from jobs import registry
 from jobs.spec import file as specfile
+from jobs.spec.code import CODE_PARTS, CodeOrNone, refuse_requirements
 from jobs.spec.section import Section
 from jobs.spec.types import (
     AbsolutePath,
@@ -47,7 +48,7 @@ MAX_GPUS = 64
 """A node."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB."""
-RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp")  # noqa: S108 - paths of the container
+RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noqa: S108 - paths of the container
 """Where a container has something of its own."""
 
 
@@ -98,6 +99,8 @@ class _JobSpec(Section):
     """Settings of the recipe to change, e.g. `{epochs: 4, optim.lr: 0.1}`."""
     command: list[Text] | None = Field(default=None, min_length=1, max_length=1000)
     """A program of your own and its arguments, started once a rank with torchrun's variables."""
+    code: CodeOrNone = None
+    """A folder of your own that travels with the job: `.`, or {path: ., allow: [FILE]}. The ranks start in a copy of it."""
     image: Image | None = None
     """Container image, best by digest (Kubernetes, Compose)."""
     nodes: int = Field(default=1, ge=1, le=10000)
@@ -142,6 +145,7 @@ class _JobSpec(Section):
     @classmethod
     def _amounts(cls, values: Any) -> Any:
         """A GPU waits for its data loader, and a node's share of cores and memory goes with its GPUs."""
+        refuse_requirements(values)
         gpus = values.get("gpus") if isinstance(values, dict) else None
         if type(gpus) is not int or not 1 <= gpus <= MAX_GPUS:
             return values
@@ -240,21 +244,32 @@ class _JobSpec(Section):
 
     def record(self) -> dict[str, Any]:
         """Every setting as plain values, and the version: what is kept of a submitted job. `recorded` reads it."""
-        return {"version": VERSION, **self.model_dump(mode="json")}
+        values = self.model_dump(mode="json")
+        if self.code is None:
+            del values["code"]  # what has none can be read by earlier versions
+        return {"version": VERSION, **values}
+
+    def comparable(self) -> dict[str, Any]:
+        """`record`, with nothing of the code but its hash: neither where it lay nor how it was packed makes it another."""
+        return self._by_hash(self.record())
+
+    def _by_hash(self, values: dict[str, Any]) -> dict[str, Any]:
+        return values if self.code is None else {**values, "code": self.code.hash or self.code.path}
 
     def hash(self) -> str:
         """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
 
         `fresh` is not part of it: a job that was started over goes on when it is submitted again without.
         """
-        plain = {name: value for name, value in self.plain().items() if name != "fresh"}
+        plain = {name: value for name, value in self._by_hash(self.plain()).items() if name != "fresh"}
         text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def same_job(self, other: _JobSpec, backend: str) -> bool:
         """Whether both are the same job there: all settings but those of other backends, and `fresh`, as in `hash`."""
         apart = {"fresh", *registry.sections()} - {backend}
-        return self.model_dump(exclude=apart) == other.model_dump(exclude=apart)
+        mine, others = self.comparable(), other.comparable()
+        return all(mine.get(name) == others.get(name) for name in {*mine, *others} - apart)
 
     @classmethod
     def load(
@@ -269,6 +284,9 @@ class _JobSpec(Section):
         """
         spec, where = specfile.load(cls, Path(path), assignments or {}, below or {})
         spec.check_training(where)
+        if spec.code is not None and spec.code.hash is None:
+            at = spec.code.model_copy(update={"path": str(Path(path).absolute().parent / spec.code.path)})
+            spec = spec.model_copy(update={"code": at})
         return spec
 
     @classmethod

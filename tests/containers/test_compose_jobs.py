@@ -397,3 +397,31 @@ def test_an_image_of_ours_that_was_not_built_is_pulled_from_nowhere(jobs: Jobs) 
         assert (found["image"], found["shards"]) == ("ok", "missing"), found
     finally:
         docker("volume", "rm", claim)
+
+
+def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both nodes, whatever is edited meanwhile; a submission that was killed leaves nothing that the next one would run."""
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "train.py").write_text("import helper, os, training; print(helper.WORD, os.getcwd(), flush=True)\n")
+    (folder / "helper.py").write_text("WORD = 'broken off'\n")
+    spec = jobs.spec("code", command=["python", "train.py"], code=str(folder), ranks_per_node=1)
+    monkeypatch.setattr(ComposeBackend, "_up", lambda self, spec: self._bring_code(spec))
+    jobs.backend.submit(spec)  # killed before the first container was there
+    monkeypatch.undo()
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    (folder / "helper.py").write_text("WORD = 'submitted'\n")
+    jobs.backend.submit(spec)
+    (folder / "helper.py").write_text("WORD = 'edited'\n")
+    assert jobs.backend.wait(spec.name, BOUND).state == "succeeded", "\n".join(jobs.backend.logs(spec.name))
+    lines = sorted(jobs.backend.logs(spec.name))
+    assert [line.split()[:3] for line in lines] == [["[rank", f"{rank}]", "submitted"] for rank in (0, 1)], lines
+    assert all("/tmp/lockstep-code-" in line for line in lines)
+    volumes = docker("volume", "ls", "--quiet", "--filter", f"label=lockstep/code={spec.name}").split()
+    identity = jobs.backend.require(spec.name).plain["code"]["hash"]
+    assert volumes == [f"lockstep-{spec.name}-code-{identity[:12]}"]
+    assert jobs.backend.drift(spec)[0].startswith("code: ")
+    jobs.backend.submit(spec, "replace")
+    assert jobs.backend.wait(spec.name, BOUND).state == "succeeded"
+    assert all("edited" in line for line in jobs.backend.logs(spec.name))

@@ -316,7 +316,8 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (
-                f"{node.module}.{alias.name}" if node.module == "training" else node.module for alias in node.names
+                f"{node.module}.{alias.name}" if node.module in ("training", "training.launch") else node.module
+                for alias in node.names
             )
 
 

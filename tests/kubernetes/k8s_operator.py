@@ -7,6 +7,7 @@ One machine stands for all nodes, so each launcher gets a loopback address of it
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
@@ -140,7 +141,11 @@ class Operator:
         port = self._ports.setdefault(job["metadata"]["uid"], free_port())
         node = index + (1 if replica == "Worker" and "Master" in job["spec"]["pytorchReplicaSpecs"] else 0)
         container = template["spec"]["containers"][0]
-        command = [sys.executable if word == "python" else word.replace("$$", "$") for word in container["command"]]
+        mounted = self._mounted(name, template["spec"], container)
+        if mounted is None:
+            return  # as the kubelet, which waits for what is to be mounted
+        command = [mounted.get(word, word) for word in container["command"]]
+        command = [sys.executable if word == "python" else word.replace("$$", "$") for word in command]
         command[command.index("launch") + 1 : command.index("launch") + 1] = ["--address", f"127.0.0.{node + 2}"]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
         env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
@@ -173,6 +178,22 @@ class Operator:
             },
             self.namespace,
         )  # fmt: skip
+
+    def _mounted(self, pod: str, spec: dict[str, Any], container: dict[str, Any]) -> dict[str, str] | None:
+        """Mount path → a folder of this machine, of the ConfigMaps that a projected volume shows; None where one is missing."""
+        found = {}
+        for volume in spec.get("volumes", []):
+            folder = self.folder / f"volume-{pod}-{volume['name']}"
+            for source in volume.get("projected", {}).get("sources", []):
+                held = self.cluster.get("configmaps", source["configMap"]["name"], self.namespace)
+                if held is None:
+                    return None
+                folder.mkdir(exist_ok=True)
+                for item in source["configMap"]["items"]:
+                    (folder / item["path"]).write_bytes(base64.b64decode(held["binaryData"][item["key"]]))
+                mount = next(item for item in container["volumeMounts"] if item["name"] == volume["name"])
+                found[mount["mountPath"]] = str(folder)
+        return found
 
     def _refused(self, job: dict[str, Any], replica: str, name: str, pod: dict[str, Any]) -> bool:
         """Whether the namespace refuses the pod: an event says so, the job gets no condition, and it is tried again."""

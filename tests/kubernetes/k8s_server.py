@@ -12,6 +12,7 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ KINDS = {
     "trainjobs": "TrainJob", "workloads": "Workload", "nodes": "Node", "persistentvolumeclaims": "PersistentVolumeClaim",
     "localqueues": "LocalQueue", "clusterqueues": "ClusterQueue", "customresourcedefinitions": "CustomResourceDefinition",
     "deployments": "Deployment", "secrets": "Secret", "selfsubjectaccessreviews": "SelfSubjectAccessReview",
-    "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor",
+    "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor", "configmaps": "ConfigMap",
     "clustertrainingruntimes": "ClusterTrainingRuntime",
 }  # fmt: skip
 _PATH = re.compile(
@@ -67,6 +68,10 @@ class Cluster:
         self.role: set[tuple[str, str]] | None = None
         """(verb, resource) that may be done; None: everything."""
         self.lag = 0.5
+        self.busy = 0
+        """Requests that are being carried out."""
+        self.arrived: Callable[[str, str], bool] | None = None
+        """Is told of each request (method, path) before it is carried out, and says whether it gets lost on the way."""
 
     def allow(self, role: dict[str, Any]) -> None:
         """From now on only what a Role grants is answered."""
@@ -143,6 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _handle(self) -> None:
+        with self.cluster.changed:
+            self.cluster.busy += 1
+        try:
+            self._answered()
+        finally:
+            with self.cluster.changed:
+                self.cluster.busy -= 1
+
+    def _answered(self) -> None:
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         length = int(self.headers.get("Content-Length") or 0)
@@ -150,6 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
         cluster = self.cluster
         with cluster.changed:
             cluster.requests.append((self.command, url.path, query, body))
+        if cluster.arrived is not None and cluster.arrived(self.command, self.path):
+            self.close_connection = True
+            return
         fault = cluster.fault_for(self.command, self.path)
         self._mute = fault is not None and fault.drop_answer
         if fault is not None:
@@ -198,8 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._log(name, query, fault)
         elif name:
             found = self.cluster.get(plural, name, namespace)
-            if plural == "secrets" and "PartialObjectMetadata" not in self.headers.get("Accept", ""):
-                self._fail(500, "Test", "the content of a Secret was asked for")
+            if plural in ("secrets", "configmaps") and "PartialObjectMetadata" not in self.headers.get("Accept", ""):
+                self._fail(500, "Test", f"the content of {plural} was asked for")
                 return
             if found is None:
                 self._fail(404, "NotFound", f'{plural} "{name}" not found')
@@ -222,6 +239,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(410, "Expired", "The provided continue parameter is too old")
             return
         items = self._selected(plural, namespace, query)
+        if plural == "configmaps":
+            assert "PartialObjectMetadataList" in self.headers.get("Accept", ""), (
+                "the content of ConfigMaps was asked for"
+            )
+            items = [{"metadata": item["metadata"]} for item in items]
         limit = int(query.get("limit", 0)) or len(items)
         page = items[int(start) : int(start) + limit]
         more = int(start) + limit < len(items)
@@ -325,9 +347,9 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             self._fail(404, "NotFound", f'{plural} "{match["name"]}" not found')
             return
-        wanted = ((body or {}).get("preconditions") or {}).get("uid")
-        if wanted and wanted != found["metadata"]["uid"]:
-            self._fail(409, "Conflict", "the UID in the precondition does not match")
+        wanted = (body or {}).get("preconditions") or {}
+        if any(wanted.get(key) not in (None, found["metadata"][key]) for key in ("uid", "resourceVersion")):
+            self._fail(409, "Conflict", "the UID or resourceVersion in the precondition does not match")
             return
         finalizers = found["metadata"].get("finalizers")
         if finalizers:

@@ -76,14 +76,14 @@ def test_the_examples_volumes_are_those_of_the_base() -> None:
 
 
 def test_the_role_holds_what_doctor_asks_for() -> None:
-    from jobs.kubernetes.checks import RIGHTS
+    from jobs.kubernetes.checks import CODE_RIGHTS, RIGHTS
 
     role = next(item for item in documents((DEPLOY / "base/rbac.yaml").read_text()) if item["kind"] == "Role")
     granted = {
         (verb, group, resource) for rule in role["rules"] for verb in rule["verbs"] for group in rule["apiGroups"]
         for resource in rule["resources"]
     }  # fmt: skip
-    for verb, group, resource, sub in RIGHTS:
+    for verb, group, resource, sub in (*RIGHTS, *CODE_RIGHTS):
         assert (verb, group, f"{resource}/{sub}" if sub else resource) in granted
     assert not any(resource == "secrets" or "*" in (verb, resource) for verb, _, resource in granted)
 

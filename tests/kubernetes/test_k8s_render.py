@@ -52,6 +52,11 @@ SPECS: dict[str, dict[str, Any]] = {
         **GPU, "name": "second",
         "k8s": {"namespace": "team", "image_pull_secrets": ["pull"], "kind": "TrainJob", "runtime": "lockstep"},
     },
+    "code": {**GPU, "name": "own", "code": {"hash": "c0de" * 16, "packed": 2_000_000}},
+    "trainjob-code": {
+        **GPU, "name": "second", "code": {"hash": "c0de" * 16, "packed": 1},
+        "k8s": {"namespace": "team", "kind": "TrainJob", "runtime": "lockstep"},
+    },
 }  # fmt: skip
 
 
@@ -329,7 +334,7 @@ def _outcome(values: dict[str, Any]) -> str:
     return "valid"
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name not in ("trainjob", "master")])
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in ("trainjob", "trainjob-code", "master")])
 def test_the_default_passes_restricted(name: str) -> None:
     *_, job = render(JobSpec.of(SPECS[name]))
     pods = [item["template"]["spec"] for item in job["spec"]["pytorchReplicaSpecs"].values()]

@@ -41,7 +41,7 @@ from training.contract import (
     MASTER_PORT,
     UserError,
 )  # fmt: skip
-from training.launch import lines, rendezvous, scratch
+from training.launch import carried, lines, rendezvous, scratch
 from training.launch.attempts import Attempts
 from training.launch.ending import Ending
 from training.launch.lifeline import FORWARDED
@@ -223,6 +223,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="count this node's restarts there, on shared storage: a replaced node goes on counting")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="begin every line with its rank")  # fmt: skip
+    carried.add_words(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     args = parser.parse_args(argv)
     if not args.command:
@@ -276,6 +277,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     args, command = _parse(argv, env)
     ranks = rank_count(args.ranks, command)
     parameters = rendezvous.parameters(args)
+    carried.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: there is no program {command[0]!r}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))

@@ -1,0 +1,433 @@
+"""Code of one's own: what travels, what is refused, one identity for the same bytes, and unpacking without harm."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.code import collect as collecting
+from jobs.code import refusals
+from jobs.code.collect import collect
+from jobs.code.listing import files_of
+from training.contract import UserError
+from training.launch import archive
+from training.launch.archive import File
+
+Write = Callable[[str, "str | bytes"], Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    found = tmp_path / "own"
+    found.mkdir()
+    return found
+
+
+@pytest.fixture
+def write(folder: Path) -> Write:
+    def put(path: str, content: str | bytes) -> Path:
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content.encode() if isinstance(content, str) else content)
+        return place
+
+    return put
+
+
+def git(folder: Path, *words: str) -> None:
+    names = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    subprocess.run(["git", *names, *words], cwd=folder, check=True, capture_output=True, env=env)
+
+
+def refused(folder: Path, *allow: str) -> str:
+    with pytest.raises(UserError) as caught:
+        collect(folder, allow)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What travels.
+
+
+def test_without_git_all_files_travel_but_products(folder: Path, write: Write) -> None:
+    for path in ("train.py", "a/b.txt", "data.csv", ".hidden", ".env.example"):
+        write(path, "x")
+    for path in (".venv/lib/x.py", "a/__pycache__/b.pyc", "other/pyvenv.cfg", "other/lib/y.py"):
+        write(path, "x")
+    for path in ("runs/one/run.yaml", "runs/one/events.jsonl", "runs/one/checkpoints/step-1/a.safetensors"):
+        write(path, "x")
+    for path in ("shards/manifest.json", "shards/train-00000.safetensors"):
+        write(path, "x")
+    assert files_of(folder) == [".env.example", ".hidden", "a/b.txt", "data.csv", "train.py"]
+
+
+def test_of_a_repository_what_git_would_keep_travels(folder: Path, write: Write) -> None:
+    for path in ("tracked.py", "removed.py", "sub/inner.py", "runs/x/run.yaml", "runs/x/status.json"):
+        write(path, "x")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    write(".gitignore", "*.log\n/build/\n")
+    write("untracked.py", "x")
+    write("a.log", "x")
+    write("build/x.py", "x")
+    (folder / "removed.py").unlink()
+    assert files_of(folder) == [".gitignore", "sub/inner.py", "tracked.py", "untracked.py"]
+    assert files_of(folder / "sub") == ["inner.py"], "a folder of a repository is code, too"
+
+
+def test_the_repository_is_that_of_the_folder_whatever_the_environment_says(
+    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a hook of git's, which is told another one."""
+    write("a.py", "x")
+    git(folder, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert files_of(folder) == ["a.py"]
+
+
+def test_lockstepignore_takes_away_and_never_adds(folder: Path, write: Write) -> None:
+    for path in ("train.py", "notes/a.md", "notes/keep.md", "big.bin", "secret.log"):
+        write(path, "x")
+    write(".gitignore", "*.log\n")
+    git(folder, "init", "-q")
+    git(folder, "add", "-f", "train.py", "big.bin")
+    write(
+        ".lockstepignore",
+        "# what the job does not need\n/notes/*\n!/notes/keep.md\n*.bin\n!secret.log\n.lockstepignore\n",
+    )
+    assert files_of(folder) == [".gitignore", "notes/keep.md", "train.py"]
+    shutil.rmtree(folder / ".git")
+    assert files_of(folder) == [".gitignore", "notes/keep.md", "secret.log", "train.py"]
+    write(".lockstepignore", "*\n")
+    assert "nothing of" in refused(folder)
+    write(".lockstepignore", b"\xff\xfe")
+    assert ".lockstepignore" in refused(folder)
+
+
+def test_a_submodule_travels_where_it_was_fetched(folder: Path, write: Write, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "lib.py").write_text("x")
+    git(other, "init", "-q")
+    git(other, "add", ".")
+    git(other, "commit", "-q", "-m", "x")
+    write("a.py", "x")
+    git(folder, "init", "-q")
+    git(folder, "submodule", "add", "-q", str(other), "third/other")
+    assert files_of(folder) == [".gitmodules", "a.py", "third/other/lib.py"]
+    git(folder, "commit", "-q", "-m", "x")
+    git(folder, "submodule", "deinit", "-q", "-f", "third/other")
+    assert "the submodule third/other was not fetched: git submodule update --init" in refused(folder)
+
+
+def test_the_folder_of_jobs_is_no_code(folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_HOME", str(folder / ".lockstep"))
+    write("a.py", "x")
+    write(".lockstep/code/x", "x")
+    assert files_of(folder) == ["a.py"]
+    assert "is no folder" in refused(folder / "a.py")
+
+
+# What is refused.
+
+KEY = "-----BEGIN OPENSSH PRIVATE " + "KEY-----\nb3BlbnNzaC1rZXk\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [".env", ".env.local", "sub/.env", "server.pem", "SERVER.PEM", "id_ed25519", "id_rsa.pub", ".netrc", ".npmrc", "kubeconfig",
+     "kubeconfig-team.yaml", "team.kubeconfig", ".kube/config", "credentials", "credentials.json", ".aws/credentials"],
+)  # fmt: skip
+def test_names_of_secrets_are_refused(folder: Path, write: Write, path: str) -> None:
+    write("train.py", "x")
+    write(path, "the-value")
+    told = refused(folder)
+    assert f"code: {path} looks like" in told and "the-value" not in told
+    assert collect(folder, [path]).files[-1].path in (path, "train.py")
+    write(f"{path}.example", "x")
+    (folder / path).unlink()
+    assert f"{path}.example" in {file.path for file in collect(folder).files}
+
+
+@pytest.mark.parametrize(
+    ("kind", "secret"),
+    [
+        ("a private key", KEY), ("a private key", "-----BEGIN RSA PRIVATE " + "KEY-----"),
+        ("a private key", "-----BEGIN PRIVATE " + "KEY-----"),
+        ("a private key", "-----BEGIN PGP PRIVATE " + "KEY BLOCK-----"),
+        ("a cluster's login", "users:\n- user:\n    client-key-" + "data: LS0t"),
+        ("an AWS access key", "AKIA" + "ABCDEFGH12345678"), ("an Azure storage key", "AccountKey=" + "a" * 86 + "=="),
+        ("a Google API key", "AIza" + "a" * 35), ("a GitHub token", "ghp_" + "a" * 36), ("a GitHub token", "github_pat_" + "a" * 70),
+        ("a GitLab token", "glpat-" + "a" * 20), ("a Hugging Face token", "hf_" + "a" * 34), ("an npm token", "npm_" + "a" * 36),
+        ("a PyPI token", "pypi-AgE" + "a" * 60), ("a Docker token", "dckr_pat_" + "a" * 27), ("a Slack token", "xoxb-" + "1" * 20),
+        ("a secret key of an API", "sk-proj-" + "a" * 40), ("a secret key of an API", "sk_live_" + "a" * 24),
+    ],
+)  # fmt: skip
+def test_contents_of_secrets_are_refused_by_path_line_and_rule(
+    folder: Path, write: Write, kind: str, secret: str
+) -> None:
+    write("config/settings.py", f"a = 1\nTOKEN = '''{secret}'''\n")
+    told = refused(folder)
+    assert "config/settings.py, line " in told and kind in told, told
+    assert not any(word in told for word in secret.split() if len(word) > 12)
+    assert "code.allow: [config/settings.py]" in told
+    assert refused(folder, "settings.py") == told, "only the whole path is allowed"
+    assert len(collect(folder, ["config/settings.py"]).files) == 1
+
+
+def test_what_only_looks_a_little_like_a_secret_travels(folder: Path, write: Write) -> None:
+    write("a.py", "sk-learn; hf_hub; 'AKIA'; ghp_short; 'BEGIN PUBLIC KEY'; x = task_live_" + "a" * 10)
+    write("environment.yaml", "x")
+    assert len(collect(folder).files) == 2
+
+
+@pytest.mark.parametrize("piece", [b"\n", b" ", b"sk-" + b"a" * 50 + b"_", b"-----BEGIN A", b"AccountKey=aaa"])
+def test_no_file_makes_the_search_for_secrets_slow(piece: bytes) -> None:
+    began = time.monotonic()
+    refusals.check_content("a", piece * ((4 << 20) // len(piece)), ())
+    assert time.monotonic() - began < 20, "a pattern that looks back again and again takes hours"
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("training/x.py", "Lockstep's own package training"), ("jobs.py", "Lockstep's own package jobs"),
+        ("lockstep/__init__.py", "Lockstep's own package lockstep"), ("queue.py", "Python's own module queue"),
+        ("json/__init__.py", "Python's own module json"), ("sitecustomize.py", "Python's own module sitecustomize"),
+        ("math.cpython-311-x86_64-linux-gnu.so", "Python's own module math"),
+    ],
+)  # fmt: skip
+def test_modules_that_hide_others_are_refused_by_name(folder: Path, write: Write, path: str, told: str) -> None:
+    write("train.py", "x")
+    write(path, "x")
+    assert f"code: {path} would hide {told}" in refused(folder)
+    assert told in refused(folder, path), "code.allow is for secrets"
+
+
+def test_folders_that_hide_nothing_travel(folder: Path, write: Write) -> None:
+    for path in ("jobs/a.yaml", "profile/x.csv", "model/queue.py", "tests/test_a.py", "lib/json/__init__.py"):
+        write(path, "x")
+    assert len(collect(folder).files) == 5
+
+
+def test_links_travel_as_what_they_mean_and_leave_no_folder(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("a.py", "one")
+    (folder / "b.py").symlink_to("a.py")
+    assert [(file.path, file.data) for file in collect(folder).files] == [("a.py", b"one"), ("b.py", b"one")]
+    (tmp_path / "outside").write_text("x")
+    for target, told in {
+        str(tmp_path / "outside"): "a link out of the folder", "../outside": "a link out of the folder",
+        "nothing": "a link to nothing", "c": "a link to nothing", ".": "a link to a folder",
+    }.items():  # fmt: skip
+        (folder / "c").symlink_to(target)
+        assert f"code: c is {told}" in refused(folder), target
+        (folder / "c").unlink()
+    (folder / "d").symlink_to(tmp_path, target_is_directory=True)
+    assert "code: d is a link out of the folder" in refused(folder)
+
+
+def test_devices_and_pipes_are_refused(folder: Path, write: Write) -> None:
+    write("a.py", "x")
+    os.mkfifo(folder / "pipe")
+    assert "code: pipe is no regular file" in refused(folder)
+
+
+def test_a_pointer_of_lfs_is_refused(folder: Path, write: Write) -> None:
+    write("weights.bin", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    assert "code: weights.bin is a pointer of git-lfs" in refused(folder)
+
+
+@pytest.mark.parametrize("pair", [("A.py", "a.py"), ("Lib/a.py", "lib/b.py"), ("caf\u00e9", "cafe\u0301")])
+def test_names_that_differ_only_in_case_are_refused(folder: Path, write: Write, pair: tuple[str, str]) -> None:
+    for path in pair:
+        write(path, "x")
+    told = refused(folder)
+    assert "differ only in case or spelling" in told
+
+
+def test_a_name_that_is_no_text_is_refused(folder: Path, write: Write) -> None:
+    write("a.py", "x")
+    (folder / os.fsdecode(b"b\xff")).write_text("x")
+    assert "is not UTF-8" in refused(folder)
+    git(folder, "init", "-q")
+    assert "is not UTF-8" in refused(folder)
+
+
+def test_above_the_limits_the_largest_are_named(folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "MAX_BYTES", 3 << 20)
+    monkeypatch.setattr(collecting, "MAX_PACKED", 1 << 20)
+    for number in range(12):
+        write(f"part{number:02}", b"\0" * ((number + 1) << 10))
+    write("weights.bin", b"\0" * (4 << 20))
+    told = refused(folder)
+    assert "at most 3 MiB travel" in told and "weights.bin (4194304), part11 (12288)" in told
+    assert "part03" in told and "part02" not in told, "ten"
+    write("weights.bin", os.urandom(2 << 20))
+    assert "in an archive, at most 1 MiB travel; the largest files: weights.bin (2097152)" in refused(folder)
+    write("weights.bin", b"\0" * (2 << 20))
+    assert len(collect(folder).packed) < 1 << 20
+
+
+def test_too_many_files_are_refused(folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs.code import listing
+
+    monkeypatch.setattr(listing, "MAX_FILES", 3)
+    for number in range(4):
+        write(str(number), "x")
+    assert "has 4 files, more than 3" in refused(folder)
+
+
+@pytest.mark.parametrize("when", ["while it is read", "after it was read", "gone"])
+def test_files_that_change_while_they_are_read_are_an_error(
+    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Two files of different moments are nobody's code."""
+    first, _ = write("a.py", "one"), write("b.py", "two")
+    real = collecting._read
+
+    def read(own: Path, path: str) -> object:
+        if path == "b.py" and when == "after it was read":
+            first.write_text("three")
+        if path == "b.py" and when == "gone":
+            (own / "b.py").unlink()
+        return real(own, path)
+
+    def open_(*words: object, **more: object) -> int:
+        descriptor = os_open(*words, **more)  # type: ignore[arg-type]
+        if str(words[0]).endswith("a.py") and when == "while it is read":
+            first.write_text("longer than it was")
+        return descriptor
+
+    os_open = os.open
+    monkeypatch.setattr(collecting, "_read", read)
+    monkeypatch.setattr(os, "open", open_)
+    told = refused(folder)
+    assert "b.py" in told if when == "gone" else "code: a.py was changed while it was read" in told
+
+
+# Identity.
+
+
+def test_the_identity_is_that_of_paths_executable_bits_and_bytes(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("b.py", "two")
+    write("a/x.sh", "one").chmod(0o755)
+    one = collect(folder)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(folder, elsewhere)
+    for path in elsewhere.rglob("*"):
+        os.utime(path, (0, 0))
+    (elsewhere / "b.py").chmod(0o600)
+    again = collect(elsewhere)
+    assert (again.identity, again.packed) == (one.identity, one.packed), "neither place, times, owner nor other bits"
+    changes = [
+        lambda: write("b.py", "twp"), lambda: (folder / "b.py").chmod(0o755), lambda: (folder / "b.py").rename(folder / "c.py"),
+        lambda: write("d.py", ""),
+    ]  # fmt: skip
+    seen = {one.identity}
+    for change in changes:
+        change()
+        seen.add(collect(folder).identity)
+    assert len(seen) == len(changes) + 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text("ab/\0x-", min_size=1, max_size=4), st.binary(max_size=6), min_size=1, max_size=3),
+       st.dictionaries(st.text("ab/\0x-", min_size=1, max_size=4), st.binary(max_size=6), min_size=1, max_size=3))  # fmt: skip
+def test_different_files_have_different_identities(one: dict[str, bytes], other: dict[str, bytes]) -> None:
+    first, second = (
+        [File(path, False, data) for path, data in found.items() if "\0" not in path] for found in (one, other)
+    )
+    assert (archive.identity(first) == archive.identity(second)) == (
+        {file.path: file.data for file in first} == {file.path: file.data for file in second}
+    )
+
+
+# Unpacking.
+
+
+def packed(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        for member, data in members:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    compressor = zlib.compressobj(wbits=31)
+    return compressor.compress(plain.getvalue()) + compressor.flush()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname = kind, link
+    return found
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ([(member("a", tarfile.SYMTYPE, "/etc/passwd"), b"")], "which is no plain file"),
+        ([(member("a", tarfile.LNKTYPE, "b"), b"")], "which is no plain file"),
+        ([(member("a", tarfile.FIFOTYPE), b"")], "which is no plain file"),
+        ([(member("a", tarfile.CHRTYPE), b"")], "which is no plain file"),
+        ([(member("a", tarfile.DIRTYPE), b"")], "which is no plain file"),
+        ([(member("../a"), b"x")], "is no path within the code"),
+        ([(member("a/../../b"), b"x")], "is no path within the code"),
+        ([(member("/etc/a"), b"x")], "is no path within the code"),
+        ([(member("a"), b"x"), (member("a"), b"y")], "holds more than it may"),
+        ([(member("a"), b"x" * 2000)], "holds more than it may"),
+        ([(member(str(number)), b"") for number in range(5)], "holds more than it may"),
+        ([(member("a"), b"other")], "the archive holds the code"),
+    ],
+)
+def test_an_archive_that_is_not_ours_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: list[tuple[tarfile.TarInfo, bytes]], told: str
+) -> None:
+    monkeypatch.setattr(archive, "MAX_BYTES", 1000)
+    monkeypatch.setattr(archive, "MAX_FILES", 4)
+    with pytest.raises(UserError, match=told):
+        archive.read(packed(*members), "0" * 64)
+
+
+def test_a_bomb_a_cut_off_archive_and_no_archive_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_TAR_LIMIT", 1 << 20)
+    bomb = packed((member("a"), b"\0" * (4 << 20)))
+    assert len(bomb) < 10_000
+    with pytest.raises(UserError, match="holds more than 1 MiB"):
+        archive.read(bomb, "0" * 64)
+    for data, told in ((bomb[:50], "is cut off"), (b"no archive", "cannot be read"), (b"", "is cut off")):
+        with pytest.raises(UserError, match=told):
+            archive.read(data, "0" * 64)
+
+
+def test_unpacked_is_what_was_packed_read_only_and_whole(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("a/b/run.sh", "#!/bin/sh\necho hi\n").chmod(0o755)
+    write("c" * 200 + "/" + "\u00e9" * 100, "x")
+    bundle = collect(folder)
+    target = archive.unpack(archive.read(bundle.packed, bundle.identity), tmp_path / "copy")
+    assert archive.holds(target, bundle.identity)
+    assert subprocess.run([target / "a/b/run.sh"], capture_output=True, text=True, check=True).stdout == "hi\n"
+    assert all(not path.stat().st_mode & 0o222 for path in [target, *target.rglob("*")])
+    assert archive.unpack(bundle.files, target) == target, "somebody else was faster"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "own"]
+    with pytest.raises(UserError, match="is there and holds something else"):
+        archive.unpack([File("x", False, b"")], target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "own"]
+    for change in ("a/b/run.sh", "a/b/new"):
+        (target / "a/b").chmod(0o755)
+        (target / change).unlink(missing_ok=True)
+        (target / change).write_text("changed")
+        assert not archive.holds(target, bundle.identity)
+    archive.remove(target)
+    assert not target.exists()

@@ -1,0 +1,200 @@
+"""Code that travels with a job: its identity, the archive that carries it, and unpacking that without harm.
+
+`jobs` packs on the machine that submits, the launcher unpacks in the container. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from training import files
+from training.contract import UserError
+
+MAX_FILES = 10_000
+MAX_BYTES = 64 << 20
+"""Of all files together, unpacked."""
+MAX_PACKED = 8 << 20
+"""Of the archive."""
+MAX_PATH = 1024
+"""Bytes of a file's path within the code."""
+DERIVED = "__pycache__"
+"""What Python writes beside a module. It is no part of the code; root may write it into a copy that is read-only."""
+_TAR_LIMIT = MAX_BYTES + 4096 * MAX_FILES
+"""Of the archive without its compression: the files, and a few headers for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the code."""
+
+    path: str
+    """Relative, with `/`."""
+    executable: bool
+    data: bytes
+
+
+def identity(found: Iterable[File]) -> str:
+    """64 hex digits over the sorted paths, the executable bits and the bytes, and over nothing else."""
+    digest = hashlib.sha256()
+    for file in sorted(found, key=_path):
+        about = f"{file.path}\0{'x' if file.executable else '-'}\0{len(file.data)}\0"
+        digest.update(about.encode())
+        digest.update(file.data)
+    return digest.hexdigest()
+
+
+def pack(found: Iterable[File]) -> bytes:
+    """A compressed archive: the same files give the same bytes, with the same zlib."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for file in sorted(found, key=_path):
+            member = tarfile.TarInfo(file.path)
+            member.size, member.mode = len(file.data), 0o755 if file.executable else 0o644
+            tar.addfile(member, io.BytesIO(file.data))
+    compressor = zlib.compressobj(6, wbits=31)  # gzip without a time in its header
+    return compressor.compress(plain.getvalue()) + compressor.flush()
+
+
+def read(data: bytes, expected: str) -> list[File]:
+    """The files of an archive, which are known to be those of `expected`, the identity.
+
+    Raises:
+        UserError: a link, a device, a path that leaves the folder, more than the limits, other files, or no archive.
+    """
+    try:
+        unzip = zlib.decompressobj(wbits=31)
+        plain = unzip.decompress(data, _TAR_LIMIT)
+        if unzip.unconsumed_tail:
+            raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it is not one of ours")
+        if not unzip.eof:
+            raise UserError("the code's archive is cut off: submit the job again")
+        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
+            found = list(_members(tar))
+    except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
+        raise UserError(f"the code's archive cannot be read ({error}): submit the job again") from None
+    if (other := identity(found)) != expected:
+        raise UserError(f"the archive holds the code {other[:12]}, expected {expected[:12]}: submit the job again")
+    return found
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[File]:
+    total, seen = 0, set[str]()
+    for member in tar:
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
+            raise UserError(f"the code's archive holds {member.name!r}, which is no plain file: it is not one of ours")
+        check_path(member.name)
+        total += member.size
+        if member.name in seen or total > MAX_BYTES or len(seen) >= MAX_FILES:
+            raise UserError(f"the code's archive holds more than it may, at {member.name!r}: it is not one of ours")
+        seen.add(member.name)
+        content = tar.extractfile(member)
+        assert content is not None
+        yield File(member.name, bool(member.mode & 0o100), content.read())
+
+
+def check_path(path: str) -> None:
+    """Raises `UserError` for a path that may not be unpacked."""
+    parts = path.split("/")
+    if not path or len(path.encode()) > MAX_PATH or "\0" in path or {"", ".", ".."} & set(parts):
+        raise UserError(f"{path!r} is no path within the code")
+
+
+def unpack(found: Iterable[File], target: Path) -> Path:
+    """Writes the files into a new folder, read-only, which gets its name when it is whole.
+
+    Where somebody else was faster, the other folder must hold the same code.
+
+    Raises:
+        UserError: it cannot be written, or something else has the name.
+    """
+    found = list(found)
+    try:
+        with files.replacing(target, durable=False) as temporary:
+            _write(found, temporary)
+    except OSError as error:
+        remove(temporary)  # it is read-only by now
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise UserError(f"cannot unpack the code to {target}: {error.strerror}") from None
+        if not holds(target, identity(found)):
+            raise UserError(f"{target} is there and holds something else: remove it") from None
+    return target
+
+
+def _write(found: list[File], folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    folders = {folder}
+    for file in found:
+        path = folder / PurePosixPath(file.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.update(parent for parent in path.parents if parent.is_relative_to(folder))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            files.write_all(descriptor, file.data)
+            os.fchmod(descriptor, 0o555 if file.executable else 0o444)
+        finally:
+            os.close(descriptor)
+    for inner in sorted(folders, reverse=True):
+        inner.chmod(0o555)
+
+
+def holds(folder: Path, expected: str) -> bool:
+    """Whether an unpacked folder is ours and has the code of that identity, and nothing beside it."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            return False
+        return identity(_unpacked(folder)) == expected
+    except OSError:
+        return False
+
+
+def _unpacked(folder: Path) -> Iterator[File]:
+    left = MAX_BYTES
+    for parent, inner, names in os.walk(folder, onerror=_raised):
+        inner[:] = [name for name in inner if name != DERIVED]
+        if any(os.path.islink(os.path.join(parent, name)) for name in inner):
+            raise OSError(errno.ELOOP, "it holds a link", parent)
+        for name in names:
+            path = Path(parent, name)
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, "it is a link", str(path))
+            data = files.read(path, left)
+            left -= len(data)
+            yield File(path.relative_to(folder).as_posix(), bool(path.stat().st_mode & 0o100), data)
+
+
+def _raised(error: OSError) -> None:
+    raise error
+
+
+def remove(folder: Path) -> None:
+    """Takes away an unpacked folder, which is read-only."""
+    for parent, _, names in os.walk(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(parent, 0o700)
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(parent, name))
+    for parent, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(parent)
+
+
+def check_identity(text: str) -> str:
+    """Raises `UserError` for what is no identity."""
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise UserError(f"{text!r} is not the identity of code: expected 64 hex digits")
+    return text
+
+
+def _path(file: File) -> str:
+    return file.path

@@ -1,0 +1,84 @@
+"""The code of one's own that the ranks run: unpacked where it comes as an archive, first on their path, their folder.
+
+The launcher has imported its own packages by then, and its own path stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from training import files
+from training.contract import ENV_CODE, UserError
+from training.launch import archive
+
+PART = "part-*"
+"""Pieces of the archive, in the order of their names: a cluster may hold none that is as large as the whole."""
+_NAME_DIGITS = 16
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--code", type=archive.check_identity, metavar="IDENTITY",
+                        help="the ranks run code of one's own: its sha256, and where it lies")  # fmt: skip
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--code-folder", type=Path, metavar="DIR", help="the code, unpacked")
+    where.add_argument(
+        "--code-parts", type=Path, metavar="DIR", help=f"its archive in pieces, {PART}: unpacked below $TMPDIR"
+    )
+
+
+def enter(args: argparse.Namespace) -> None:
+    """What the ranks inherit: the code is their folder and comes first on their path. Without code nothing changes.
+
+    Raises:
+        UserError: the code is not there, is another one, or cannot be unpacked.
+    """
+    if args.code is None:
+        if args.code_folder is not None or args.code_parts is not None:
+            raise UserError("--code-folder and --code-parts need --code IDENTITY")
+        return
+    if args.code_parts is not None:
+        folder = unpacked(args.code, args.code_parts)
+    elif args.code_folder is not None:
+        folder = args.code_folder.absolute()
+    else:
+        raise UserError("--code needs --code-folder or --code-parts: where the code lies")
+    own = sys.path[0]  # `python -m training` finds the launcher where it was started, and the ranks start elsewhere
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UserError(f"the code is not in {folder}: {error.strerror}") from None
+    os.environ.update(environment(folder, args.code, dict(os.environ), own))
+
+
+def environment(folder: Path, identity: str, env: dict[str, str], own: str = "") -> dict[str, str]:
+    """The variables by which a rank finds the code.
+
+    Args:
+        own: where `training` was found, if that is no place that every Python looks at.
+    """
+    there = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    ours = [own] if own and own not in (*there, *sys.path[1:]) and Path(own, "training/contract.py").exists() else []
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *there, *ours]), ENV_CODE: identity}
+
+
+def unpacked(identity: str, parts: Path) -> Path:
+    """The folder in which the code of these pieces lies, unpacked. Raises `UserError`."""
+    target = Path(tempfile.gettempdir()) / f"lockstep-code-{identity[:_NAME_DIGITS]}"
+    left, data = archive.MAX_PACKED, b""
+    try:
+        for part in sorted(parts.glob(PART)):
+            piece = files.read(part, left)
+            left -= len(piece)
+            data += piece
+    except OSError as error:
+        raise UserError(f"cannot read the code in {parts}: {error.strerror}") from None
+    if not data:
+        raise UserError(f"there is no code in {parts}: submit the job again")
+    found = archive.read(data, identity)
+    if target.exists() and archive.holds(target, identity):
+        return target  # an earlier start of this node
+    return archive.unpack(found, target)
