@@ -101,11 +101,12 @@ class TrainingTask:
     def _got_further(self, before: tuple[int, int], asked: bool) -> bool:
         """Whether a start that saved did so behind where it began: else a time limit below the start-up has no end.
 
-        Of another program nothing is known but that a signal had asked it to save, and that it says it has.
+        A loop of one's own on a Session has its checkpoints there, too. Of any other program nothing is known but that a
+        signal had asked it to save, and that it says it has.
         """
-        if self.words[0] == "--":
-            return asked
         now = self._checkpoint()
+        if self.words[0] == "--" and now == (0, 0):
+            return asked
         return now[1] > (before[1] if now[0] == before[0] else 0)
 
     def _run_rank(self, here: _Here) -> tuple[int, bool]:
