@@ -36,7 +36,7 @@ from training.config import OwnSettings
 from training.config import settings as typed
 from training.contract import ENV_RESTARTS, EXIT_DONE, UserError, user_errors
 from training.data import order
-from training.data.batches import Batches, Part, to_device
+from training.data.batches import Batches, Part, leave_signals_to_the_rank, to_device
 from training.files import keep_out_others
 from training.launch.lifeline import end_with_launcher
 from training.parallel.world import detect, joined
@@ -275,6 +275,7 @@ class Session:
         """
         own = self._started()
         own.expect_data({})
+        leave_signals_to_the_rank(loader)
         passed, given = own.state.cursor.step, iter(loader)
         for _ in range(passed):
             if next(given, self) is self:

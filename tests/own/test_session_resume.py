@@ -15,6 +15,7 @@ import torch
 
 from tests.events import events
 from tests.own.job import OwnJob, assert_same
+from tests.processes import poll
 from training.sync import STRATEGIES
 
 ALONE = ("data_parallel",)
@@ -85,6 +86,22 @@ def test_a_signal_during_an_evaluation(calm: Calm, tmp_path: Path) -> None:
     assert left.code == 75, left.output
     assert disturbed.go().code == 0
     assert_same(disturbed, calm("flat", 2, "batches"))
+
+
+@pytest.mark.parametrize("kind", ["batches", "loader"])
+def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path, kind: str) -> None:
+    """As a cluster sends it: the processes of a loader get it too, and must not take their rank along."""
+    disturbed = job(tmp_path / "run", "flat", 2, kind, LOOP_WORKERS="2")
+    with disturbed.started(LOCKSTEP_TEST_FATE="1:11:DELAY") as gang:
+        poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 60, "a checkpoint")
+        pids = gang.pids()
+        assert len(pids) >= 6
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        left = gang.wait(60)
+    assert left.code == 75, left.output
+    assert disturbed.go().code == 0
+    assert_same(disturbed, calm("flat", 2, kind, LOOP_WORKERS="2"))
 
 
 def test_two_optimizers_micro_batches_and_clipping(calm: Calm, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ workers there are, how far they run ahead, or where a resumed run began.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from training.contract import UserError
 from training.data import order
 from training.parallel.world import World
+from training.resilience.preempt import ASKING
 
 _SALT = 11  # apart from the keys of the order and of the augmentation
 
@@ -89,8 +91,31 @@ class Batches:
             pin_memory=self.world.device.type == "cuda",
             generator=torch.Generator(),  # else an iterator draws from the program's own
         )
+        leave_signals_to_the_rank(loader)
         for batch, (_, part) in zip(loader, steps, strict=True):
             yield batch, part
+
+
+def leave_signals_to_the_rank(loader: Any) -> None:
+    """Makes a `DataLoader`'s processes outlive the signals that ask for an early end; any other loader is left alone.
+
+    A cluster sends them to every process of a job. A loader that lost its processes would fail, and the rank not save.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _Deaf):
+        loader.worker_init_fn = _Deaf(loader.worker_init_fn)
+
+
+class _Deaf:
+    """A `worker_init_fn`. torch's own handler of TERM, set before it, ends the process."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        for name in ASKING:
+            signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
+        if self._then is not None:
+            self._then(worker)
 
 
 class _Seeded(Dataset[Any]):
