@@ -6,15 +6,18 @@ workers there are, how far they run ahead, or where a resumed run began.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from training.contract import UserError
 from training.data import order
@@ -82,18 +85,35 @@ class Batches:
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[tuple[Any, Part]]:
         """(batch, part) of each step of an epoch from `first_step` on. Close the iterator to end its workers early."""
-        steps = [self._ids(epoch, step) for step in range(first_step, self.steps)]
+        parts: deque[Part] = deque()
         loader = DataLoader(
             _Seeded(self.dataset, self.seed, epoch),
-            batch_sampler=[ids.tolist() for ids, _ in steps],
+            batch_sampler=_Drawn(self._draw(epoch, range(first_step, self.steps), parts)),
             num_workers=self.workers,
             collate_fn=self.collate,
             pin_memory=self.world.device.type == "cuda",
             generator=torch.Generator(),  # else an iterator draws from the program's own
         )
         leave_signals_to_the_rank(loader)
-        for batch, (_, part) in zip(loader, steps, strict=True):
-            yield batch, part
+        for batch in loader:
+            yield batch, parts.popleft()
+
+    def _draw(self, epoch: int, steps: range, parts: deque[Part]) -> Iterator[list[int]]:
+        """The ids of each step, as the loader asks for them, some steps ahead; notes the parts in the same order."""
+        for step in steps:
+            ids, part = self._ids(epoch, step)
+            parts.append(part)
+            yield ids.tolist()
+
+
+class _Drawn(Sampler[list[int]]):
+    """A sampler of batches that is gone through once."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
 
 
 def leave_signals_to_the_rank(loader: Any) -> None:
@@ -106,16 +126,27 @@ def leave_signals_to_the_rank(loader: Any) -> None:
 
 
 class _Deaf:
-    """A `worker_init_fn`. torch's own handler of TERM, set before it, ends the process."""
+    """A `worker_init_fn`: of the signals that ask for an early end, only the rank's own TERM, at its end, counts."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
         for name in ASKING:
-            signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
+            if name != "TERM":
+                signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
+        if hasattr(signal, "sigwaitinfo"):  # macOS has none; there a TERM ends the process, as torch has it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_with_the_rank, args=(os.getppid(),), daemon=True).start()
         if self._then is not None:
             self._then(worker)
+
+
+def _end_with_the_rank(rank: int) -> None:
+    """A handler would not know who has sent the signal."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 class _Seeded(Dataset[Any]):
