@@ -53,6 +53,7 @@ def test_what_the_page_prints(page: str, tmp_path: Path) -> None:
     files = subprocess.run(git, cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
     if len(files) < 100:  # no history here: the sources as they lie
         parts = (
+            "lockstep",
             "training",
             "jobs",
             "examples",
