@@ -318,9 +318,12 @@ def _store(world: World, timeout: float) -> dist.Store:
     if world.master is None:
         return dist.HashStore()
     # Under torchrun its agent serves the store, except where it is told to leave that to rank 0.
-    serves = world.leader and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = world.leader and not of_agent
     store = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
-    return dist.PrefixStore("default_pg", store)
+    # The agent's store outlives a restart of the ranks, and with it the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
+    return dist.PrefixStore(f"default_pg/{attempt}", store)
 
 
 @contextlib.contextmanager
