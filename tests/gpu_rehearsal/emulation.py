@@ -40,8 +40,8 @@ IN_FLOAT32 = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backw
 STEP = {
     ("trainer.py", "step"),
     ("trainer.py", "update_average"),
-    ("session.py", "step_done"),
-    ("session.py", "batches"),
+    ("attempt.py", "step_done"),
+    ("epochs.py", "batches"),
 }
 """The functions of the loop that belong to a step: what makes the host wait in one of them is paid at every step."""
 
