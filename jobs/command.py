@@ -7,6 +7,7 @@ from pathlib import Path
 from jobs.spec.code import CODE_PARTS
 from jobs.spec.model import JobSpec
 from training.contract import UserError
+from training.launch.handed import Handed
 
 IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30
@@ -34,6 +35,8 @@ def launch(
         command += ["--exit-codes", exit_codes, "--restarts-dir", f"{run_dir}/restarts"]
     if spec.code is not None:
         command += ["--code", identity(spec), *(["--code-folder", code] if code else ["--code-parts", CODE_PARTS])]
+    if spec.command is not None:
+        command += ["--session", handed(spec, run_dir)]
     return command + rank(spec, run_dir, here)
 
 
@@ -50,20 +53,31 @@ def rank(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
     if spec.command is not None:
         return ["--", *spec.command]
     assert spec.recipe is not None
-    given = set(spec.overrides)
-    settings = spec.assignments()
-    if not given & {"preempt.grace_seconds", "grace_seconds"}:
-        settings.append(f"preempt.grace_seconds={spec.grace_seconds}")
-    if spec.shards is not None and not given & {"data.shards", "shards"}:
-        settings.append(f"data.shards={spec.shard_folder}")
     config = spec.config() if spec.gpus or spec.code is not None else None
-    # Left to itself, a run that sees no GPU trains on the CPU, and says so in one line.
-    if spec.gpus and "device" not in given and (config is None or config.device == "auto"):
-        settings.append("device=cuda")
+    settings = _settings(spec)
+    if spec.shards is not None and not set(spec.overrides) & {"data.shards", "shards"}:
+        settings.append(f"data.shards={spec.shard_folder}")
+    settings += _device(spec) if config is None or config.device == "auto" else []
     if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
         settings.append(f"data.root={Path(here) / config.data.root}")
     fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
     return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
+
+
+def handed(spec: JobSpec, run_dir: str) -> str:
+    """What the `Session` of a program of one's own takes from the job: the same that a recipe's words say."""
+    asked = bool(spec.overrides) or spec.fresh is not None
+    return Handed(run_dir, ("log.format=json", *_settings(spec), *_device(spec)), spec.fresh or "", asked).text()
+
+
+def _settings(spec: JobSpec) -> list[str]:
+    graced = set(spec.overrides) & {"preempt.grace_seconds", "grace_seconds"}
+    return spec.assignments() + ([] if graced else [f"preempt.grace_seconds={spec.grace_seconds}"])
+
+
+def _device(spec: JobSpec) -> list[str]:
+    """Left to itself, a run that sees no GPU trains on the CPU, and says so in one line."""
+    return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
 
 
 def shard(spec: JobSpec, python: str = "python") -> list[str]:

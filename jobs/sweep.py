@@ -35,8 +35,6 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
 
 def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
     """One spec a combination: NAME-0, NAME-1, … with run directories of their own. Raises `UserError`."""
-    if spec.recipe is None:
-        raise UserError("--sweep changes a recipe's settings: a command takes them as arguments of its own")
     runs = math.prod(len(choices) for choices in values.values())
     if runs > MAX_RUNS:
         raise UserError(f"the sweep has {runs} runs, more than {MAX_RUNS}: give fewer values")

@@ -38,7 +38,9 @@ ENV_JOB = "LOCKSTEP_JOB"
 """Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
 ENV_CODE = "LOCKSTEP_CODE"
 """Identity of the code of one's own that the ranks run; run.yaml records it."""
-OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE)
+ENV_SESSION = "LOCKSTEP_SESSION"
+"""What a job hands the `Session` of its program (`training.launch.handed`)."""
+OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE, ENV_SESSION)
 """What marks the processes of a job; one that they submit does not inherit it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""

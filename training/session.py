@@ -32,12 +32,12 @@ from torch import nn
 
 from training import sync as strategies
 from training.checkpoint import generators
-from training.config import OwnSettings
-from training.config import settings as typed
+from training.config.own import own_settings
 from training.contract import ENV_RESTARTS, EXIT_DONE, UserError, user_errors
 from training.data import order
 from training.data.batches import Batches, Part, leave_signals_to_the_rank, to_device
 from training.files import keep_out_others
+from training.launch.handed import Handed
 from training.launch.lifeline import end_with_launcher
 from training.parallel.world import detect, joined
 from training.resilience.preempt import Signals
@@ -56,8 +56,10 @@ class Session:
     saved, to be started again; 1 where it diverged or ranks are missing; 2 for what the user can mend.
 
     Args:
-        run_dir: where the run is kept; the same one goes on. Of another script, or of other settings, it is refused.
-        words: settings as NAME=VALUE, e.g. of the command line: `checkpoint.every_steps=100`, `log.format=json`.
+        run_dir: where the run is kept, unless the job says where (`run_dir` in job.yaml, `lockstep run --run-dir`); the same
+            one goes on. Of another script, or of other settings, it is refused.
+        words: settings as NAME=VALUE, e.g. of the command line: `checkpoint.every_steps=100`, `config.lr=0.1`. The job's
+            `overrides` are stronger.
         config: the script's own settings, for run.yaml and the report. A start in which they differ is refused.
         fresh: moves an earlier run in `run_dir` aside first.
         handle_signals: False where the script handles TERM, USR1, USR2, INT and HUP itself.
@@ -70,13 +72,12 @@ class Session:
         handle_signals: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
         self.began = time.perf_counter()
-        self.run_dir, self._fresh, self._handles = Path(run_dir), fresh, handle_signals
-        if isinstance(settings.get("sync"), str):
-            settings["sync"] = {"name": settings["sync"]}
-        script = Path(sys.argv[0]).stem or "script"
+        self._fresh, self._handles = fresh, handle_signals
         with user_errors():
-            values = typed.override({**settings, "script": script, "config": dict(config or {})}, OwnSettings, words)
-            self.settings = typed.build(OwnSettings, values, "Session")
+            self._handed = Handed.take(os.environ)
+            script = Path(sys.argv[0]).stem or "script"
+            self.settings = own_settings(script, config or {}, settings, (*words, *self._handed.settings))
+        self.run_dir = Path(self._handed.run_dir or run_dir)
         self.seed = self.settings.seed
         self._replica: Replica | None = None
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -100,7 +101,7 @@ class Session:
             restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
             self._opening = stack.enter_context(contextlib.ExitStack())
             self._place: Opened = self._opening.enter_context(
-                opened(self.settings, self.world, self.run_dir, self._fresh and not restarted)
+                opened(self.settings, self.world, self.run_dir, self._handed.fresh or (self._fresh and not restarted))
             )
             self._stack = stack.pop_all()
         generators.seed(self.seed)  # alike on all ranks: an order that the script draws is the same one everywhere
@@ -121,6 +122,11 @@ class Session:
             self._stack.close()
         if code != EXIT_DONE:
             raise SystemExit(code)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The script's own settings, as the command line and the job have changed them (`config.NAME=VALUE`)."""
+        return self.settings.config
 
     @property
     def rank(self) -> int:
@@ -211,6 +217,8 @@ class Session:
         others = {name: thing for name, thing in things.items() if id(thing) not in ours}
         own = begin(self.settings, self.world, self._place, replica, self._optimizers, others, of_rank)
         self._opening.close()  # from here on the end of the attempt closes what it opened
+        if self._handed.run_dir:
+            own.console.line(f"The job keeps this run in {self.run_dir}")
         self._own, self._attempt = own, Attempt(own, self._signals, self.began)
         if self._signals is not None:
             self._signals.on_second_signal = own.exporter.close

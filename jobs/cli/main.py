@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import uuid
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,6 +20,7 @@ from training import extras
 from training.cli import COMMANDS, INSIDE
 from training.contract import ENV_PROGRAM, EXIT_USAGE, VERSION, UserError, check_words, search_path
 from training.files import keep_out_others
+from training.launch.handed import Handed
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -65,38 +67,41 @@ def run(
     settings = list(assignments or [])
     settings += [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
     own = "--" in sys.argv
-    if own:
-        _refuse_recipe_options(run_dir, settings, fresh, log_format)
-    elif program:
+    if log_format not in (None, "table", "json"):
+        raise UserError(f"--log-format must be table or json, got {log_format!r}")
+    if not own and program:
         raise UserError(f"one recipe, got {recipe} and {program[0]}: a program of your own goes behind --")
-    else:
+    words = _program(recipe, program or [], run_dir, settings, fresh, log_format) if own else ["run", recipe]
+    if not own:
         from training import config as configuration
 
         configuration.load(recipe, settings)  # a typing error costs no start-up
+        words += ["--log-format", log_format] if log_format else []
+        words += ["--run-dir", str(run_dir)] if run_dir else []
+        words += ["--fresh"] if fresh else []
+        words += ["--set", *settings] if settings else []
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
-    if log_format not in (None, "table", "json"):
-        raise UserError(f"--log-format must be table or json, got {log_format!r}")
     command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
-    command += [
-        "--prefix" if prefix else "--no-prefix",
-        *(["--", recipe, *(program or [])] if own else ["run", recipe]),
-    ]
-    command += ["--log-format", log_format] if log_format else []
-    command += ["--run-dir", str(run_dir)] if run_dir else []
-    command += ["--fresh"] if fresh else []
-    command += ["--set", *settings] if settings else []
+    command += ["--prefix" if prefix else "--no-prefix", *words]
     sys.stdout.flush()
     environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
 
 
-def _refuse_recipe_options(run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None) -> None:
-    """Raises `UserError` for options that a program of one's own would not see."""
-    given = {"--run-dir": run_dir, "--set": settings, "--fresh": fresh, "--log-format": log_format}
-    for option, value in given.items():
-        if value:
-            raise UserError(f"{option} is for recipes: give a program of your own its words behind --")
+def _program(
+    name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None
+) -> list[str]:  # fmt: skip
+    """A program of one's own, whose Session takes the options. Raises `UserError`."""
+    from training.config import own
+
+    settings = settings + ([f"log.format={log_format}"] if log_format else [])
+    own.check_words(settings)
+    handed = Handed(
+        str(run_dir.absolute()) if run_dir else "", tuple(settings), uuid.uuid4().hex[:12] if fresh else "",
+        expected=bool(settings or fresh),
+    )  # fmt: skip
+    return (["--session", handed.text()] if handed != Handed() else []) + ["--", name, *arguments]
 
 
 app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)

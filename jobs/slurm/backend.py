@@ -33,7 +33,7 @@ from jobs.spec.model import JobSpec
 from jobs.status import Listed, Part, Status, Submitted, Unreachable
 from jobs.terminal import warn
 from training import files
-from training.contract import UserError
+from training.contract import ENV_SESSION, UserError
 
 
 def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
@@ -48,7 +48,8 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     run_dir = spec.run_directory_here
     return TrainingTask(
         words=commands.rank(spec, run_dir, str(Path.cwd())), run_dir=run_dir, ranks_per_node=spec.ranks,
-        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=dict(spec.env),
+        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port,
+        env=dict(spec.env) if spec.command is None else {**spec.env, ENV_SESSION: commands.handed(spec, run_dir)},
         job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=render.code_folder(spec),
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from training import contract, files
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from training.launch.carried import environment
+from training.launch.handed import Handed
 
 OTHERS_SECONDS = 3.0
 """How long a rank that failed looks whether another one found the words or the data unusable: that is final."""
@@ -73,6 +74,8 @@ class TrainingTask:
         code, asked = self._run_rank(here)
         if code == EXIT_DONE:
             self._note(here, code, "")
+            if here.rank == 0 and (unused := Handed.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
+                print(f"warning: {unused}", file=sys.stderr, flush=True)
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
         reason = _last_error(here.logs, begun)
         self._note(here, code, reason)

@@ -36,7 +36,7 @@ from jobs.spec.types import (
     seconds,
 )
 from training import config as configuration
-from training.config import settings
+from training.config import own, settings
 from training.contract import METRICS_PORT, UserError
 
 _S = TypeVar("_S", bound=Section)
@@ -96,9 +96,11 @@ class _JobSpec(Section):
     recipe: str | None = Field(default=None, max_length=1024)
     """A recipe of `training`. Give this or `command`."""
     overrides: Values = Field(default_factory=dict)
-    """Settings of the recipe to change, e.g. `{epochs: 4, optim.lr: 0.1}`."""
+    """Settings of the recipe to change, e.g. `{epochs: 4, optim.lr: 0.1}`; of a command: those of its Session, and
+    `config.NAME` for the script's own."""
     command: list[Text] | None = Field(default=None, min_length=1, max_length=1000)
-    """A program of your own and its arguments, started once a rank with torchrun's variables."""
+    """A program of your own and its arguments, started once a rank with torchrun's variables. A lockstep.Session in it
+    takes run_dir, grace_seconds, overrides and fresh from the job."""
     code: CodeOrNone = None
     """A folder of your own that travels with the job: `.`, or {path: ., allow: [FILE]}. The ranks start in a copy of it."""
     image: Image | None = None
@@ -155,10 +157,6 @@ class _JobSpec(Section):
     def _consistent(self) -> Self:
         if (self.recipe is None) == (self.command is None):
             raise ValueError("give exactly one of recipe and command")
-        if self.overrides and self.recipe is None:
-            raise ValueError("overrides change a recipe's settings: a command takes them as arguments of its own")
-        if self.fresh is not None and self.recipe is None:
-            raise ValueError("fresh starts a recipe over: a command takes it as an argument of its own")
         if self.shards is not None and self.recipe is None:
             raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
@@ -319,7 +317,9 @@ class _JobSpec(Section):
     def check_training(self, where: str) -> None:
         """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
         try:
-            if self.config() is None and self.shards is not None:
+            if self.command is not None:
+                own.check_words(self.assignments())
+            elif self.config() is None and self.shards is not None:
                 raise UserError(
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
                 )

@@ -425,3 +425,45 @@ def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, m
     jobs.backend.submit(spec, "replace")
     assert jobs.backend.wait(spec.name, BOUND).state == "succeeded"
     assert all("edited" in line for line in jobs.backend.logs(spec.name))
+
+
+OWN_LOOP = """
+import os, pathlib, signal, torch
+from lockstep import Session
+with Session("elsewhere", config={"at": -1}) as run:
+    torch.manual_seed(1)
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2)))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randint(0, 2, (96,)))
+    for epoch in run.epochs(3):
+        for x, y in run.batches(data, 12):
+            once = pathlib.Path(os.environ.get("ONCE", "/nowhere/once"))
+            if run.steps == 11 and run.rank == 1 and once.parent.exists() and not once.exists():
+                once.touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.step(torch.nn.functional.cross_entropy(model(x), y))
+        run.log(seen=run.steps)
+"""
+
+
+def test_a_loop_of_ones_own_is_signalled_and_ends_in_the_same_bits(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes, a Session in the image, a signal to one rank: 75, saved in the job's folder; submitted again it goes on."""
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/train.py").write_text(OWN_LOOP)
+    own = {
+        "command": ["python", "train.py"], "code": str(tmp_path / "own"), "ranks_per_node": 1, "max_restarts": 0,
+        "overrides": {"threads": 1, "checkpoint.keep": 50},
+    }  # fmt: skip
+    undisturbed, disturbed = jobs.spec("own-calm", **own), jobs.spec("own", **own, env={"ONCE": "/runs/once"})
+    jobs.backend.submit(undisturbed)
+    jobs.succeeded(undisturbed)
+    jobs.backend.submit(disturbed)
+    assert (found := jobs.backend.wait(disturbed.name, BOUND)).code == 75, (found, *jobs.backend.logs(disturbed.name))
+    jobs.backend.submit(disturbed)
+    jobs.succeeded(disturbed)
+    assert [event["attempt"] for event in jobs.events(disturbed, "resumed")] == [2]
+    assert jobs.backend.summary(disturbed.name)["logged"] == {"seen": 24.0}
+    assert_same(weights(jobs.run_directory(undisturbed)), weights(jobs.run_directory(disturbed)))

@@ -293,3 +293,35 @@ def test_a_taken_port_and_a_full_folder_cost_one_line_each(tiny: list[str], tmp_
     for rank in (0, 1):
         assert done.output.count(f"rank-0000{rank}.prom: No space left on device; the run goes on") == 1, done.output
     assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy"] is not None
+
+
+def test_a_loop_of_ones_own_in_prometheus(server: Prometheus, tmp_path: Path) -> None:
+    """Both ranks' steps, and what the script logs: live, and in the last textfile. `top` and the alarms see it like a recipe's."""
+    run_dir, held = tmp_path / "held", tmp_path / "go"
+    words = [
+        "--set",
+        f"metrics.textfiles={server.textfiles}",
+        "log.every=5",
+        "--",
+        PYTHON,
+        "-m",
+        "tests.prometheus.held_loop",
+    ]
+    lockstep = [str(Path(PYTHON).parent / "lockstep"), "run", "--ranks", "2", "--run-dir", str(run_dir)]
+    env = clean_env(LOCKSTEP_FILE_SD=str(server.targets), PYTHONPATH=str(ROOT), LOCKSTEP_THREADS="1")
+    with started([*lockstep, *words, str(tmp_path / "no"), str(held)], env) as process:
+
+        def scraped() -> bool:
+            logged = server.query('training_logged{run="held",job="lockstep",name="wer"}')
+            return sorted(item["metric"]["rank"] for item in logged) == ["0", "1"]
+
+        poll(lambda: process.poll() is not None or scraped(), 90, "what two ranks have logged")
+        assert server.value('max(training_logged{run="held",job="lockstep",name="wer"})') == 0.5
+        assert server.value('min(training_step{run="held",job="lockstep"})') == 5
+        assert [rank["source"] for rank in _top(run_dir)] == ["live", "live"]
+        held.touch()
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    poll(lambda: server.value('min(training_finished{run="held",job="textfile"})') == 1, 20, "the last textfile")
+    assert server.value('min(training_logged{run="held",job="textfile",name="wer"})') == 0.25
+    assert server.value('sum(training_samples_total{run="held",job="textfile"})') == 120

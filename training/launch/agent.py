@@ -297,6 +297,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         print(f"launch: {error}: given up", file=sys.stderr, flush=True)
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
+    carried.leave(args, code)
     final = ending is not None and ending.final  # another node has ended the job with this code
     attempts.end(code, final)
     if ending is not None:

@@ -1,6 +1,7 @@
-"""The code of one's own that the ranks run: unpacked where it comes as an archive, first on their path, their folder.
+"""What a job carries for its ranks: settings for a `Session` of theirs, and code of one's own.
 
-The launcher has imported its own packages by then, and its own path stays as it is.
+The code is unpacked where it comes as an archive, first on the ranks' path, and their folder. The launcher has imported its own
+packages by then, and its own path stays as it is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import tempfile
 from pathlib import Path
 
 from training import files
-from training.contract import ENV_CODE, UserError
+from training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, UserError
 from training.launch import archive
+from training.launch.handed import Handed
 
 PART = "part-*"
 """Pieces of the archive, in the order of their names: a cluster may hold none that is as large as the whole."""
@@ -21,6 +23,8 @@ _NAME_DIGITS = 16
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--session", type=Handed.of, metavar="JSON",
+                        help="run directory and settings for the Session that PROGRAM opens")  # fmt: skip
     parser.add_argument("--code", type=archive.check_identity, metavar="IDENTITY",
                         help="the ranks run code of one's own: its sha256, and where it lies")  # fmt: skip
     where = parser.add_mutually_exclusive_group()
@@ -31,11 +35,13 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def enter(args: argparse.Namespace) -> None:
-    """What the ranks inherit: the code is their folder and comes first on their path. Without code nothing changes.
+    """What the ranks inherit: settings; the code, which is their folder and comes first on their path.
 
     Raises:
         UserError: the code is not there, is another one, or cannot be unpacked.
     """
+    if args.session is not None:
+        os.environ[ENV_SESSION] = args.session.text()
     if args.code is None:
         if args.code_folder is not None or args.code_parts is not None:
             raise UserError("--code-folder and --code-parts need --code IDENTITY")
@@ -52,6 +58,12 @@ def enter(args: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"the code is not in {folder}: {error.strerror}") from None
     os.environ.update(environment(folder, args.code, dict(os.environ), own))
+
+
+def leave(args: argparse.Namespace, code: int) -> None:
+    """Warns where the ranks have ended well without a look at what they were handed."""
+    if args.session is not None and code == EXIT_DONE and (said := args.session.unused()):
+        print(f"launch: warning: {said}", file=sys.stderr, flush=True)
 
 
 def environment(folder: Path, identity: str, env: dict[str, str], own: str = "") -> dict[str, str]:
