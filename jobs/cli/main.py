@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from jobs.cli import files, names, top
+from jobs.cli import files, names, project, top
 from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
 from training import extras
@@ -104,6 +104,7 @@ def _program(
     return (["--session", handed.text()] if handed != Handed() else []) + ["--", name, *arguments]
 
 
+app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")(project.init)
 app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)
 app.command(epilog="Example: lockstep lint job.yaml")(files.lint)
 app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(files.submit)

@@ -212,10 +212,10 @@ def dangling_mounts(subject: Subject) -> Iterator[str]:
 
 @rule("LS035", "warning")
 def recipe_file(subject: Subject) -> Iterator[str]:
-    """A recipe of your own must be inside the image: a job carries no files."""
+    """A recipe of your own must be inside the image, or travel with the job's code."""
     recipe = subject.spec.recipe
-    if recipe is not None and recipe.endswith((".yaml", ".yml")):
-        yield f"recipe {recipe} is a file: it must be in the image at that path"
+    if recipe is not None and recipe.endswith((".yaml", ".yml")) and subject.spec.code is None:
+        yield f"recipe {recipe} is a file: it must be in the image at that path, or travel with the job (code: .)"
 
 
 @rule("LS037", "warning")
