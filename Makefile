@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help shell setup train test coverage test-fast lint bench bench-gpu clean
+.PHONY: help shell setup train test test-gpu coverage test-fast lint bench bench-gpu clean
 .PHONY: test-exercises test-gpu-rehearsal test-gpu-rehearsal-all test-floors test-own test-sync test-k8s test-prometheus test-faults test-faults-long
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
@@ -90,6 +90,9 @@ test-gpu-rehearsal: $(READY) ## the GPU path over a stand-in for CUDA and NCCL, 
 
 test-gpu-rehearsal-all: $(READY) ## the same with every recipe, type, strategy and order
 	$(RUN) -m pytest -n $(WORKERS) tests/gpu_rehearsal
+
+test-gpu: $(READY) ## what this machine's GPUs can do, in five minutes: one table, and a file in benchmarks/results; DATA= with CIFAR-10
+	$(VENV)/bin/lockstep doctor gpu --out benchmarks/results --data-root $(or $(DATA),data)
 
 submit-k8s: $(READY) ## submit a PyTorchJob: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]
 	@$(VENV)/bin/lockstep submit k8s $(K8S_FLAGS)

@@ -1,4 +1,4 @@
-"""python -m training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench
+"""python -m training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench | doctor
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -32,6 +32,7 @@ _BEGAN = time.perf_counter()
 
 _APART = {
     "launch": "launch.agent", "collectives": "exercises.collectives", "toy": "exercises.toy", "bench": "exercises.bench",
+    "doctor": "doctor.command",
 }  # fmt: skip
 """Commands with words of their own: the module that has their `main(argv)`."""
 

@@ -24,11 +24,12 @@ COMMANDS = {
     "launch": "start the ranks of a node and see them end",
     "collectives": "a matrix product shared out by rows and by reduction",
     "toy": "model parallel with data parallel, on the tutorial's toy model and on a 2-D mesh",
+    "doctor": "what the GPUs of this machine can do, and what to do where they cannot",
     "bench": "where the time of a step goes at 1, 2, 4 … ranks; inference under DataParallel",
 }
 """Each with a line of help."""
-INSIDE = ("run", "launch")
-"""Those that `lockstep` has in a form of its own (`lockstep run`), because they belong inside a job."""
+INSIDE = ("run", "launch", "doctor")
+"""Those that `lockstep` has in a form of its own (`lockstep run`, `lockstep doctor gpu`)."""
 
 
 class Parser(argparse.ArgumentParser):

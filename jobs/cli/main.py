@@ -13,12 +13,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from jobs.cli import files, names, project, top
+from jobs.cli import files, inside, names, project, top
 from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
 from training import extras
 from training.cli import COMMANDS, INSIDE
-from training.contract import ENV_PROGRAM, EXIT_USAGE, VERSION, UserError, check_words, search_path
+from training.contract import EXIT_USAGE, VERSION, UserError, check_words, search_path
 from training.files import keep_out_others
 from training.launch.handed import Handed
 
@@ -116,7 +116,7 @@ app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --follow")(names.l
 app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(names.wait)
 app.command(epilog="Example: lockstep cancel k8s smoke")(names.cancel)
 app.command("list", epilog="Example: lockstep list k8s")(names.list_jobs)
-app.command(epilog="Example: lockstep doctor k8s job.yaml")(names.doctor)
+app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu")(names.doctor)
 app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
@@ -124,10 +124,7 @@ def _inside(command: str, summary: str) -> None:
     """A command of `python -m training`, which takes this process's place. Its words and its help are its own."""
 
     def start(context: typer.Context) -> None:
-        sys.stdout.flush()
-        environment = {**os.environ, ENV_PROGRAM: "lockstep"}
-        words = [sys.executable, "-m", "training", command, *context.args]
-        os.execve(words[0], words, environment)  # noqa: S606 - its signals and its exit code are this one's
+        inside.become([command, *context.args])
 
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."

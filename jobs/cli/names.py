@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.cli import options
+from jobs.cli import inside, options
 from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
 from jobs.terminal import note, say, show, table
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
     from jobs.backend import Backend as JobBackend
@@ -130,14 +131,33 @@ def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = 
 
 
 def doctor(
-    backend: Backend,
+    backend: Annotated[
+        str, typer.Argument(metavar="BACKEND", help="k8s, slurm or compose; or gpu: this machine's GPUs.")
+    ],
     file: File = None,
     namespace: Namespace = None,
     context: Context = None,
     profile: Profile = None,
     as_json: Json = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="ROW", help="gpu: only the rows whose names begin so; repeat for more.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="gpu: a JSON file to write, or a folder for one.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="gpu: where CIFAR-10 lies, for the speedrun.")] = None,
+    seconds: Annotated[int | None, typer.Option(help="gpu: begin no row after so long (300).", min=1)] = None,
 ) -> None:
-    """Check the cluster for a job before GPUs are spent; exit code 1 where something is missing."""
+    """Check the cluster for a job, or this machine's GPUs; exit code 1 where something is missing."""
+    words = [word for row in only or () for word in ("--only", row)]
+    for flag, value in (("--out", out), ("--data-root", data_root), ("--seconds", seconds)):
+        words += [flag, str(value)] if value is not None else []
+    if backend == "gpu":
+        given = {"FILE": file, "--namespace": namespace, "--context": context, "--profile": profile}
+        for name, unwanted in given.items():
+            if unwanted is not None:
+                raise UserError(f"doctor gpu looks at this machine, and {name} belongs to a cluster: leave it out")
+        inside.become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
+    if words:
+        raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
     from jobs import connect
 
     found_in = connect.cluster(backend, "doctor")

@@ -1,10 +1,12 @@
 """python -m tests.gpu_rehearsal.rank WORDS: `python -m training WORDS`, its CUDA operators computed.
 
-REHEARSAL_FOUND=file gets what the emulation has found, as JSON.
+REHEARSAL_FOUND=file gets what the emulation has found, as JSON. REHEARSAL_FAULT=module:Class.method plants a fault: that
+method does nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -14,7 +16,16 @@ from tests.gpu_rehearsal.emulation import Emulation
 from training import __main__ as program
 from training.launch.lifeline import FORWARDED
 
+
+def _plant(fault: str) -> None:
+    module, _, name = fault.partition(":")
+    owner, _, method = name.partition(".")
+    setattr(getattr(importlib.import_module(module), owner), method, lambda *args: None)
+
+
 if __name__ == "__main__":
+    if "REHEARSAL_FAULT" in os.environ:
+        _plant(os.environ["REHEARSAL_FAULT"])
     if sys.argv[1] == "run":  # as the program does for itself
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     emulation = Emulation()

@@ -1,0 +1,81 @@
+"""`lockstep doctor gpu` over GPUs that are none: every row runs as it would on a machine that has some."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_rehearsal.rehearsal import preload
+from tests.processes import PYTHON, Result, clean_env, run
+from training.doctor.table import ROWS
+
+
+def _doctor(folder: Path, devices: int, *words: str, **extra: str) -> tuple[Result, dict[str, Any]]:
+    """How it ended, and its file."""
+    env = clean_env(
+        LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), LOCKSTEP_THREADS="1", TMPDIR=str(folder), **extra
+    )
+    del env["CUDA_VISIBLE_DEVICES"]
+    file = folder / "table.json"
+    command = [PYTHON, "-m", "tests.gpu_rehearsal.doctor", "gpu", "--out", str(file), *words]
+    done = run(command, env, 400)
+    return done, json.loads(file.read_text()) if file.exists() else {}
+
+
+def _results(value: dict[str, Any]) -> dict[str, str]:
+    return {row["name"]: row["result"] for row in value["rows"]}
+
+
+def _assert_no_rates(done: Result, value: dict[str, Any]) -> None:
+    """What is computed on a CPU says nothing of a GPU's speed."""
+    assert value["rehearsal"] is True and "rehearsal: these GPUs are none" in done.output
+    assert all(not {"rates", "seconds"} & set(row) for row in value["rows"]) and "GB/s" not in done.output
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_whole_table(tmp_path: Path, devices: int) -> None:
+    done, value = _doctor(tmp_path, devices)
+    assert done.code == 0, done.output
+    _assert_no_rates(done, value)
+    expected = {check.name: "not tried" if check.gpus > devices else "ok" for check in ROWS} | {"speedrun": "not tried"}
+    assert _results(value) == expected, done.output
+    details = {row["name"]: row["detail"] for row in value["rows"]}
+    assert details["recorded = eager"].startswith("the same bits")
+    assert details["kill and resume"].startswith("the same bits as without the kill, after 12 steps")
+    assert [name for name, detail in details.items() if detail == "one GPU"] == [
+        check.name for check in ROWS if check.gpus > devices
+    ]
+    assert list(tmp_path.iterdir()) == [tmp_path / "table.json"], "something was left"
+
+
+def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> None:
+    """Each rank keeps its own gradients."""
+    done, value = _doctor(
+        tmp_path, 2, "--only", "peer", "--only", "NCCL", "--only", "strategy",
+        REHEARSAL_FAULT="training.sync.allreduce:AllReduce.synchronize",
+    )  # fmt: skip
+    assert done.code == 1, done.output
+    _assert_no_rates(done, value)
+    chosen = [check for check in ROWS if check.name.startswith(("visible", "peer", "NCCL", "strategy"))]
+    assert _results(value) == {
+        check.name: "failed" if check.name == "strategy allreduce" else "ok" for check in chosen
+    }, done.output
+    (failed,) = (row for row in value["rows"] if row["result"] == "failed")
+    assert "from one process after 6 steps on 2 GPUs" in failed["detail"] and "sync.name=flat" in failed["advice"]
+    assert f"→ {failed['advice']}" in done.output
+
+
+def test_with_one_gpu_the_rows_of_two_say_so(tmp_path: Path) -> None:
+    done, value = _doctor(
+        tmp_path, 1, "--only", "peer", "--only", "recorded", "--only", "strategy f", "--only", "a hang"
+    )
+    assert done.code == 0, done.output
+    assert _results(value) == {
+        "visible": "ok", "peer access": "not tried", "strategy flat": "not tried", "strategy fsdp": "not tried",
+        "recorded = eager": "ok", "a hang is named": "not tried",
+    }  # fmt: skip
+    assert all(row["detail"] == "one GPU" for row in value["rows"] if row["result"] == "not tried")

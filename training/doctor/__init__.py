@@ -1,0 +1,1 @@
+"""`lockstep doctor gpu`: whether the GPUs of this machine compute, exchange and fail as the training expects of them."""

@@ -1,0 +1,87 @@
+"""Inside a process that the doctor has started: takes its rows one after the other and writes what became of each.
+
+A check that raises on one rank ends this process, and its launcher ends the others: they may wait for it for ever. The
+doctor outside then starts new ones for the rows that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from training.doctor.table import ROWS, Found, Place
+from training.parallel.world import World, detect, joined, set_threads
+
+COLLECTIVE_SECONDS = 50.0
+"""Collectives end by themselves before the row's bound ends them."""
+
+
+def main(folder: Path, names: list[str], alone: bool) -> int:
+    """Runs these rows; each process appends to `folder/RANK.jsonl`. Returns 1 where a check raised.
+
+    Args:
+        alone: one process that sees all GPUs, without a process group.
+    """
+    checks = {check.name: check for check in ROWS}
+    with _world(alone) as world:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # as a run of ours computes; torch's own default is TF32
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        earlier = read(folder, 0)
+        begun_file(folder, world.rank).touch()
+        for name in names:
+            check, began = checks[name], time.monotonic()
+            module, _, function = check.function.partition(":")
+            own = folder / name.replace(" ", "-")
+            own.mkdir(exist_ok=True)
+            place = Place(world, earlier, str(own))
+            try:
+                called = getattr(importlib.import_module(f"training.doctor.{module}"), function)
+                found: Found = called(place, check.argument) if check.argument else called(place)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's, and is told
+                lines = str(error).strip().splitlines()
+                told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {(lines or [''])[0]}"
+                _write(folder, world.rank, name, Found("failed", told[:300], facts={"raised": True}))
+                os._exit(EXIT_FAILED)  # NCCL may wait for others, who do not come
+            earlier[name] = found
+            _write(folder, world.rank, name, replace(found, seconds=time.monotonic() - began))
+    return EXIT_DONE
+
+
+@contextlib.contextmanager
+def _world(alone: bool) -> Iterator[World]:
+    if alone:
+        yield World(device=torch.device("cuda", 0))
+        return
+    world = detect(os.environ)
+    set_threads(world, 0, os.environ)
+    with joined(world, "cuda", COLLECTIVE_SECONDS) as here:
+        yield here
+
+
+def _write(folder: Path, rank: int, name: str, found: Found) -> None:
+    with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"name": name, **asdict(found)}) + "\n")
+
+
+def begun_file(folder: Path, rank: int) -> Path:
+    """Is there when this rank has joined the others."""
+    return folder / f"{rank}.begun"
+
+
+def read(folder: Path, rank: int) -> dict[str, Found]:
+    """What this rank has written so far, by row."""
+    path = folder / f"{rank}.jsonl"
+    if not path.exists():
+        return {}
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a line that is still being written has no end yet
+    rows = [json.loads(line) for line in whole.splitlines()]
+    return {row.pop("name"): Found(**row) for row in rows}

@@ -1,0 +1,196 @@
+"""Starts the doctor's processes, bounds them, and gathers what they write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from training.contract import printable
+from training.doctor.inside import begun_file, read
+from training.doctor.table import Check, Found
+
+START_SECONDS = 60.0
+"""For processes to load torch and to join, beside the bound of their first row."""
+END_SECONDS = 15.0
+"""Between a TERM to a launcher and the end of all that it has started."""
+_OF_A_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    code: int | None
+    """None where it had to be ended."""
+    output: str
+
+    @property
+    def last(self) -> str:
+        """The last line that says something."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return printable(lines[-1])[:300] if lines else "it wrote nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How the doctor starts processes on this machine.
+
+    Args:
+        words: what stands for `python -m training`.
+        gpus: how many are visible.
+        folder: for what they write.
+        data_root: where data sets lie.
+    """
+
+    words: Sequence[str]
+    gpus: int
+    folder: Path
+    data_root: Path
+    rehearsal: bool = False
+
+    def launch(self, ranks: int, words: Sequence[str], restarts: int = 0) -> list[str]:
+        """The command that starts ranks under the program's own launcher."""
+        launcher = ["launch", "--ranks", str(ranks), "--max-restarts", str(restarts), "--grace", "5"]
+        return [*self.words, *launcher, "--", *self.words, *words]
+
+    def run(self, command: Sequence[str], bound: float, **env: str) -> Ended:
+        """To its end, or to the end of `bound` seconds."""
+        path = self.folder / "output"
+        with started(command, path, env) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(bound)
+            code = process.poll()
+        return Ended(code, path.read_text(encoding="utf-8", errors="backslashreplace"))
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], output: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone at the end, with all that it has started."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**inherited, **env},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        family = _descendants(process.pid)  # a launcher's ranks are in sessions of their own
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+        for member in (process.pid, *family):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member, signal.SIGKILL)
+        process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Of a process that runs; none where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    family = [pid]
+    for member in family:  # grows while it is read
+        family += children.get(member, [])
+    return family[1:]
+
+
+def in_processes(
+    program: Program, checks: Sequence[Check], told: Callable[[Check, Found], None], deadline: float
+) -> None:
+    """Runs rows of one kind (`alone` or `ranks`) in processes that they share. One that fails or hangs costs the others
+    nothing but a new start.
+
+    Args:
+        told: gets each row as soon as it is known, in their order.
+        deadline: of the whole table, by `time.monotonic`.
+    """
+    left = list(checks)
+    while left and time.monotonic() < deadline:
+        left = _in_one_start(program, left, told, deadline)
+    for check in left:
+        told(check, Found("not tried", "the time is over"))
+
+
+def _in_one_start(
+    program: Program, checks: list[Check], told: Callable[[Check, Found], None], deadline: float
+) -> list[Check]:
+    """The rows that need another start: those behind one that has ended these processes."""
+    alone = checks[0].where == "alone"
+    ranks = 1 if alone else program.gpus
+    begun = [begun_file(program.folder, rank) for rank in range(ranks)]
+    for path in begun:
+        path.unlink(missing_ok=True)
+    inside = [
+        "doctor",
+        "--inside",
+        str(program.folder),
+        *(["--alone"] if alone else []),
+        *(check.name for check in checks),
+    ]
+    command = [*program.words, *inside] if alone else program.launch(ranks, inside)
+    output = program.folder / "output"
+    with started(command, output, {}) as process:
+        since = time.monotonic() + START_SECONDS
+        for number, check in enumerate(checks):
+            found = None
+            while found is None:
+                ended = process.poll() is not None  # asked before the files are read: nothing is written after it
+                over = time.monotonic() > deadline
+                late = over or time.monotonic() > since + check.bound
+                found = _of_all_ranks(program.folder, check, ranks, over=ended or late)
+                if found is None and over and not ended:
+                    return checks[number:]
+                if found is None and (ended or late):
+                    found = Found("failed", f"no answer within {check.bound:.0f} s" if late else _last_line(output))
+                    if not all(path.exists() for path in begun):
+                        told(check, found)
+                        for other in checks[number + 1 :]:
+                            told(other, Found("not tried", "the processes did not start: see the row before"))
+                        return []
+                    found = Found(found.result, found.detail, facts={"raised": True})
+                if found is None:
+                    time.sleep(0.05)
+            told(check, found)
+            since = time.monotonic()
+            if found.facts.get("raised"):
+                return checks[number + 1 :]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    return []
+
+
+def _of_all_ranks(folder: Path, check: Check, ranks: int, over: bool) -> Found | None:
+    """The row as all ranks have it, named where they differ; None while some have not told. `over`: no more will come."""
+    lines = {rank: line for rank in range(ranks) if (line := read(folder, rank).get(check.name)) is not None}
+    failed = {rank: line for rank, line in lines.items() if line.result == "failed"}
+    if len(lines) < ranks and not (over and failed):
+        return None
+    if not failed:
+        return lines[0]
+    rank, line = min(failed.items())
+    who = f"rank {rank}: " if len(failed) < ranks else ""
+    raised = any(one.facts.get("raised") for one in failed.values())
+    return replace(line, detail=f"{who}{line.detail}", facts={**line.facts, **({"raised": True} if raised else {})})
+
+
+def _last_line(path: Path) -> str:
+    return Ended(None, path.read_text(encoding="utf-8", errors="backslashreplace")).last
