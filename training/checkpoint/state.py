@@ -256,6 +256,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     Raises:
         UserError: the world size differs from the saved one, and the run is not `resizable`.
     """
+    gathered = gathered if state.world.rank == source else None
     saved_by = broadcast_tree(None if gathered is None else len(gathered["ranks"]), state.world, source)
     same_size = saved_by == state.world.size
     if not same_size and not resizable:
