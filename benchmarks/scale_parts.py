@@ -168,7 +168,7 @@ def calls(world: World, state: states.TrainState) -> dict[str, tuple[Callable[[]
         agreement.reduced(torch.zeros(21, dtype=torch.float64), world)
 
     return {
-        "consensus, a step": (consensus.poll, REPEATS),
+        "consensus, a step": (lambda: (consensus.poll(), consensus.settle()), REPEATS),
         "agreement, no error": (lambda: agree(False), REPEATS),
         "agreement, an error": (lambda: agree(True), 1),
         "checkpoint gathered": (lambda: gathered.append(states.gather(state)), 1),
