@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STUCK_SECONDS = 60
 BAR = 20
+AROUND = 5
+"""Lines of the terminal around the ranks: title, head, legend, how many are left out, and where the cursor stands."""
 _LETTERS = (("data_wait", "d", "yellow"), ("compute", "c", "green"), ("sync_wait", "s", "blue"), ("rest", "·", "dim"))
 LEGEND = "d waiting for data, c forward and backward, s waiting for other ranks, · the rest"
 WIDE = 110
@@ -83,8 +85,17 @@ def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) 
                 return
 
 
-def picture(run: Path, ranks: list[Rank], width: int | None = None) -> Table:
-    """The live table; `width` of the terminal in columns, null: as it is."""
+def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
+    """As many ranks as there is room for, in their order: first those that hold the others up or say something else, then
+    those that wait least for the others."""
+    if len(ranks) <= rows:
+        return ranks
+    found = sorted(ranks, key=lambda rank: (not rank.straggler, not note(rank), rank.sync_wait or 0.0, rank.rank))
+    return sorted(found[:rows], key=lambda rank: rank.rank)
+
+
+def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int | None = None) -> Table:
+    """The live table; `width` of the terminal in columns and `height` in lines, null: as it is."""
     import shutil
 
     from rich.table import Table
@@ -96,14 +107,19 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None) -> Table:
     accuracy = f", accuracy {first.accuracy:.4f}" if first.accuracy is not None else ""
     title = f"{clean(str(run))}: step {first.step}{planned}, {images:.0f} images/s{accuracy}"
     # As text: a [/x] in a path is no markup.
+    shown_ranks = fitting(ranks, max((height or shutil.get_terminal_size().lines) - AROUND, 1))
+    left = len(ranks) - len(shown_ranks)
+    caption = f"{LEGEND}\n… and {left} more ranks, none of which holds the others up" if left else LEGEND
+    if any(rank.straggler for rank in ranks) and left > sum(rank.straggler is None for rank in ranks):
+        caption = f"{LEGEND}\n… and {left} more ranks: see --once"
     table = Table(
-        title=Text(title), caption=LEGEND, box=None, pad_edge=False, title_justify="left", caption_justify="left"
+        title=Text(title), caption=caption, box=None, pad_edge=False, title_justify="left", caption_justify="left"
     )
     wide = (width or shutil.get_terminal_size().columns) >= WIDE
     shown = [number for number, name in enumerate(_HEAD) if wide or name not in _NUMBERS]
     for name in (_HEAD[number] for number in shown):
         table.add_column(name, justify="left" if name in ("WHERE A STEP GOES", "NOTE") else "right", no_wrap=True)
-    for rank in ranks:
+    for rank in shown_ranks:
         cells: list[str | Text] = list(row(rank))
         bar = Text()
         for letter, _, colour in _runs(rank):

@@ -18,7 +18,7 @@ from jobs.compare import missing_from
 from jobs.kubernetes import code, preparejob, render, rules, submission
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
-from jobs.kubernetes.observe import brief, explain, newest
+from jobs.kubernetes.observe import brief, explain, newest, slim
 from jobs.kubernetes.pod import CONTAINER, KUEUE_QUEUE
 from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject
@@ -309,13 +309,14 @@ class KubernetesBackend(Cluster):
         return self._where(found.record)
 
     def summary(self, name: str) -> dict[str, Any]:
-        for line in reversed([*self.logs(name, 0)]):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and event.get("event") == "done":
-                return {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
+        last: dict[str, Any] | None = None
+        for line in self.logs(name, 0):  # of a long run a gigabyte, which is not kept
+            if '"done"' in line:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    last = event if isinstance(event, dict) and event.get("event") == "done" else last
+        if last is not None:
+            return {key: value for key, value in last.items() if key not in ("event", "time", "attempt")}
         raise UserError(f"{name} has not written a summary: it is {self.status(name).state}, or its pods are gone")
 
     def _find(self, name: str) -> Manifest | None:
@@ -333,7 +334,8 @@ class KubernetesBackend(Cluster):
         return None
 
     def _pods(self, name: str) -> Manifests:
-        return _all(self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB}={name}"))
+        pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB}={name}")
+        return [slim(pod) for pod in pages]
 
     def _pod(self, job: Manifest, host: str) -> Manifest | None:
         """The pod of a host, alone: a job may have a thousand others."""

@@ -48,8 +48,10 @@ class Reader:
         if len(hosts) > MOST_PODS and follow:
             raise UserError(f"the job has {len(hosts)} pods, at most {MOST_PODS} are followed at once: choose --rank")
         if not follow:
-            for pod in sorted(self.pods(), key=host):
-                if host(pod) in hosts:
+            wanted = set(hosts)
+            found = [self.pod(hosts[0])] if len(hosts) == 1 else sorted(self.pods(), key=host)
+            for pod in found:
+                if pod is not None and host(pod) in wanted:
                     yield from _pick((line for _, line in self._once(pod, False, "")), host(pod), rank)
             return
         yield from self._follow_all(hosts, rank)

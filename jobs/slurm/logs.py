@@ -11,6 +11,7 @@ from typing import Any
 from jobs.slurm.folder import log
 from jobs.status import Unreachable
 
+_PIECE = 1 << 20
 _NOISE = re.compile(r"submitit [A-Z]+ \(\d{4}-")
 
 
@@ -26,24 +27,29 @@ def lines(
         except Unreachable:
             over = False
         for rank in ranks:
-            more = _since(log(record, rank), read[rank])
-            read[rank] += len(more)
-            *whole, rests[rank] = (rests[rank] + more).split(b"\n")
+            for more in _since(log(record, rank), read[rank]):
+                read[rank] += len(more)
+                *whole, rests[rank] = (rests[rank] + more).split(b"\n")
+                yield from _told(whole, rank, prefix)
             if over and rests[rank]:
-                whole.append(rests[rank])
-            for line in (raw.decode(errors="replace") for raw in whole):
-                if not _NOISE.match(line):
-                    yield f"[rank {rank}] {line}" if prefix else line
+                yield from _told([rests[rank]], rank, prefix)
         if over:
             return
         time.sleep(interval)
 
 
-def _since(path: Path, offset: int) -> bytes:
-    """What a file has got since `offset`; nothing while it is not there."""
+def _told(lines: list[bytes], rank: int, prefix: bool) -> Iterator[str]:
+    for line in (raw.decode(errors="replace") for raw in lines):
+        if not _NOISE.match(line):
+            yield f"[rank {rank}] {line}" if prefix else line
+
+
+def _since(path: Path, offset: int) -> Iterator[bytes]:
+    """What a file has got since `offset`, in pieces; nothing while it is not there."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            return file.read()
+            while piece := file.read(_PIECE):
+                yield piece
     except OSError:
-        return b""
+        return

@@ -143,7 +143,8 @@ def test_each_test_image_is_counted_once_at_every_world_size(data_root: Path, tm
 
 def _agreeing(world: World) -> tuple[str, str]:
     from training.contract import UserError
-    from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, raise_together
+    from training.parallel.agreement import raise_together
+    from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees
 
     assert all_gather_trees({"r": torch.arange(world.rank)}, world)[1]["r"].tolist() == [0]
     assert broadcast_tree({"from": world.rank}, world, source=1) == {"from": 1}

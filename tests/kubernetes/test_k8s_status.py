@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from typing import Any
 
 import pytest
 from k8s_operator import until
 from k8s_server import Cluster, Fault
 
+from benchmarks import large_run
 from jobs.kubernetes.backend import KubernetesBackend
+from jobs.kubernetes.observe import slim
 from jobs.spec.model import JobSpec
 from training.contract import UserError
 
@@ -285,3 +289,30 @@ def test_logs_follow_through_pending_a_dropped_stream_and_a_restart(
     thread.join(20)
     assert not thread.is_alive(), "following must end with the job"
     assert seen == ["a", "b", "c", "d", "e"], "no line twice, none missing"
+
+
+def test_ten_thousand_pods(cluster: Cluster, backend: KubernetesBackend) -> None:
+    """The state of a pod is looked up, not searched for; one rank's log asks for its pod alone."""
+    count = 10_000
+    spec = JobSpec.of({"name": "large", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": count})
+    job = {
+        "metadata": {"name": "large", "annotations": {"lockstep/spec": json.dumps(spec.record())}},
+        "spec": {"pytorchReplicaSpecs": {"Master": {"replicas": 1}, "Worker": {"replicas": count - 1}}},
+    }
+    cluster.put("pytorchjobs", job)
+    for index in range(count):
+        pod = slim(large_run.pod("large", index, "Pending" if index == 5 else "Running"))
+        cluster.objects[("pods", "team", pod["metadata"]["name"])] = {**pod, "kind": "Pod"}
+        pod["metadata"].update(uid=f"pod-{index}", namespace="team", resourceVersion="1")
+    for number in range(400):
+        about = {"name": "large", "uid": cluster.get("pytorchjobs", "large")["metadata"]["uid"]}
+        cluster.put("events", {"metadata": {"name": f"e{number}"}, "involvedObject": about, "reason": "Note"})
+    began = time.thread_time()
+    status = backend.status("large")
+    assert time.thread_time() - began < 10  # a search for each event in each pod takes as long again
+    assert len(status.ranks) == count and status.state == "pending"
+    rank = backend._hosts(job).index("large-worker-9")
+    cluster.logs["large-worker-9"] = [f"2026-01-01T00:00:00.000000000Z [rank {rank}] rank {rank} says"]
+    cluster.requests.clear()
+    assert [*backend.logs("large", rank)] == [f"rank {rank} says"]
+    assert [path for _, path, _, _ in cluster.requests if path.endswith("/pods")] == []

@@ -21,7 +21,8 @@ from training.contract import UserError
 from training.observe.clock import StepClock
 from training.optim.ema import Ema
 from training.optim.loss_scaler import LossScaler, is_state
-from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees
+from training.parallel.agreement import reduced
+from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
 from training.parallel.world import World
 from training.sync.base import GradientSync
 
@@ -250,19 +251,27 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     """Gives every rank its part of the gathered state that rank `source` read. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
-    their fresh values, and a strategy makes of the saved ranks' states what it can (`load_resized`).
+    their fresh values, and a strategy makes of the saved ranks' states what it can (`resized`).
 
     Raises:
         UserError: the world size differs from the saved one, and the run is not `resizable`.
     """
-    gathered = broadcast_tree(gathered, state.world, source)
-    assert gathered is not None
-    shared, ranks = gathered["shared"], gathered["ranks"]
-    if len(ranks) != state.world.size and not resizable:
+    gathered = gathered if state.world.rank == source else None
+    saved_by = broadcast_tree(None if gathered is None else len(gathered["ranks"]), state.world, source)
+    same_size = saved_by == state.world.size
+    if not same_size and not resizable:
         raise UserError(
-            f"the run was saved by {len(ranks)} ranks, and with shuffle=shard each keeps its own files: "
-            f"resume it on {len(ranks)} ranks, not {state.world.size}"
+            f"the run was saved by {saved_by} ranks, and with shuffle=shard each keeps its own files: "
+            f"resume it on {saved_by} ranks, not {state.world.size}"
         )
+    ranks = None if gathered is None else gathered["ranks"]
+    if same_size:  # each gets its own part alone
+        own = scatter_trees(ranks, state.world, source)
+    else:
+        own = broadcast_tree(None if ranks is None else _resized(ranks, state.sync), state.world, source)
+        if own["misfit"] is not None:
+            raise ValueError(own["misfit"])
+    shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.write)
     saved = naming.by_number(shared["optimizer"], _names(state))
     groups = _whole_groups(saved["param_groups"], state.optimizer)
@@ -274,22 +283,33 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         state.scaler.load_state_dict(shared["loss_scale"])
     if state.ema:
         _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.write)
-    if len(ranks) == state.world.size:
-        own = ranks[state.world.rank]
+    if same_size:
         generators.restore(own["rng"], state.world.device)
-        buffers, average_buffers = own["buffers"], own["average_buffers"]
         state.losses.copy_(own["losses"])
         state.sync.load_state_dict(own["sync"])
     else:
-        state.losses.copy_(sum(rank["losses"] for rank in ranks) if state.world.leader else torch.zeros(2))
-        buffers = mean_of([rank["buffers"] for rank in ranks])
-        average_buffers = mean_of([rank["average_buffers"] for rank in ranks])
-        state.sync.load_resized([rank["sync"] for rank in ranks])
+        state.losses.copy_(own["losses"] if state.world.leader else torch.zeros(2))
+        state.sync.load_resized(own["sync"])
     if state.kept is not None and "kept" in shared:
-        state.kept.load(shared["kept"], ranks[state.world.rank]["kept"] if len(ranks) == state.world.size else None)
-    _copy(buffers, dict(state.model.named_buffers()))
+        state.kept.load(shared["kept"], own["kept"] if same_size else None)
+    _copy(own["buffers"], dict(state.model.named_buffers()))
     if state.ema:
-        _copy(average_buffers, dict(state.ema.average.named_buffers()))
+        _copy(own["average_buffers"], dict(state.ema.average.named_buffers()))
+
+
+def _resized(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
+    """What the ranks of another world size start with, all alike; `misfit` says why the saved ranks' parts do not go together.
+
+    It is made where the checkpoint was read, so that the parts of all saved ranks are not sent to every rank.
+    """
+    try:
+        return {
+            "losses": sum(rank["losses"] for rank in ranks), "buffers": mean_of([rank["buffers"] for rank in ranks]),
+            "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
+            "sync": sync.resized([rank["sync"] for rank in ranks]), "misfit": None,
+        }  # fmt: skip
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        return {"misfit": f"{type(error).__name__}: {error}"}
 
 
 def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -321,7 +341,10 @@ def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
     floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
     if world.size > 1 and floating:
         flat = torch.cat([buffer.reshape(-1).double() for buffer in floating])
-        dist.all_reduce(flat)
+        if flat.is_cuda:
+            dist.all_reduce(flat)
+        else:
+            flat = reduced(flat, world)
         flat /= world.size
         for buffer, piece in zip(floating, flat.split([buffer.numel() for buffer in floating])):
             buffer.copy_(piece.view(buffer.shape))

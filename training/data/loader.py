@@ -48,9 +48,12 @@ class Loader:
     Args:
         global_batch: samples of all ranks together a step.
         multiple: a rank's part comes in blocks of this many (32 for ghost batch norm).
+        verified: the ranks of the node have verified the files already.
     """
 
-    def __init__(self, config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int) -> None:
+    def __init__(
+        self, config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int, verified: bool = False
+    ) -> None:
         data = config.data
         order.check_division(global_batch, world.size, multiple, config.uneven)
         self.config, self.world, self.batch, self.multiple = config, world, global_batch, multiple
@@ -58,7 +61,7 @@ class Loader:
         self.slices = _slices(manifest, world.size) if data.shuffle == "shard" else [(0, self.total)]
         low, high = self.slices[world.rank if data.shuffle == "shard" else 0]
         self.steps_per_epoch = self._steps()
-        self.samples = Samples.open(manifest, "train", low, high, data.verify)
+        self.samples = Samples.open(manifest, "train", low, high, data.verify and not verified)
         self.resident = fits(self.samples, world) if data.resident == "auto" else data.resident == "always"
         if self.resident:
             images, labels = self.samples.all()

@@ -2,8 +2,7 @@
 
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
-directory = prepare(config.data)            # finds them, or makes them once a node under a file lock
-manifest = Manifest.read(directory)
+manifest = Manifest.read(prepare(config.data))            # finds them, or makes them once a node under a file lock
 samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
 """
 
@@ -16,7 +15,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ MADE_FROM = "made-from.json"
 """Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
 _FORMAT = 1
 _SPLITS = ("train", "test")
+_MEND = "make the shards again (python -m training shard)"
 
 
 class CorruptShard(UserError):
@@ -357,12 +357,29 @@ class Samples:
         return zip(self.starts, self.images, self.labels)
 
 
-def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped, torch.Tensor]:
-    path = manifest.directory / shard.file
-    mend = "make the shards again (python -m training shard)"
+def verify(manifest: Manifest, splits: Sequence[str], part: int, parts: int) -> None:
+    """Reads every `parts`-th file of these splits, from number `part` on: the ranks of a node share its files out.
+
+    Raises `UserError` for one that is missing or corrupt.
+    """
+    for shard in [shard for split in splits for shard in manifest.splits[split]][part::parts]:
+        _verify(manifest.directory / shard.file, shard)
+
+
+def _verify(path: Path, shard: Shard) -> None:
     try:
-        if verify and (different := manifests.difference(path, shard.sha256)):
-            raise CorruptShard(f"{path} {different}: {mend}")
+        different = manifests.difference(path, shard.sha256)
+    except OSError as error:
+        raise CorruptShard(f"cannot open {path} ({error}): {_MEND}") from None
+    if different:
+        raise CorruptShard(f"{path} {different}: {_MEND}")
+
+
+def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped, torch.Tensor]:
+    path, mend = manifest.directory / shard.file, _MEND
+    if verify:
+        _verify(path, shard)
+    try:
         files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:
             # What the library gives is checked; ours is the same bytes, which can be given back.

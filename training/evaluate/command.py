@@ -12,11 +12,11 @@ from training.config import Config, settings
 from training.contract import UserError
 from training.data import sources
 from training.data.augment import check_settings
-from training.data.shards import Manifest, prepare
+from training.data.shards import Manifest, prepare, verify
 from training.evaluate.evaluator import Evaluator, Score
 from training.models.arithmetic import real_type
 from training.observe.rundir import recipe_of
-from training.parallel.exchange import failing_together
+from training.parallel.agreement import failing_together
 from training.parallel.world import World
 
 
@@ -80,7 +80,10 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
         model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
         weights.assign(model, tensors, target)
         model.to(device=world.device, dtype=real_type(config.precision))
-        evaluator = Evaluator(config, world, manifest)
+        if config.data.verify:
+            verify(manifest, ("test",), world.local_rank, world.local_size)
+    with failing_together(world):
+        evaluator = Evaluator(config, world, manifest, verified=True)
     score = evaluator.score(model, {})
     assert score is not None
     return score

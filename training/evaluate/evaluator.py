@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -17,6 +16,7 @@ from training.data.loader import fits
 from training.data.order import bounds
 from training.data.shards import Manifest, Samples
 from training.models.arithmetic import autocast, real_type
+from training.parallel.agreement import reduced
 from training.parallel.world import World
 
 
@@ -41,13 +41,14 @@ class Score:
 class Evaluator:
     """Scores weights on the test split. A rank opens only the files of its contiguous part, and keeps them."""
 
-    def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
+    def __init__(self, config: Config, world: World, manifest: Manifest, verified: bool = False) -> None:
+        """`verified`: the ranks of the node have verified the files of the test split already."""
         self.config, self.world, self.num_classes = config, world, len(manifest.classes)
         count = manifest.count("test")
         low, high = bounds(count, world.rank, world.size)
         self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
         """Batches of the longest part: every rank passes as many boundaries, so that collectives match."""
-        self.samples = Samples.open(manifest, "test", low, high, config.data.verify)
+        self.samples = Samples.open(manifest, "test", low, high, config.data.verify and not verified)
         self.images, self.labels = torch.empty(0), torch.empty(0)
         if high > low:
             self.images, self.labels = self.samples.all()
@@ -84,8 +85,7 @@ class Evaluator:
                 loss += F.cross_entropy(logits, labels, reduction="sum")
         finally:
             model.train(training)
-        totals = torch.cat([loss, correct, count]).cpu()
-        dist.all_reduce(totals)
+        totals = reduced(torch.cat([loss, correct, count]).cpu(), self.world)
         rights, counts = totals[1:].view(2, -1).long()
         classes = list(zip(rights.tolist(), counts.tolist()))
         return Score(int(rights.sum()), int(counts.sum()), float(totals[0] / counts.sum()), classes)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from training.cli import PROGRAM, Parser, positive
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.parallel.exchange import all_gather_rows, gather_trees, pack, raise_together, split, unpack
+from training.parallel.agreement import raise_together
+from training.parallel.exchange import all_gather_rows, gather_trees, pack, split, unpack
 from training.parallel.world import World, detect, joined, set_threads
 
 

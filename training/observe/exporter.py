@@ -11,7 +11,6 @@ Nothing here may end the training, or make it wait: what fails is said once, on 
 from __future__ import annotations
 
 import contextlib
-import glob
 import ipaddress
 import json
 import os
@@ -34,11 +33,18 @@ from training.parallel.world import World
 class Exporter:
     """The metrics of one rank and all places they go to. `close` ends it, and may be called twice.
 
+    Args:
+        sweeps: this rank clears the folders of what earlier attempts left, for all; None: rank 0 does. The ranks whose
+            folders these are have theirs made after it. A rank that looked for its own leftovers would list the files of all.
+
     Raises:
         UserError: LOCKSTEP_METRICS_PORT is no port.
     """
 
-    def __init__(self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str],
+        sweeps: bool | None = None,
+    ) -> None:  # fmt: skip
         run_dir = run_dir.resolve()
         self.metrics = Metrics(settings.run or run_dir.name, world.rank, world.device)
         self.enabled, self._rank, self._settings = settings.enabled, world.rank, settings
@@ -55,8 +61,8 @@ class Exporter:
         self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
         port = base_port(settings, env)
         if self.enabled:
-            if world.leader:
-                _remove_ranks_beyond(world.size, [self._endpoint, *self._textfiles, *filter(None, [self._target])])
+            if world.leader if sweeps is None else sweeps:
+                _sweep(world.size, [self._endpoint, *self._textfiles, *filter(None, [self._target])])
             address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or _default_address(world)
             self._serve(None if address == ANY_ADDRESS else address, port + world.local_rank if port else 0)
 
@@ -103,7 +109,6 @@ class Exporter:
     def _publish(self, path: Path, data: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.remove_stale(path.parent, (path.name,))
             files.publish(path, data)
         except OSError as error:
             self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
@@ -157,12 +162,17 @@ def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _remove_ranks_beyond(size: int, own: list[Path]) -> None:
-    """Removes the files of ranks from `size` on, which an earlier attempt with more ranks left. `own`: rank 0's of each kind."""
+def _sweep(size: int, own: list[Path]) -> None:
+    """Removes what an earlier attempt left: files of ranks from `size` on, and half-written ones of any. One listing a folder.
+
+    Args:
+        own: this rank's file of each kind.
+    """
     for mine in own:
-        before = mine.stem.removesuffix("00000")
+        before = re.escape(re.sub(r"\d+$", "", mine.stem))
+        name = re.compile(rf"(?:{before}(\d+){mine.suffix}|\.{before}\d+{mine.suffix}\.\d+)")
         with contextlib.suppress(OSError):
-            for path in mine.parent.glob(f"{glob.escape(before)}*{mine.suffix}"):
-                number = path.stem.removeprefix(before)
-                if number.isdigit() and int(number) >= size:
+            for path in mine.parent.iterdir():
+                found = name.fullmatch(path.name)
+                if found and (found[1] is None or int(found[1]) >= size):
                     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Small collectives over trees of tensors and plain values, without pickle; and agreement on errors.
+"""Small collectives over trees of tensors and plain values, without pickle.
 
 A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans and None: what a checkpoint holds.
 `split` takes it apart into JSON and tensors, `join` puts it together again; both keep every bit.
@@ -6,17 +6,15 @@ A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.contract import UserError
 from training.parallel.world import World
 
 DTYPES = {
@@ -179,41 +177,22 @@ def gather_trees(tree: Any, world: World) -> list[Any] | None:
     return None if gathered is None else [tree, *(unpack(blob) for blob in gathered[1:])]
 
 
-@contextlib.contextmanager
-def failing_together(world: World) -> Iterator[None]:
-    """Runs a part that may fail on some ranks; then all raise (`raise_together`), or none does. Collective."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # noqa: BLE001 - raised again below
-        error = caught
-    raise_together(error, world)
+def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any:
+    """The tree of `trees` that is this rank's, which rank `source` has for all. Tensors arrive on the CPU.
 
-
-def raise_together(error: Exception | None, world: World) -> None:
-    """Every rank calls this after a step that may fail on some of them; all raise, or none does.
-
-    Without it the ranks that succeeded would wait in the next collective for one that is gone.
-
-    Raises:
-        UserError: some rank had one; the message names the ranks unless all of them had the same.
-        RuntimeError: some rank had another error.
+    Each rank gets its own alone: what all of them get grows with the number of ranks, what `broadcast_tree` of the list would
+    bring them grows with its square.
     """
-    mine = None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__]
-    if world.size == 1 and error is not None:
-        raise error
-    found = [(rank, *item) for rank, item in enumerate(all_gather_trees(mine, world)) if item is not None]
-    if found:
-        _raise(found, world, error)
-
-
-def _raise(found: list[tuple[int, bool, str]], world: World, own: Exception | None) -> NoReturn:
-    message = found[0][2]
-    same = [rank for rank, _, text in found if text == message]
-    if len(same) < world.size:
-        message = f"rank {', '.join(map(str, same))}: {message}"
-    if all(by_user for _, by_user, _ in found):
-        shared = UserError(message)
-        shared.shared = True
-        raise shared from own
-    raise RuntimeError(message) from own
+    if world.size == 1:
+        assert trees is not None
+        return trees[0]
+    packed = None if trees is None else [pack(tree) for tree in trees]
+    longest = torch.tensor([0 if packed is None else max(blob.numel() for blob in packed)])
+    dist.broadcast(longest, source)
+    own, padded = torch.empty(int(longest), dtype=torch.uint8), None
+    if packed is not None:
+        padded = [torch.zeros(int(longest), dtype=torch.uint8) for _ in packed]
+        for room, blob in zip(padded, packed):
+            room[: blob.numel()] = blob
+    dist.scatter(own, padded, source)
+    return unpack(own)

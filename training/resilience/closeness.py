@@ -60,11 +60,10 @@ def check_parameter_closeness(
             if not bool(same.all()):
                 apart = (tensor.double() - reference.double()).abs()[~same]
                 found = torch.tensor([index, apart.max().item(), len(apart)], dtype=torch.float64)
-    every = _gathered(found.to(device), process_group)
-    differing = [int(index) for index, _, _ in every if index >= 0]
-    if not differing:
+    if not _on_any(found[:1] >= 0, device, process_group):
         return True
-    first = min(differing)
+    every = _gathered(found.to(device), process_group)
+    first = min(int(index) for index, _, _ in every if index >= 0)
     name, tensor = named[first]
     ranks = [rank for rank, (index, _, _) in enumerate(every) if index == first]
     size, count = max((size, int(count)) for index, size, count in every if index == first)
@@ -94,10 +93,21 @@ def _check_structure(
     """The broadcasts below match only where all ranks have the same names and shapes."""
     text = repr([(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named])
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
+    both = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)  # the largest, and minus the smallest: the same where all are
+    if both[0] == -both[1]:
+        return
     every = _gathered(torch.tensor([digest], dtype=torch.float64, device=device), group)
     other = [rank for rank, value in enumerate(every) if value != every[0]]
     if other:
         raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
+
+
+def _on_any(flag: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Whether the flag [1] is set on any rank. One number each: what each found is gathered where there is something."""
+    everywhere = flag.to(device=device, dtype=torch.float64)
+    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+    return bool(everywhere)
 
 
 def _gathered(value: torch.Tensor, group: dist.ProcessGroup | None) -> list[list[float]]:

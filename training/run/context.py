@@ -21,7 +21,7 @@ from training.observe.exporter import Exporter
 from training.observe.metrics import Metrics
 from training.observe.rundir import RunDirectory
 from training.parallel import memory
-from training.parallel.exchange import failing_together
+from training.parallel.agreement import failing_together
 from training.parallel.world import World, set_threads
 
 
@@ -78,8 +78,12 @@ def opened(config: RunSettings, world: World, run_dir: Path, fresh: bool | str) 
         with failing_together(world):
             if world.leader or (config.checkpoint.write == "node" and world.local_rank == 0):
                 run = RunDirectory.open(run_dir, config, fresh)
-        with failing_together(world):  # only now: a directory that is refused stays untouched
-            exporter = Exporter(config.metrics, world, run_dir, os.environ)
+        # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
+        for sweeps in (True, False):
+            with failing_together(world):
+                if sweeps == (run is not None):
+                    exporter = Exporter(config.metrics, world, run_dir, os.environ, sweeps)
+        assert exporter is not None
         yield Opened(run, exporter, threads)
     except BaseException as error:
         code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED

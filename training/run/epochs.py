@@ -13,7 +13,7 @@ from training.contract import EXIT_DONE, EXIT_FAILED
 from training.data.loader import Batch
 from training.evaluate.evaluator import Evaluator, Score
 from training.evaluate.periodic import PeriodicScore
-from training.parallel.exchange import failing_together
+from training.parallel.agreement import failing_together
 from training.resilience.preempt import Signals
 from training.run.attempt import Attempt, Ending
 from training.run.prepare import Prepared
@@ -34,7 +34,7 @@ class Epochs(Attempt):
         super().__init__(prepared, signals, began)
         self.config = prepared.config
         with failing_together(prepared.world):
-            self.evaluator = Evaluator(self.config, prepared.world, prepared.manifest)
+            self.evaluator = Evaluator(self.config, prepared.world, prepared.manifest, verified=True)
         self.periodic_score = PeriodicScore(prepared, self.evaluate) if self.config.log.score_every else None
 
     def __enter__(self) -> Epochs:

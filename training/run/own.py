@@ -23,7 +23,8 @@ from training.observe import trackers
 from training.observe.clock import step_clock
 from training.observe.console import Console
 from training.optim.ema import Ema
-from training.parallel.exchange import broadcast_tree, failing_together
+from training.parallel.agreement import failing_together
+from training.parallel.exchange import broadcast_tree
 from training.parallel.world import World
 from training.resilience.preempt import Signals
 from training.run.attempt import Attempt, Ended, Ending, conclude, failed

@@ -21,13 +21,15 @@ from training.data.augment import augment, check_settings, draw_keys, normalise
 from training.data.loader import Loader
 from training.data.shards import Manifest, Samples
 from training.data.shards import prepare as prepare_shards
+from training.data.shards import verify as verify_shards
 from training.models.arithmetic import compiled, real_type
 from training.observe import trackers
 from training.observe.clock import step_clock
 from training.observe.console import Console
 from training.optim.ema import Ema
 from training.optim.loss_scaler import LossScaler
-from training.parallel.exchange import all_gather_trees, broadcast_tree, failing_together
+from training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
+from training.parallel.exchange import broadcast_tree, gather_trees
 from training.parallel.world import World
 from training.run.context import Opened, RunContext, opened
 from training.run.resume import load, misfits_explained, newest_here, newest_of_all
@@ -88,10 +90,14 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
     )
     attempt, saved_batch, saved_data = broadcast_tree(identity, world)
     _same_data(manifest, saved_data, world)
+    own_files = config.data.shuffle == "shard"  # of the training split, which its rank verifies alone
+    with failing_together(world):
+        if config.data.verify:
+            verify_shards(manifest, ("test",) if own_files else ("train", "test"), world.local_rank, world.local_size)
     with failing_together(world):
         model = _build_model(config, world, manifest)
         global_batch = saved_batch or config.global_batch_size or (config.batch_size or 0) * world.size
-        loader = Loader(config, world, manifest, global_batch, models.batch_multiple(model))
+        loader = Loader(config, world, manifest, global_batch, models.batch_multiple(model), not own_files)
     source = newest_of_all(own, world)
     if config.init == "seed" and source is None:
         _check_same(model, world)  # as they were drawn: a file is read, and whitening done, on rank 0 alone
@@ -137,16 +143,24 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
 
 def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
     """Every rank has the data that the run began with. Collective."""
-    found = all_gather_trees(manifest.checksum, world)
-    if len(set(found)) > 1:
-        raise UserError(
-            "the ranks see different data: " + ", ".join(f"rank {r}: {c[:12]}…" for r, c in enumerate(found))
-        )
+    if not same_on_all(manifest.checksum, world):
+        every = gather_trees(manifest.checksum, world)
+        raise UserError(broadcast_tree(None if every is None else _different_data(every), world))
     if saved and saved.get("checksum") != manifest.checksum:
         raise UserError(
             f"{manifest.directory} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
             f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
         )
+
+
+def _different_data(checksums: list[str]) -> str:
+    """Which ranks see which data, in the order of the lowest of them."""
+    ranks: dict[str, list[int]] = {}
+    for rank, checksum in enumerate(checksums):
+        ranks.setdefault(checksum, []).append(rank)
+    groups = [f"rank {named(group)}: {checksum[:12]}…" for checksum, group in ranks.items()]
+    more = f" and {len(groups) - MOST_NAMED} more" if len(groups) > MOST_NAMED else ""
+    return f"the ranks see different data: {', '.join(groups[:MOST_NAMED])}{more}"
 
 
 def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
@@ -200,9 +214,13 @@ def _first_images(samples: Samples, count: int) -> torch.Tensor:
 def _check_same(model: nn.Module, world: World) -> None:
     """`init: seed` promises that every rank drew the same weights; frozen ones come from rank 0."""
     drawn = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad]
-    for rank, theirs in enumerate(all_gather_trees(drawn, world)):
-        if theirs != drawn:
-            raise RuntimeError(f"init=seed gave rank {rank} other weights than rank {world.rank}: use init=broadcast")
+    if not same_on_all(drawn, world):
+        other = broadcast_tree(drawn, world) != drawn
+        raise RuntimeError(
+            f"init=seed gave rank {world.rank} other weights than rank 0: use init=broadcast"
+            if other
+            else "init=seed gave a rank other weights than rank 0: use init=broadcast"
+        )
 
 
 def _replicate(

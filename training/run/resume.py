@@ -8,14 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from training.checkpoint import store
 from training.checkpoint.state import checked
 from training.contract import UserError
 from training.launch.lines import say
 from training.observe.metrics import Metrics
 from training.observe.rundir import RunDirectory
-from training.parallel.exchange import all_gather_trees
+from training.parallel.agreement import reduced
 from training.parallel.world import World
+
+_RANKS = 1 << 20
+"""More than there are. A step of 12 digits and a rank below it fit into one whole number of 64 bits."""
 
 
 def newest_here(run: RunDirectory | None, world: World, metrics: Metrics) -> Path | None:
@@ -38,8 +43,10 @@ def newest_of_all(own: Path | None, world: World) -> int | None:
     Args:
         own: this rank's newest.
     """
-    steps = all_gather_trees(-1 if own is None else store.step_of(own), world)
-    return None if max(steps) < 0 else steps.index(max(steps))
+    # One number, whose largest is the newest step's, and of the lowest rank that has it.
+    mine = 0 if own is None else (store.step_of(own) + 1) * _RANKS + (_RANKS - 1 - world.rank)
+    found = int(reduced(torch.tensor(mine), world, torch.maximum))
+    return _RANKS - 1 - found % _RANKS if found else None
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -131,8 +131,12 @@ class GradientSync(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
         """Collective."""
 
-    def load_resized(self, states: list[dict[str, Any]]) -> None:  # noqa: B027 - most strategies have none
-        """Takes over from the states of all ranks of another world size. Collective."""
+    def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
+        """From the states of all ranks of another world size the one that every rank takes over. On one rank alone."""
+        return {}
+
+    def load_resized(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
+        """Takes over what `resized` gave. Collective."""
 
     # What follows is for strategies that shard the parameters or the optimizer's state.
 

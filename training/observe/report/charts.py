@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from training.observe.report.record import RunRecord, number_of
+from training.observe.report.series import thinned
 from training.observe.report.tables import Row, Table
 
 _POINTS = 400
 """Most points of a curve, and rows of its table."""
+_BARS = 32
+"""Most ranks that are shown one by one. Of more, those that the others wait for."""
 MOST_LOGGED = 12
 """Charts of what loops of one's own log."""
 _MOMENTS = {
@@ -162,11 +165,14 @@ def _speeds(epochs: list[dict[str, Any]]) -> Points:
 def _by_rank(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
     found = []
     for run, name in zip(runs, names):
+        rows = sorted(run.ranks, key=lambda row: row["sync_wait"])[:_BARS] if len(run.ranks) > _BARS else run.ranks
         lines = [
-            Line(label, number, [[f"rank {int(row['rank'])}", row[phase] * 1e3] for row in run.ranks])
+            Line(label, number, [[f"rank {int(row['rank'])}", row[phase] * 1e3] for row in rows])
             for number, (phase, label) in enumerate(_PHASES.items())
         ]
         title = "Where a step goes, by rank" + (f": {name}" if len(runs) > 1 else "")
+        if len(rows) < len(run.ranks):
+            title += f" (the {len(rows)} of {len(run.ranks)} that wait least for others)"
         found.append(Chart(title, "milliseconds a step, mean of the last attempt", "", "stack", lines))
     return found
 
@@ -184,9 +190,14 @@ def _timeline(runs: Sequence[RunRecord], names: list[str]) -> Chart:
             if what or event["event"] in ("step", "epoch"):
                 why = event.get("reason") or event.get("path") or event.get("message") or ""
                 moments.append([event["time"] - run.began, step, what or "", str(why)])
-        marked = [moment for moment in moments if moment[2]]
+        saved = [
+            moment for moment in moments if moment[2] == "checkpoint"
+        ]  # many: they must not crowd out what is rare
+        rare = [moment for moment in moments if moment[2] not in ("", "checkpoint")]
         plain = _thinned([moment for moment in moments if not moment[2]])
-        lines.append(Line(name, number, sorted([*_thinned(marked), *plain], key=lambda moment: moment[0])))
+        lines.append(
+            Line(name, number, sorted([*_thinned(rare), *_thinned(saved), *plain], key=lambda moment: moment[0]))
+        )
     return Chart(
         "Progress, checkpoints, restarts and preemptions", "seconds since the run's first start", "steps done",
         "timeline", lines, from_zero=True, wide=True, legend=_LEGEND,
@@ -195,8 +206,8 @@ def _timeline(runs: Sequence[RunRecord], names: list[str]) -> Chart:
 
 def _curve(label: str, number: int, points: Points, dashed: bool = False) -> Line:
     """A line of the points that are numbers, and of no more than can be told apart."""
-    points = [point for point in points if all(number_of(value) is not None for value in point)]
-    return Line(label, number, _thinned(points), dashed)
+    points = sorted(point for point in points if all(number_of(value) is not None for value in point))
+    return Line(label, number, thinned(points, _POINTS, lambda point: float(point[1])), dashed)
 
 
 def _thinned(points: list[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,22 @@ from typing import Any
 from training import contract, files
 from training.config import settings
 from training.contract import UserError
+from training.observe.report.series import Reading, Series
 
 _EVENT_BYTES = 128 << 20
 """Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""
 _LINE_BYTES = 1 << 16
+_READINGS = 4000
+"""Most readings of the loss, and of each value that a loop of one's own has logged, that are kept: those that show."""
+_NAMES = 100
+"""Most names of such values, and kinds of events."""
+_OTHERS = 20_000
+"""Most events of each other kind: from there on every second one is left out, again and again."""
 _LARGEST = 1e15
 """A count or a number of seconds from here on is damaged."""
 _LATEST = 253_402_300_800.0
 """Unix time at the end of the year 9999, beyond which there are no dates."""
+_OF_PHASES = re.compile(r"(?m)^training_\w+_seconds_(?:sum|count)[ {].*\n")
 PHASES = ("data_wait", "grad_ready", "sync_wait")
 
 
@@ -90,6 +99,8 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _events(path: Path) -> list[dict[str, Any]]:
     """The events in order. Of what an attempt lost and a later one took again, the later one's."""
     found: list[dict[str, Any]] = []
+    losses, logged = Series(), dict[str, Series]()
+    counts, strides = dict[str, int](), dict[str, int]()
     try:
         with files.regular(path) as file:
             while file.tell() < _EVENT_BYTES and (line := file.readline(_LINE_BYTES)):
@@ -99,17 +110,65 @@ def _events(path: Path) -> list[dict[str, Any]]:
                     continue  # cut off by a kill
                 if isinstance(value, dict) and isinstance(value.get("event"), str):
                     at = number_of(value.get("time"))
-                    if at is not None and 0 < at < _LATEST:
-                        found.append(value)
+                    if at is None or not 0 < at < _LATEST:
+                        continue
+                    if value["event"] == "step":
+                        losses.add(*_where(value), at, number_of(value.get("train_loss")))
+                    elif value["event"] == "log":
+                        _log(value, at, logged)
+                    else:
+                        found = _kept(value, found, counts, strides)
     except OSError:
         return []
-    taken = {_place(event): number_of(event.get("attempt")) for event in found}
     last = {_place(event): index for index, event in enumerate(found)}
-    return [
-        event for index, event in enumerate(found)
-        if (event["event"] not in ("step", "epoch") or last[_place(event)] == index)
-        and (event["event"] != "log" or taken[_place(event)] == number_of(event.get("attempt")))
-    ]  # fmt: skip
+    found = [event for index, event in enumerate(found) if event["event"] != "epoch" or last[_place(event)] == index]
+    found += [_event("step", one, train_loss=one.value) for one in losses.fewer(_READINGS)]
+    found += [
+        _event("log", one, values={name: one.value})
+        for name, series in logged.items()
+        for one in series.fewer(_READINGS)
+    ]
+    return sorted(found, key=lambda event: float(event["time"]))
+
+
+def _where(event: dict[str, Any]) -> tuple[float | None, float | None]:
+    return number_of(event.get("step")), number_of(event.get("epoch"))
+
+
+def _log(event: dict[str, Any], at: float, logged: dict[str, Series]) -> None:
+    values = event.get("values")
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if name in logged or len(logged) < _NAMES:
+            logged.setdefault(name, Series()).add(*_where(event), at, number_of(value))
+
+
+def _kept(
+    event: dict[str, Any], found: list[dict[str, Any]], counts: dict[str, int], strides: dict[str, int]
+) -> list[dict[str, Any]]:
+    """`found` and the event, unless its kind has so many already that only every so-many-th is kept."""
+    kind = event["event"]
+    if kind not in counts and len(counts) >= _NAMES:
+        return found
+    counts[kind] = number = counts.get(kind, 0) + 1
+    stride = strides.setdefault(kind, 1)
+    if number % stride:
+        return found
+    found.append(event)
+    if number // stride >= _OTHERS:
+        strides[kind], counts[kind] = 2 * stride, 0
+        seen = 0
+        rest = []
+        for other in found:
+            seen += other["event"] == kind
+            if other["event"] != kind or seen % 2:
+                rest.append(other)
+        return rest
+    return found
+
+
+def _event(kind: str, reading: Reading, **more: Any) -> dict[str, Any]:
+    about = {"event": kind, "time": reading.time, "step": reading.step, "epoch": reading.epoch, **more}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in about.items()}
 
 
 def _place(event: dict[str, Any]) -> tuple[str, float | None]:
@@ -132,7 +191,10 @@ def _ranks(folder: Path) -> list[dict[str, float]]:
     found = []
     for path in sorted(folder.glob("rank-*.prom")):
         try:
-            families = list(text_string_to_metric_families(files.read(path, 1 << 20).decode()))
+            text = "".join(
+                _OF_PHASES.findall(files.read(path, 1 << 20).decode())
+            )  # of a hundred lines the five that count
+            families = list(text_string_to_metric_families(text))
         except Exception:  # noqa: BLE001, S112 - the parser raises whatever a damaged file makes it trip over
             continue
         values = {

@@ -1,0 +1,86 @@
+"""What surrounds a step grows no faster than the number of ranks: messages, listings and file reads, counted by the kernel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scale_counts import Counts
+from benchmarks.scale_parts import calls
+from tests.ranks import on_ranks
+from training import config as configuration
+from training import files
+from training.parallel.world import World
+
+SIZES = (2, 8)
+LINEAR = 7.0
+"""(8 − 1) / (2 − 1): what is sent once a rank to rank 0, or from it, grows so. Its square would be 28."""
+FREE = [
+    "data.source=synthetic", "data.options={n: 96, n_test: 24, size: 8, noise: 1.5}", "data.num_shards=5", "augment.crop=1",
+    "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]", "log.report=false", "metrics.port=0",
+]  # fmt: skip
+
+
+def _counted(world: World, folder: str) -> dict[str, dict[str, float]]:
+    """Of this rank: messages and bytes of each exchange; names listed by the exporter; files read to be verified."""
+    from training.observe.exporter import Exporter
+    from training.run import prepare
+
+    root = Path(folder)
+    counts = Counts(int(os.environ["MASTER_PORT"]), [root])
+    verified: list[str] = []
+    hashed = files.sha256
+    files.sha256 = lambda path: (verified.append(path.name), hashed(path))[1]
+    config = configuration.load("smoke", [f"data.root={root / 'data'}", *FREE])
+    prepared = prepare.prepare(config, world, root / "run", False)
+    files.sha256 = hashed
+    found: dict[str, dict[str, float]] = {"shards": dict.fromkeys(verified, 1)}
+    before = counts.now()
+    prepared.exporter._write_textfiles()
+    second = Exporter(config.metrics, world, root / "run", {}, sweeps=False)
+    second.close(0)
+    found["exporter"] = {"entries": (counts.now() - before).entries}
+    for name, (call, _) in calls(world, prepared.state).items():
+        call()
+        before = counts.now()
+        call()
+        spent = counts.now() - before
+        found[name] = {"messages": spent.messages, "bytes": spent.bytes}
+    prepared.exporter.close(0)
+    if prepared.run is not None:
+        prepared.run.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, dict[str, float]]]]:
+    return {size: on_ranks(_counted, size, str(tmp_path_factory.mktemp("growth"))) for size in SIZES}
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "consensus, a step", "agreement, no error", "agreement, an error", "checkpoint gathered", "checkpoint sent",
+        "checkpoint sent, other world size", "evaluation merged", "closeness", "whose checkpoint, alone",
+    ],
+)  # fmt: skip
+def test_messages_and_bytes_of_all_ranks_grow_no_faster_than_ranks(
+    counted: dict[int, list[dict[str, dict[str, float]]]], exchange: str
+) -> None:
+    for what in ("messages", "bytes"):
+        few, many = (sum(rank[exchange][what] for rank in counted[size]) for size in SIZES)
+        # A quarter more for acknowledgements that travel by themselves; n log n would be 1.7 times as much.
+        assert few > 0 and many / few < 1.25 * LINEAR, f"{exchange}: {few:.0f} {what} of 2 ranks, {many:.0f} of 8"
+
+
+def test_a_rank_lists_no_files_of_the_others(counted: dict[int, list[dict[str, dict[str, float]]]]) -> None:
+    assert [rank["exporter"]["entries"] for rank in counted[8]] == [0] * 8
+
+
+def test_a_node_verifies_each_shard_once(counted: dict[int, list[dict[str, dict[str, float]]]]) -> None:
+    for size in SIZES:
+        every = sorted(name for rank in counted[size] for name in rank["shards"])
+        assert len(every) == len(set(every)) == 6, every  # five to train and one to test
+        assert max(len(rank["shards"]) for rank in counted[size]) <= -(-6 // size)
