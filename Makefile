@@ -83,8 +83,8 @@ test-faults-long: $(READY) ## the same with 50 random scenarios, and 300 pairs o
 test-floors: $(READY) ## what dispatching needs, in the lowest versions that pyproject.toml allows (skips without a package index)
 	$(RUN) -m pytest tests/floors -rs
 
-test-packaging: $(READY) ## the wheel and the sdist in environments of their own: without torch, and beside one (needs a package index)
-	$(RUN) -m pytest tests/packaging -rs
+test-packaging: $(READY) ## the wheel and the sdist, without torch and beside one; the examples of CONTRIBUTING.md (needs a package index)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/packaging -rs
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/exercises

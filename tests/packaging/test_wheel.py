@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import declared, linked, project, uv
+from tests.environments import declared, linked, project, sources, uv
 from tests.processes import PYTHON, ROOT, clean_env, require
 from training.extras import DISTRIBUTION
 
@@ -23,15 +23,6 @@ PACKAGES = ("lockstep", "training", "jobs")
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
 JOB = ["--recipe", "smoke", "--image", "registry.example/lockstep@sha256:" + "0" * 64]
 Done = subprocess.CompletedProcess[str]
-
-
-def sources() -> set[str]:
-    """What git knows and what is new here, without what it ignores."""
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout.decode().split("\0")
-    if len(listed) < 100:  # no history here: the files as they lie
-        listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if "__pycache__" not in path.parts]
-    return {name for name in listed if name and (ROOT / name).is_file()}
 
 
 @pytest.fixture(scope="module")
