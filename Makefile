@@ -23,6 +23,7 @@ RUN := $(VENV)/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help shell setup train test test-gpu coverage test-fast lint bench bench-gpu clean
 .PHONY: test-exercises test-gpu-rehearsal test-gpu-rehearsal-all test-floors test-own test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: test-packaging
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
@@ -81,6 +82,9 @@ test-faults-long: $(READY) ## the same with 50 random scenarios, and 300 pairs o
 
 test-floors: $(READY) ## what dispatching needs, in the lowest versions that pyproject.toml allows (skips without a package index)
 	$(RUN) -m pytest tests/floors -rs
+
+test-packaging: $(READY) ## the wheel and the sdist, without torch and beside one; the examples of CONTRIBUTING.md (needs a package index)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/packaging -rs
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/exercises

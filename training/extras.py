@@ -6,11 +6,14 @@ Standard library only. A command imports such a package where it needs it; dispa
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
 from training.contract import UserError
 
+DISTRIBUTION = "lockstep-torch"
+"""The name that pip knows; `lockstep` on the public index is another project."""
 EXTRAS = {
     "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib", "PIL"),
     "parquet": ("pyarrow",),
@@ -46,8 +49,17 @@ _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in
 
 def _missing(package: str) -> UserError:
     extra = _EXTRA_OF[package]
-    # By path: on the public index the name lockstep is somebody else's.
-    return UserError(
-        f"this needs Lockstep's extra [{extra}], and {package} is not installed: "
-        f"run pip install '.[{extra}]' in Lockstep's checkout"
-    )
+    return UserError(f"this needs Lockstep's extra [{extra}], and {package} is not installed: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """What to do to get an extra.
+
+    pip takes the name from what is installed, so the command works offline from an index that does not have us.
+    A checkout that is only on the path is installed by its own: its name might be asked of an index.
+    """
+    try:
+        importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return f"run pip install '.[{extra}]' in Lockstep's checkout"
+    return f"run pip install '{DISTRIBUTION}[{extra}]'"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,8 @@ FURTHER = {"powersgd, find_unused": config.Sync(name="powersgd", options={"rank"
 LOSSY = {"powersgd": 0.35, "powersgd, find_unused": 0.35, "bf16_compress": 0.01}
 """Largest distance to the lossless weights after `STEPS` steps, relative to the way they have gone (L2)."""
 RANKLESS = {"data_parallel"}
+ONLY = os.environ.get("LOCKSTEP_STRATEGY")
+"""Train this case alone, while one writes it: LOCKSTEP_STRATEGY=flat pytest -k flat."""
 ORDER = (1, 3, 2)
 FEW = 1
 """The step of `_variants` that has so few samples that ranks differ in their micro-batches."""
@@ -359,7 +362,7 @@ def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[s
 
 def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in CASES:
+    for name in [ONLY] if ONLY else CASES:
         if name in RANKLESS and world.size > 1:
             try:
                 Run(CASES[name], _fresh("mlp"), world, (24,))
@@ -371,7 +374,7 @@ def _all(world: World, folder: str, base: list[str]) -> dict[str, Any]:
         found[f"{name}, variants"] = _variants(world, name)
         found[f"{name}, run"] = _whole_run(world, name, base, Path(folder))
         dist.barrier()
-    found |= {f"{name}, variants": _variants(world, name) for name in FURTHER}
+    found |= {f"{name}, variants": _variants(world, name) for name in FURTHER if not ONLY}
     found["one sum"] = _one_sum(world)
     found["misused"] = _misused(world) if world.size == 2 else {}
     return found

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, clean_env, require
+from tests.environments import uv
+from tests.processes import PYTHON, ROOT, clean_env
 
 TOOLS = (
     "pytest>=8.0",
@@ -23,24 +24,6 @@ TOOLS = (
     "jsonschema>=4.20",
     "packaging",
 )
-NO_INDEX = re.compile(
-    r"Failed to fetch|error sending request|dns error|Network is unreachable|timed out", re.IGNORECASE
-)
-
-
-def uv(*words: str) -> str:
-    """What uv says. Skips the test where no index is in reach and uv's cache does not have all packages."""
-    command = [PYTHON, "-m", "uv", "--no-progress", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-    if done.returncode and NO_INDEX.search(done.stderr):
-        problem = done.stderr
-        done = subprocess.run(
-            [*command, "--offline"], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
-        )
-        told = f"the lowest versions cannot be installed, no package index is in reach: {problem.strip()[-300:]}"
-        require(done.returncode == 0, told)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(

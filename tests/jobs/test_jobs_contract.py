@@ -17,6 +17,7 @@ import pytest
 from k8s_operator import Operator, until
 from k8s_server import ApiServer
 
+from jobs import registry
 from jobs.backend import Backend
 from jobs.compose.backend import ComposeBackend
 from jobs.kubernetes.api import Api, load_configuration
@@ -72,11 +73,17 @@ def composed(image: str, folder: Path) -> Iterator[Bench]:
         docker("volume", "rm", claim)
 
 
-@pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers)])
+OTHERS = os.environ.get("LOCKSTEP_BACKENDS", "").split()
+"""Backends of other packages that start their jobs on this machine, e.g. LOCKSTEP_BACKENDS=queue."""
+
+
+@pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers), *OTHERS])
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    if request.param == "local":
-        backend = LocalBackend(tmp_path / "jobs")
+    if request.param in ("local", *OTHERS):
+        backend: Any = LocalBackend(tmp_path / "jobs")
+        if request.param in OTHERS:
+            backend = registry.backend(request.param)(tmp_path / "jobs")  # type: ignore[call-arg]
         yield Bench(backend, tmp_path)
         for row in backend.list():
             backend.cancel(row.name)

@@ -9,47 +9,19 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.environments import declared, linked
 from tests.processes import ROOT, clean_env
 from training.extras import EXTRAS
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # type: ignore[no-redef]
-
 Lockstep = Callable[..., "subprocess.CompletedProcess[str]"]
 MAIN = "from jobs.cli.main import main; main()"
-
-
-def declared(extra: str | None = None) -> set[str]:
-    """Distributions that the project, or one of its extras, names."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
-    return {canonicalize_name(Requirement(text).name) for text in texts}
-
-
-def closure(names: set[str]) -> set[str]:
-    """Those distributions, and all that they depend on."""
-    found: set[str] = set()
-    while names:
-        name = names.pop()
-        found.add(name)
-        for text in importlib.metadata.requires(name) or []:
-            wanted = Requirement(text)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                names |= {canonicalize_name(wanted.name)} - found
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def make(*extras: str) -> Path:
         folder = tmp_path_factory.mktemp("-".join(["with", *extras]))
-        venv.create(folder, symlinks=True)
-        site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
-        for name in closure(declared().union(*map(declared, extras))):
-            about = importlib.metadata.distribution(name)
-            for part in {file.parts[0] for file in about.files or []} - {"..", "__pycache__"}:
-                if not (site / part).exists():
-                    (site / part).symlink_to(Path(str(about.locate_file(part))))
+        site = linked(folder, declared().union(*map(declared, extras)))
         (site / "lockstep.pth").write_text(f"{ROOT}\n")
         return folder / "bin/python"
 

@@ -1,0 +1,88 @@
+"""Environments with some packages and not others: made of links to what is installed here, or by uv from an index."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.processes import PYTHON, ROOT, require
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+NO_INDEX = re.compile(
+    r"Failed to fetch|error sending request|dns error|Network is unreachable|timed out", re.IGNORECASE
+)
+
+
+def sources() -> set[str]:
+    """What git knows and what is new here, without what it ignores."""
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout.decode().split("\0")
+    if len(listed) < 100:  # no history here: the files as they lie
+        listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if "__pycache__" not in path.parts]
+    return {name for name in listed if name and (ROOT / name).is_file()}
+
+
+def project() -> dict[str, Any]:
+    """The table `project` of pyproject.toml."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def declared(extra: str | None = None) -> set[str]:
+    """Distributions that the project, or one of its extras, names."""
+    texts = project()["dependencies"] if extra is None else project()["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(text).name) for text in texts}
+
+
+def closure(names: set[str]) -> set[str]:
+    """Those distributions, and all that they depend on."""
+    seen: set[tuple[str, str]] = set()
+    open_ = {(name, "") for name in names}
+    while open_:
+        name, extra = open_.pop()
+        seen.add((name, extra))
+        for text in importlib.metadata.requires(name) or []:
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                # Of an extra, too: torch names cuda-toolkit[cudart,…].
+                open_ |= {(canonicalize_name(wanted.name), one) for one in ("", *wanted.extras)} - seen
+    return {name for name, _ in seen}
+
+
+def linked(folder: Path, names: set[str]) -> Path:
+    """A new environment with these distributions and what they depend on, as links; returns its site-packages."""
+    venv.create(folder, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    for name in closure(names):
+        about = importlib.metadata.distribution(name)
+        for part in {file.parts[0] for file in about.files or []} - {"..", "__pycache__"}:
+            if not (site / part).exists():
+                (site / part).symlink_to(Path(str(about.locate_file(part))))
+    return site
+
+
+def uv(*words: str, cwd: Path = ROOT) -> str:
+    """What uv says. Skips the test where no index is in reach and uv's cache does not have all packages."""
+    command = [PYTHON, "-m", "uv", "--no-progress", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+    if done.returncode and NO_INDEX.search(done.stderr):
+        problem = done.stderr
+        done = subprocess.run(
+            [*command, "--offline"], capture_output=True, text=True, cwd=cwd, timeout=300, check=False
+        )
+        told = f"packages cannot be installed, no package index is in reach: {problem.strip()[-300:]}"
+        require(done.returncode == 0, told)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
