@@ -26,6 +26,7 @@ RUN := $(VENV)/bin/python
 .PHONY: test-packaging
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
+.PHONY: docs docs-serve docs-pictures
 .PHONY: image image-cpu push smoke lock submit-compose render-compose test-containers test-image-cuda
 
 help: ## list the targets
@@ -196,6 +197,26 @@ lint: $(READY) ## ruff, mypy and hadolint
 	$(RUN) -m ruff format --check . tests/dist
 	$(RUN) -m mypy
 	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
+
+# The site's programs are installed the first time that a site is built.
+DOCS := $(VENV)/.docs
+MKDOCS = DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=$(CURDIR) $(RUN) -m mkdocs
+
+$(DOCS): $(READY)
+	$(RUN) -m pip install -q --group docs
+	@touch $(DOCS)
+
+docs: $(DOCS) ## build the documentation's site in build/site, strictly, and check every link and the size of each page
+	@$(RUN) -m docsite.stage
+	@$(MKDOCS) build --quiet --strict -f build/docs/mkdocs.yml
+	@$(RUN) -m docsite.check
+
+docs-serve: $(DOCS) ## the site on http://127.0.0.1:8000, built anew whenever a page changes
+	@$(RUN) -m docsite.stage
+	@$(MKDOCS) serve -f build/docs/mkdocs.yml -w docs -w README.md
+
+docs-pictures: $(READY) ## make the pictures of README and docs anew: drawings, report, terminal (chromium)
+	$(RUN) -m docsite.pictures
 
 bench: $(READY) ## time a training step on this machine's CPU against torch's DDP and sgemm, a checkpoint, and the metrics
 	$(RUN) benchmarks/cpu_step.py

@@ -1,86 +1,113 @@
-"""Every command that README and docs print is run as they print it, from a clean checkout.
+"""Every command and code block that README and docs print is run as they print it, from a clean checkout.
 
-A command that this cannot run says why in its comment, in brackets: (needs a cluster), (needs an engine), (minutes), …
+A command that this cannot run says why in its comment, in brackets: (on SLURM), (needs an engine), (minutes), … Those of SLURM
+and Kubernetes are run by their suites. A block with a title is a file, which the page's commands use. A block that is a
+fragment says so in a comment before it: <!-- not run: … -->.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.printed import HARDWARE, PAGES, blocks
 from tests.processes import PYTHON, ROOT, clean_env, run
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
-_WHY_NOT = re.compile(
-    r"\((needs a cluster|needs an engine|needs the internet|minutes|on a cluster|during a run|after a run|after two runs|"
-    r"from DATA, or the internet)\)"
+CODE = ("python", "yaml", "toml", "dockerfile")
+OUTPUT = ("text", "")
+SOURCES = (
+    "lockstep",
+    "training",
+    "jobs",
+    "examples",
+    "docs",
+    "deploy",
+    "docker",
+    "Makefile",
+    "job.yaml",
+    "pyproject.toml",
+    "README.md",
 )
 
 
-def printed(page: str) -> list[tuple[str, str]]:
-    """(command, why it is not run or "") of each line of the page's shell blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    found = []
-    for line in (line for block in blocks for line in block.splitlines()):
-        command, _, comment = line.partition("#")
-        if command.strip():
-            why = _WHY_NOT.search(comment)
-            found.append((command.strip(), why[1] if why else ""))
-    return found
+def _is_run(page: str) -> bool:
+    return any(
+        (block.language == "python" and not block.title and not block.why) or any(not why for _, why in block.commands)
+        for block in blocks(page)
+    )
 
 
 def test_commands_stand_in_shell_blocks() -> None:
     """What looks like one elsewhere would not be run."""
+    begins = ("lockstep ", "make ", "torchrun ", "mpiexec ", "srun ", "python -m training run")
     for page in PAGES:
-        for block in re.findall(
-            r"^```\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        ):
-            first = block.split("\n")[0]
-            assert not re.match(
-                r"(lockstep|make|torchrun|mpiexec|srun|python -m training (?!launch .* launch\.py)) ", first
-            ), (page, first)
-    assert sum(len(printed(page)) for page in PAGES) > 25
+        for block in blocks(page):
+            assert block.language in (*CODE, *OUTPUT, "sh"), (page, block.language)
+            assert block.language not in OUTPUT or not block.text.startswith(begins), (page, block.text)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(not why for _, why in printed(page))])
-def test_what_the_page_prints(page: str, tmp_path: Path) -> None:
-    here = tmp_path / "lockstep"
+def test_every_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """And how many there are."""
+    counts: Counter[str] = Counter()
+    for page in PAGES:
+        later = [command for block in blocks(page) for command, _ in block.commands]
+        for block in blocks(page):
+            for _, why in block.commands:
+                counts[f"commands that need {HARDWARE[why]}" if why else "commands run here"] += 1
+            if block.language in CODE:
+                assert block.title or block.why or block.language == "python", (
+                    f"{page}: neither a file nor marked:\n{block.text}"
+                )
+                assert not block.title or any(block.title.split(".")[0] in command for command in later), (
+                    f"{page}: nothing uses {block.title}"
+                )
+                counts["fragments that are not run" if block.why else "files and code blocks run here"] += 1
+    assert counts["commands run here"] > 60 and counts["files and code blocks run here"] > 10
+    with capsys.disabled():
+        print("\n" + "\n".join(f"  {count:4} {what}" for what, count in counts.most_common()))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What git keeps of this repository, as a clone has it."""
+    here = tmp_path_factory.mktemp("checkout") / "lockstep"
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
     files = subprocess.run(git, cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
     if len(files) < 100:  # no history here: the sources as they lie
-        parts = (
-            "lockstep",
-            "training",
-            "jobs",
-            "examples",
-            "docs",
-            "deploy",
-            "docker",
-            "Makefile",
-            "job.yaml",
-            "pyproject.toml",
-            "README.md",
-        )
-        found = [path for part in parts for path in [ROOT / part, *(ROOT / part).rglob("*")] if path.is_file()]
+        found = [path for part in SOURCES for path in [ROOT / part, *(ROOT / part).rglob("*")] if path.is_file()]
         files = [str(path.relative_to(ROOT)).encode() for path in found]
     for name in filter(None, (name.decode() for name in files)):
         if (ROOT / name).is_file():
             (here / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, here / name)
-    env = clean_env(PYTHONPATH=str(here), LOCKSTEP_HOME=str(tmp_path / "home"))
+    return here
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _is_run(page)])
+def test_what_the_page_prints(page: str, checkout: Path, tmp_path: Path) -> None:
+    here = tmp_path / "lockstep"
+    shutil.copytree(checkout, here)
+    env = clean_env(PYTHONPATH=str(here), LOCKSTEP_HOME=str(tmp_path / "home"), PYTHONWARNINGS="ignore")
     env["PATH"] = f"{Path(PYTHON).parent}:{env['PATH']}"
-    for command, why in printed(page):
-        if why or (command.startswith("mpiexec") and shutil.which("mpiexec") is None):
-            continue
-        if command.startswith("mpiexec"):  # which Open MPI refuses to root, and where there are fewer cores
-            env |= {
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            }
-        done = run(["bash", "-c", command], env, timeout=180, cwd=here)
-        assert done.code == 0, f"{page}: {command}\n{done.output}"
+    for number, block in enumerate(blocks(page)):
+        if block.title:
+            (here / block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "python" and not block.why:
+            (here / f"block{number}.py").write_text(block.text, encoding="utf-8")
+            done = run([PYTHON, f"block{number}.py"], env, timeout=180, cwd=here)
+            assert done.code == 0, f"{page}:\n{block.text}\n{done.output}"
+        for command, why in block.commands:
+            if why or (command.startswith("mpiexec") and shutil.which("mpiexec") is None):
+                continue
+            if command.startswith("mpiexec"):  # which Open MPI refuses to root, and where there are fewer cores
+                env |= {
+                    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                }
+            done = run(["bash", "-c", command], env, timeout=180, cwd=here)
+            assert done.code == 0, f"{page}: {command}\n{done.output}"

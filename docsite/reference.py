@@ -1,0 +1,289 @@
+"""The pages of the reference that are made from the code: commands, settings, recipes, lint rules, environment, API."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from docsite import ROOT
+from jobs import registry
+from jobs.cli.main import app
+from jobs.cluster import Cluster
+from jobs.spec.model import JobSpec
+from training.cli import COMMANDS, INSIDE
+from training.config import Config, OwnSettings, recipes
+from training.config.types import Mark
+from training.contract import ENV_PROGRAM
+
+API = {
+    "lockstep": {
+        "training.session.Session": "A training loop of your own. `from lockstep import Session`.",
+        "jobs.job.submit": "Submits a job. `from lockstep import submit`.",
+        "jobs.job.Job": "A submitted job. `from lockstep import Job`.",
+        "jobs.spec.model.JobSpec": "The job file as an object. `from lockstep import JobSpec`.",
+    },
+    "Dispatching": {
+        "jobs.status.Status": "Where a job stands.",
+        "jobs.backend.Backend": "What a backend of your own is made from.",
+    },
+    "Training": {
+        "training.parallel.world.script": "Joins the ranks of a program of your own.",
+        "training.sync.build": "A gradient strategy by its name.",
+        "training.sync.from_words": "A gradient strategy from the words of a command line.",
+        "training.sync.base.GradientSync": "What every gradient strategy can do.",
+        "training.sync.hooked.HookedDataParallel": "Gradient sync as a wrapper of a model.",
+        "training.data.sampler.OrderSampler": "Lockstep's data order as a torch sampler.",
+        "training.contract.UserError": "An error that the user can mend: one line, exit code 2.",
+    },
+}
+"""What the API page shows, from the docstrings."""
+HEADER = "<!-- Made from the code by docsite/reference.py. -->\n\n"
+
+
+@functools.cache
+def pages() -> dict[str, str]:
+    """Path on the site → text."""
+    made = {
+        "commands": commands(),
+        "recipe-settings": settings(
+            Config,
+            "Settings of a recipe",
+            "Set them in a recipe's YAML file, with `--set name=value`, or below `overrides:` in a job file. "
+            "`lockstep settings RECIPE` prints them with the values of that recipe.",
+        ),
+        "session-settings": settings(
+            OwnSettings,
+            "Settings of a Session",
+            'Give them to `Session` by name (`seed=3`) or as words (`"checkpoint.every_steps=100"`). '
+            "They are the settings of a recipe that are not about its model and data.",
+        ),
+        "job-settings": settings(
+            JobSpec,
+            "Settings of a job",
+            "Set them in `job.yaml` or with `--set name=value`. The sections `k8s`, `slurm` and `compose` belong to one backend each.",
+            free=False,
+        ),
+        "recipes": recipe_page(),
+        "lint-rules": lint_rules(),
+        "environment": environment(),
+        "api": api(),
+    }
+    return {f"reference/{name}.md": HEADER + text for name, text in made.items()}
+
+
+def command_names() -> list[str]:
+    """Every command of `lockstep`, as it lists them."""
+    return sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+_ASK = """
+import contextlib, io, json, runpy, sys
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["training", *words, "--help"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_module("training", run_name="__main__", alter_sys=True)
+    found.append(out.getvalue())
+print(json.dumps(found))
+"""
+"""Asks several commands in one process: torch is imported once."""
+_WIDTH = 100
+
+
+def _helps(program: str, commands: list[list[str]]) -> dict[tuple[str, ...], str]:
+    """What commands of `training` print with `--help` where `program` is how they are called."""
+    env = {**os.environ, "COLUMNS": str(_WIDTH), "NO_COLOR": "1", "PYTHONPATH": str(ROOT), ENV_PROGRAM: program}
+    asked = [sys.executable, "-c", _ASK, json.dumps(commands)]
+    done = subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=300)
+    return {(program, *words): _tidy(text) for words, text in zip(commands, json.loads(done.stdout))}
+
+
+def _tidy(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def _below(helps: dict[tuple[str, ...], str]) -> list[list[str]]:
+    """The commands that stand below others: `bench scaling`."""
+    found = {words: re.search(r"positional arguments:\n\s+\{([\w,]+)\}\s*\n", text) for words, text in helps.items()}
+    return [[*words[1:], name] for words, it in found.items() if it for name in it[1].split(",")]
+
+
+def _of_lockstep() -> dict[tuple[str, ...], str]:
+    """The help of `lockstep` and of the commands that are its own, as it prints them."""
+    group: Any = typer.main.get_command(app)
+    found: dict[tuple[str, ...], str] = {}
+    above = group.make_context("lockstep", [], resilient_parsing=True, terminal_width=_WIDTH, max_content_width=_WIDTH)
+    found["lockstep",] = _tidy(group.get_help(above))
+    for name, command in group.commands.items():
+        if name not in COMMANDS or name in INSIDE:
+            context = command.make_context(name, [], parent=above, resilient_parsing=True)
+            found["lockstep", name] = _tidy(command.get_help(context))
+    return found
+
+
+def commands() -> str:
+    """Every command with its real help, and the commands below it."""
+    texts = _of_lockstep()
+    inside = _helps("lockstep", [[name] for name in COMMANDS if name not in INSIDE])
+    texts |= inside | _helps("lockstep", _below(inside)) | _helps("python -m training", [[name] for name in INSIDE])
+    parts = [
+        "# Commands\n",
+        "What each command prints with `--help`. Those of `lockstep` that look at a run are also commands of "
+        "`python -m training`. [Exit codes](exit-codes.md) are the same everywhere.\n",
+        f"```text\n{texts.pop(('lockstep',))}\n```\n",
+    ]
+    parts += [f"## {' '.join(words)}\n\n```text\n{texts[words]}\n```\n" for words in sorted(texts)]
+    return "\n".join(parts)
+
+
+def cell(text: object) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def code(text: object) -> str:
+    return f"`{cell(text)}`" if str(text) else ""
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field may hold, also within a list or beside null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models(part)
+
+
+def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str, bool]]:
+    """(dotted name, type, default, meaning, whether a run may go on with another value) of each setting below a model."""
+    from training.config import settings as typed
+
+    for name, field in model.model_fields.items():
+        meaning = " ".join((field.description or "").split())
+        if typed.is_section(field.annotation):
+            yield from rows(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        yield prefix + name, typed.type_name(field.annotation), default, meaning, Mark.FREE in field.metadata
+        for inner in dict.fromkeys(_models(field.annotation)):
+            mark = "[]" if "list" in str(field.annotation).lower() else ""
+            yield from rows(inner, f"{prefix}{name}{mark}.")
+
+
+def shown(default: Any) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    if default is None:
+        return "null"
+    return {True: "true", False: "false"}[default] if isinstance(default, bool) else str(default)
+
+
+def settings(model: type[BaseModel], title: str, lead: str, free: bool = True) -> str:
+    """A table for each group of settings."""
+    groups: dict[str, list[tuple[str, str, Any, str, bool]]] = {}
+    for row in rows(model):
+        group, _, _ = row[0].rpartition(".")
+        groups.setdefault(group, []).append(row)
+    parts = [f"# {title}\n", lead + "\n"]
+    if free:
+        parts.append("*Free* settings may change when a run goes on; a change of any other is refused.\n")
+    for group, found in groups.items():
+        parts.append(f"## {f'`{group}`' if group else 'General'}\n")
+        parts.append(
+            f"| setting | type | default |{' free |' if free else ''} meaning |\n|---|---|---|{'---|' if free else ''}---|"
+        )
+        for name, kind, default, meaning, may in found:
+            mark = f" {'yes' if may else ''} |" if free else ""
+            parts.append(f"| `{name}` | {cell(kind)} | {code(shown(default))} |{mark} {cell(meaning)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def recipe_page() -> str:
+    parts = [
+        "# Recipes\n",
+        "The recipes that come with Lockstep, each as its YAML file. `lockstep run NAME` trains one.\n",
+    ]
+    for name in recipes():
+        text = (ROOT / f"training/recipes/{name}.yaml").read_text(encoding="utf-8")
+        parts.append(f"## {name}\n\n```yaml\n{text}```\n")
+    return "\n".join(parts)
+
+
+def rules() -> list[Any]:
+    """The lint rules of all backends, by id."""
+    found = [registry.backend(name) for name in registry.packages()]
+    return sorted(
+        (rule for one in found if issubclass(one, Cluster) for rule in one.rules().all()), key=lambda rule: rule.id
+    )
+
+
+def lint_rules() -> str:
+    parts = [
+        "# Lint rules\n",
+        "`lockstep lint` reads the final manifest, after a job's `patch`. `submit` refuses errors and prints warnings.\n",
+    ]
+    for letters, name in (("LC", "Compose"), ("LS", "Kubernetes and SLURM")):
+        parts.append(f"## {name}\n\n| rule | level | what it finds |\n|---|---|---|")
+        parts += [
+            f"| `{rule.id}` | {rule.level} | {cell(rule.title)} |" for rule in rules() if rule.id.startswith(letters)
+        ]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def constants(file: str, prefix: str) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, docstring) of the constants of a module whose names begin with `prefix`."""
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for node, after in zip(body, [*body[1:], None]):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        ):
+            if not node.targets[0].id.startswith(prefix):
+                continue
+            about = after.value if isinstance(after, ast.Expr) else None
+            text = about.value if isinstance(about, ast.Constant) else ""
+            yield node.targets[0].id, node.value.value, " ".join(str(text).split())
+
+
+OTHERS = {
+    "LOCKSTEP_HOME": "Folder of the jobs that this machine has submitted; default `~/.local/state/lockstep`. "
+    "With SLURM the nodes must see it.",
+    "LOCKSTEP_PROFILES": "Folder of cluster profiles, looked at first.",
+    "LOCKSTEP_THREADS": "CPU threads of a rank.",
+    "LOCKSTEP_METRICS_PORT": "First port of the metrics servers; the local rank is added.",
+}
+"""Variables that a user sets, where the code has no sentence for users."""
+
+
+def environment() -> str:
+    parts = ["# Environment variables\n", "Lockstep's own. [The five modules](../exercises.md#what-does-each-launch-variable-mean) "
+        "explain those of the launchers.\n",
+             "| variable | meaning |\n|---|---|"]  # fmt: skip
+    known = {value: text for _, value, text in constants("training/contract.py", "ENV_")} | OTHERS
+    parts += [f"| `{name}` | {cell(text)} |" for name, text in sorted(known.items())]
+    return "\n".join(parts) + "\n"
+
+
+def api() -> str:
+    parts = ["# Python API\n", "From the docstrings. What is not here is not meant to be imported.\n"]
+    for title, names in API.items():
+        parts.append(f"## {title}\n")
+        for name, lead in names.items():
+            parts.append(
+                f"{lead}\n\n::: {name}\n    options:\n      heading_level: 3\n      filters: ['!^_']\n      show_root_full_path: true\n"
+            )
+    return "\n".join(parts)

@@ -1,0 +1,179 @@
+"""The documentation's site: its reference is complete, its links lead somewhere, its drawings name what exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import jobs
+import lockstep
+from docsite import check, drawing, links, nav, reference, stage
+from jobs import registry, status
+from jobs.spec.model import JobSpec
+from tests.processes import ROOT
+from training import contract
+from training.config import Config, OwnSettings, recipes, settings
+from training.contract import UserError
+from training.observe.metrics import TABLE
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """The whole site before MkDocs."""
+    return stage.pages()
+
+
+def test_every_page_has_its_place(pages: dict[str, str]) -> None:
+    assert nav.unplaced(pages) == []
+    placed = [page for page in pages if "source/" not in page]
+    assert len(placed) > 35
+    for name, there in nav.FIRST.items():
+        assert [page for page in there if f"{name}/{page}" not in pages] == [], name
+
+
+def test_every_page_begins_with_its_title(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
+        visible = re.sub(r"^(---\n.*?\n---\n|<!--.*?-->|\s)+", "", text, flags=re.DOTALL)
+        assert visible.startswith("# "), name
+
+
+def test_every_command_is_on_the_page_with_its_help(pages: dict[str, str]) -> None:
+    text = pages["reference/commands.md"]
+    names = reference.command_names()
+    assert {"run", "submit", "render", "top", "report"} <= set(names) and len(names) > 18
+    for name in names:
+        section = text.partition(f"## lockstep {name}\n")[2]
+        assert "--help" in section.partition("## ")[0], name
+    assert "## python -m training launch\n" in text and "## lockstep bench scaling\n" in text
+
+
+@pytest.mark.parametrize(
+    ("page", "model"), [("recipe-settings", Config), ("session-settings", OwnSettings), ("job-settings", JobSpec)]
+)
+def test_every_setting_is_on_the_page(pages: dict[str, str], page: str, model: type) -> None:
+    text = pages[f"reference/{page}.md"]
+    rows = list(settings.documentation(model))
+    assert len(rows) > 20
+    for name, kind, _, meaning in rows:
+        assert f"| `{name}` | {reference.cell(kind)} |" in text, name
+        assert reference.cell(meaning) in text, name
+    if model is JobSpec:
+        assert "`volumes[].claim`" in text and "`elastic.min_nodes`" in text
+
+
+def test_what_may_change_is_marked(pages: dict[str, str]) -> None:
+    lines = {
+        line.split("`")[1]: line
+        for line in pages["reference/recipe-settings.md"].splitlines()
+        if line.startswith("| `")
+    }
+    assert (
+        "| yes |" in lines["epochs"]
+        and "| yes |" in lines["checkpoint.every_steps"]
+        and "| yes |" not in lines["optim.lr"]
+    )
+
+
+def test_every_rule_metric_code_recipe_and_variable_is_on_a_page(pages: dict[str, str]) -> None:
+    assert len(reference.rules()) > 40
+    for rule in reference.rules():
+        assert f"| `{rule.id}` | {rule.level} | {reference.cell(rule.title)} |" in pages["reference/lint-rules.md"]
+    for name in TABLE:
+        assert f"| `{name}`" in pages["metrics.md"]
+    for module in (contract, status):
+        for name in filter(lambda name: name.startswith("EXIT_"), vars(module)):
+            assert f"| {getattr(module, name)} | `{name}` |" in pages["reference/exit-codes.md"], name
+    for name in recipes():
+        assert f"## {name}\n" in pages["reference/recipes.md"]
+    for name, value in vars(contract).items():
+        if name.startswith("ENV_"):
+            assert f"| `{value}` |" in pages["reference/environment.md"], name
+        if name.endswith("_FILE") or name in ("CHECKPOINTS", "ENDPOINTS", "METRICS"):
+            assert f"| `{value}" in pages["reference/run-directory.md"], name
+
+
+def test_every_public_name_is_on_the_page(pages: dict[str, str]) -> None:
+    text = pages["reference/api.md"]
+    for package in (lockstep, jobs):
+        for name in package.__all__:
+            found = getattr(package, name)
+            assert f"::: {found.__module__}.{found.__qualname__}\n" in text, name
+
+
+def test_a_link_that_leads_nowhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("# x\n\n[a](docs/missing.md#b), `[c](code)`\n")
+    monkeypatch.setattr(stage, "ROOT", tmp_path)
+    monkeypatch.setattr(reference, "pages", dict)
+    with pytest.raises(UserError, match=r"README.md links to docs/missing.md: there is no file docs/missing.md"):
+        stage.pages()
+
+
+def test_links_are_those_of_the_text_and_not_of_its_code() -> None:
+    text = '[a](b.md#c) `[d](e)`\n\n```sh\n[f](g)\n```\n<img src="h.svg"> [i](https://j) [k](#l)\n'
+    assert links.found_in(text) == ["b.md", "h.svg"]
+    assert links.rewrite(text, lambda link: f"../{link}") == text.replace("(b.md", "(../b.md").replace(
+        '"h.svg', '"../h.svg'
+    )
+
+
+def test_what_is_wrong_with_a_built_page_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a href="b.html#there">x</a><a href="b.html#not">x</a><a href="c.html">x</a>')
+    (tmp_path / "b.html").write_text('<p id="there"><script src="https://x.example/y.js"></script>' + "x" * check.LIMIT)
+    found = "\n".join(check.wrong(tmp_path))
+    assert "b.html#not names no place" in found and "c.html leads nowhere" in found and "#there" not in found
+    assert "fetches https://x.example" in found and "bytes; a page may have" in found and len(found.splitlines()) == 4
+
+
+def test_drawings_are_current_and_name_what_exists() -> None:
+    commands = set(reference.command_names())
+    for path, text in drawing.drawn().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is not what make docs-pictures draws"
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))
+    files = {value for name, value in vars(contract).items() if isinstance(value, str)}
+    for source in drawing.sources():
+        names = drawing.names(drawing.read(source))
+        assert len(names) > 3
+        for name in names:
+            first, _, rest = name.partition(" ")
+            known = (ROOT / name).exists() or name in files or name in TABLE or f"def {name}(" in code
+            assert known or (first in commands and rest in registry.packages()), f"{source.name}: {name}"
+
+
+def _tracked() -> list[Path]:
+    done = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    names = done.stdout.split() or [
+        str(path.relative_to(ROOT))
+        for part in ("training", "jobs", "deploy", "docker")
+        for path in (ROOT / part).rglob("*")
+    ]
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def test_every_page_that_is_named_anywhere_exists() -> None:
+    """In the code's messages, in Makefile, deploy and docker."""
+    found = 0
+    for path in _tracked():
+        if path.suffix in (".py", ".yaml", ".sh", ".md", ".toml", "") and path.stat().st_size < 1 << 20:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            for name in re.findall(r"(?<![/\w.-])docs/[\w/-]+\.md", text):
+                found += 1
+                assert (ROOT / name).is_file() or name == "docs/missing.md", f"{path.relative_to(ROOT)} names {name}"
+    assert found > 20
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    there = set(re.findall(r"def (test_\w+)", code)) | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert (ROOT / name).is_file(), f"{page.name} names {name}"
+        for name, rest in re.findall(r"`(test_\w+)(…?)", text):
+            fits = any(one.startswith(name) for one in there) if rest else name in there
+            assert fits, f"{page.name} names {name}{rest}"
