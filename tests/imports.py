@@ -20,6 +20,7 @@ def modules(package: str) -> dict[str, Path]:
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted((ROOT / package).rglob("*.py"))
+        if "templates" not in path.parts  # files of a project to be
     }
 
 

@@ -21,7 +21,7 @@ from k8s_server import ApiServer, Fault
 from jobs.cli.main import spread
 from jobs.cli.names import teller
 from jobs.status import Status
-from tests.imports import SHARED
+from tests.imports import SHARED, modules
 from tests.jobs import helpers
 from tests.processes import started
 
@@ -294,8 +294,7 @@ def test_answers_come_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_in_jobs_imports_torch() -> None:
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted((ROOT / "jobs").rglob("*.py"))]
-    names = [name.removesuffix(".__init__") for name in names]
+    names = sorted(modules("jobs"))
     program = f"import sys\nfor name in {names!r}: __import__(name)\nprint('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
@@ -303,7 +302,7 @@ def test_nothing_in_jobs_imports_torch() -> None:
 
 
 def test_jobs_knows_only_the_torch_free_part_of_training() -> None:
-    for path in (ROOT / "jobs").rglob("*.py"):
+    for path in modules("jobs").values():
         for name in _imports(ast.parse(path.read_text())):
             assert not name.startswith("training") or name in SHARED, f"{path}: {name}"
     for path in (ROOT / "training").rglob("*.py"):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.imports import SHARED
+from tests.imports import SHARED, modules
 from tests.processes import ROOT, poll
 from training import config, contract
 from training.checkpoint import weights
@@ -217,7 +217,7 @@ FORBIDDEN = {
 
 def test_who_may_import_whom() -> None:
     assert (ROOT / "training/__init__.py").read_text() == ""
-    for path in [*ROOT.glob("training/**/*.py"), *ROOT.glob("jobs/**/*.py")]:
+    for path in [*modules("training").values(), *modules("jobs").values()]:
         name = str(path.relative_to(ROOT))
         imports = _imports(path)
         if name.startswith("training/"):
