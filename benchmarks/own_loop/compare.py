@@ -75,7 +75,8 @@ def measure(peer: str, folder: Path) -> dict[str, Any]:
         run.mkdir()
         first = start(peer, run, f"1:{AT}:{fate}")
         again = start(peer, run)
-        repeated = AT + again["steps"] - STEPS if "steps" in again else None
+        # Negative where the ranks left together a step or two behind the signal.
+        repeated = max(0, AT + again["steps"] - STEPS) if "steps" in again else None
         result[fate] = {
             "exit_code": first["code"], "seconds_to_end": round(first["seconds"], 1) if first["seconds"] else None,
             "exit_code_again": again["code"], "steps_repeated": repeated,
