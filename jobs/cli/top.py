@@ -109,9 +109,9 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int 
     # As text: a [/x] in a path is no markup.
     shown_ranks = fitting(ranks, max((height or shutil.get_terminal_size().lines) - AROUND, 1))
     left = len(ranks) - len(shown_ranks)
-    caption = f"{LEGEND}\n… and {left} more ranks, none of which holds the others up" if left else LEGEND
-    if any(rank.straggler for rank in ranks) and left > sum(rank.straggler is None for rank in ranks):
-        caption = f"{LEGEND}\n… and {left} more ranks: see --once"
+    more = sum(rank.straggler is not None for rank in ranks) - sum(rank.straggler is not None for rank in shown_ranks)
+    hidden = f"{more} of which hold the others up: see --once" if more else "none of which holds the others up"
+    caption = f"{LEGEND}\n… and {left} more ranks, {hidden}" if left else LEGEND
     table = Table(
         title=Text(title), caption=caption, box=None, pad_edge=False, title_justify="left", caption_justify="left"
     )

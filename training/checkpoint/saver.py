@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 import torch
 import torch.distributed as dist
 
+from training.checkpoint.interval import Interval
 from training.checkpoint.state import gather
 from training.checkpoint.store import SaveResult, Writer
 from training.run.context import RunContext
@@ -27,9 +28,14 @@ class Saver:
     Args:
         asked_to_leave: when this rank was asked to (`time.monotonic`), None: it was not. From then on a disk that does not
             answer is waited for no longer than the grace.
+        now: seconds of a clock that never goes back.
     """
 
-    def __init__(self, context: RunContext, asked_to_leave: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(
+        self, context: RunContext, asked_to_leave: Callable[[], float | None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._now = now
         self._asked_to_leave = asked_to_leave
         self._leaving_since: float | None = None
         settings = context.config.checkpoint
@@ -40,7 +46,9 @@ class Saver:
             self._writer = Writer(context.run.checkpoints, settings.keep, settings.keep_best)
         self._future: Future[SaveResult] | None = None
         self._last_step = context.steps_done
-        self._last_time = time.monotonic()
+        self._last_time = now()
+        history = context.state.history  # starts that were neither the first nor followed one that had saved
+        self.interval = Interval(context.attempt - 1 - history.get("preemptions", 0))
         self._last_failed = self._hangs = False
 
     def due_by_step(self) -> bool:
@@ -56,7 +64,9 @@ class Saver:
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for one: a wish, which the ranks agree on first."""
         every = self.settings.every_seconds
-        return bool(every) and self.p.world.leader and time.monotonic() - self._last_time >= every
+        if every == "auto":
+            every = self.interval.seconds(self.p.state.clock.trained)
+        return bool(every) and self.p.world.leader and self._now() - self._last_time >= every
 
     def save(self, score: float | None = None) -> None:
         """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
@@ -64,10 +74,12 @@ class Saver:
         began = time.perf_counter()
         self._reap()
         gathered = gather(self.p.state, everywhere=self.settings.write == "node")
-        self._last_step, self._last_time = self.p.steps_done, time.monotonic()
+        self._last_step, self._last_time = self.p.steps_done, self._now()
         if self._writer is not None and gathered is not None and not self._hangs:  # else it would wait behind that one
             self._future = self._writer.save(self.p.steps_done, gathered, score)
-            self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(time.perf_counter() - began, 6))
+            stalled = time.perf_counter() - began
+            self.interval.stalled(stalled)
+            self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(stalled, 6))
 
     def leaving(self) -> None:
         """The ranks have agreed to leave: every wait from here on ends with the grace."""
@@ -110,7 +122,25 @@ class Saver:
             self.p.event(
                 "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
             )
+            self.interval.written(result.seconds)
+            self._tell_interval()
         self._future = None
+
+    def _tell_interval(self) -> None:
+        """Once, when the first save has been measured: what `every_seconds: auto` comes to."""
+        found, trained = self.interval, self.p.state.clock.trained
+        if self.settings.every_seconds != "auto" or found.told or not found.measured:
+            return
+        found.told = True
+        seconds, mtbf = found.seconds(trained), found.mtbf(trained)
+        self.p.event(
+            "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(found.cost, 6), mtbf_seconds=round(mtbf, 1),
+            failures=found.failures,
+        )  # fmt: skip
+        self.p.console.line(
+            f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {found.cost:.3g} s, and a failure is "
+            f"expected every {mtbf / 3600:.3g} h ({found.failures} so far)"
+        )
 
     def close(self) -> None:
         """Sees the last save end, unless its time was over before: that one leaves a file that the next start removes."""

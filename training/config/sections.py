@@ -24,6 +24,7 @@ from training.config.types import (
     Positive,
     PositiveNumber,
     Schedule,
+    SecondsOrAuto,
     WrittenPair,
     WrittenRate,
 )
@@ -210,8 +211,9 @@ class Evaluate(Section):
 class Checkpoint(Section):
     every_steps: Free[Count] = 0
     """Steps between two checkpoints; 0: one at the end of every epoch."""
-    every_seconds: Free[Number] = Field(default=0.0, ge=0)
-    """Also save when this many seconds have passed since the last one; 0: never."""
+    every_seconds: Free[SecondsOrAuto] = 0.0
+    """Also save when this many seconds have passed since the last one; 0: never. `auto`: as often as loses least, from what
+    a save costs and how often the run has failed, between 30 s and an hour."""
     keep: Free[Positive] = 3
     """Newest checkpoints to keep."""
     keep_best: Free[bool] = True

@@ -6,9 +6,18 @@ import enum
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    PlainValidator,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from training.config.complaints import shown
 
@@ -69,7 +78,26 @@ def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return points
 
 
+def _seconds_or_auto(value: Any) -> Any:
+    number = _number(value)
+    if number == "auto":
+        return number
+    try:
+        known = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    except OverflowError:  # a whole number of more than 308 digits
+        known = False
+    if not known:
+        raise ValueError(f"must be a number or auto, got {shown(value)}")
+    if number < 0:
+        raise ValueError(f"must be at least 0, got {shown(value)}")
+    return float(number)
+
+
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
+SecondsOrAuto = Annotated[
+    float | Literal["auto"], PlainValidator(_seconds_or_auto),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto", "type": "string"}]}),
+]  # fmt: skip
 PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
 WrittenNumber = Annotated[Number, WrapValidator(_as_written)]
 WrittenRate = Annotated[
