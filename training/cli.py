@@ -21,8 +21,8 @@ COMMANDS = {
     "export": "write a run's weights as a plain file",
     "report": "show one or several runs as one HTML file",
     "settings": "list every setting with its meaning and default, or a recipe's",
-    "launch": "start the ranks of a node and see them end",
-    "collectives": "a matrix product shared out by rows and by reduction",
+    "launch": "start the ranks of a node and wait for their end",
+    "collectives": "a matrix product split by rows and by reduction",
     "toy": "model parallel with data parallel, on the tutorial's toy model and on a 2-D mesh",
     "bench": "where the time of a step goes at 1, 2, 4 … ranks; inference under DataParallel",
 }

@@ -33,7 +33,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if context.invoked_subcommand is None and not version:
         print(context.get_help())
@@ -45,21 +45,23 @@ def _root(
 @app.command(epilog="Examples: lockstep run smoke --ranks 2 --set epochs=4 · lockstep run --ranks 2 -- python train.py")
 def run(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or the path of a YAML file; or -- and a PROGRAM of your own.")
+        str, typer.Argument(help="A recipe's name, or the path of a YAML file; or -- and your own PROGRAM.")
     ],
-    program: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Of the PROGRAM.")] = None,
-    ranks: Annotated[str, typer.Option(help="Processes to start; auto: one a GPU, else 2.")] = "auto",
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; the same one resumes.")] = None,
+    program: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Arguments of the PROGRAM.")] = None,
+    ranks: Annotated[str, typer.Option(help="Processes to start; auto: one per GPU, or 2 without a GPU.")] = "auto",
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; a run that is there is resumed.")] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a setting.")
     ] = None,
-    fresh: Annotated[bool, typer.Option(help="Start over; an earlier run is moved aside.")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="Start over; an earlier run in the directory is renamed, not deleted.")
+    ] = False,
     check_closeness: Annotated[
         str | None, typer.Option(metavar="every=N", help="Compare the ranks' parameters every N steps.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
     log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
-    prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Put the rank at the beginning of every line.")] = False,
 ) -> None:
     """Train on this machine, in the foreground."""
     settings = list(assignments or [])
@@ -68,7 +70,7 @@ def run(
     if own:
         _refuse_recipe_options(run_dir, settings, fresh, log_format)
     elif program:
-        raise UserError(f"one recipe, got {recipe} and {program[0]}: a program of your own goes behind --")
+        raise UserError(f"one recipe, got {recipe} and {program[0]}: your own program goes after --")
     else:
         from training import config as configuration
 
@@ -96,7 +98,7 @@ def _refuse_recipe_options(run_dir: Path | None, settings: list[str], fresh: boo
     given = {"--run-dir": run_dir, "--set": settings, "--fresh": fresh, "--log-format": log_format}
     for option, value in given.items():
         if value:
-            raise UserError(f"{option} is for recipes: give a program of your own its words behind --")
+            raise UserError(f"{option} is for recipes: put the arguments of your own program after --")
 
 
 app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)

@@ -35,7 +35,7 @@ class Exporter:
     """The metrics of one rank and all places they go to. `close` ends it, and may be called twice.
 
     Raises:
-        UserError: LOCKSTEP_METRICS_PORT is no port.
+        UserError: LOCKSTEP_METRICS_PORT is not a port.
     """
 
     def __init__(self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]) -> None:
@@ -111,7 +111,7 @@ class Exporter:
     def _warn(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            say(f"warning: rank {self._rank}: {message}; the run goes on", sys.stderr)
+            say(f"warning: rank {self._rank}: {message}; the run continues", sys.stderr)
 
     def close(self, code: int) -> None:
         """The attempt has ended: the last textfiles, then the end of the server."""
@@ -140,7 +140,7 @@ def _default_address(world: World) -> str:
 
 
 def _is_unspecified(address: str) -> bool:
-    """0.0.0.0 or ::, on which a server can listen, and which is no address for clients."""
+    """0.0.0.0 or ::, on which a server can listen, and which clients cannot use as an address."""
     try:
         return ipaddress.ip_address(address).is_unspecified
     except ValueError:

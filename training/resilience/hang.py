@@ -60,7 +60,7 @@ def describe_failed_collective(world: World, step: int, error: BaseException) ->
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
     if missing:
         return f"step {step}: {'; '.join(missing)} ({cause})"
-    return f"step {step}: a collective failed, though every rank is there ({cause})"
+    return f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
 @contextlib.contextmanager
@@ -133,6 +133,6 @@ def _missing(world: World, step: int) -> list[str]:
             store.wait([f"lockstep/failed/{rank}"], timedelta(seconds=left))
         except (RuntimeError, ValueError):
             seen = f"lockstep/step/{rank}"
-            last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "never seen at a step"
+            last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
             missing.append(f"rank {rank} did not arrive ({last})")
     return missing

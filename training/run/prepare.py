@@ -202,7 +202,9 @@ def _check_same(model: nn.Module, world: World) -> None:
     drawn = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad]
     for rank, theirs in enumerate(all_gather_trees(drawn, world)):
         if theirs != drawn:
-            raise RuntimeError(f"init=seed gave rank {rank} other weights than rank {world.rank}: use init=broadcast")
+            raise RuntimeError(
+                f"init=seed gave rank {rank} different weights from rank {world.rank}: use init=broadcast"
+            )
 
 
 def _replicate(
