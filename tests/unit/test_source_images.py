@@ -269,7 +269,9 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
         results = [result for _, result in running.decode(items)]
         processes = [one._process for one in running._processes]
     assert [type(result) for result in results] == [bytes, str, bytes, str, bytes, bytes]
-    assert results[1] == "it ended its decoder process (signal 11)" and results[3] == "decoding it takes longer than 0 s"
+    assert (
+        results[1] == "it ended its decoder process (signal 11)" and results[3] == "decoding it takes longer than 0 s"
+    )
     assert all(process is not None and process.poll() is not None for process in processes)
 
 
