@@ -167,7 +167,7 @@ def test_damaged_certificates_are_one_line(tmp_path: Path, monkeypatch: pytest.M
 
 def test_refusals_say_what_to_do(backend: KubernetesBackend, cluster: Cluster) -> None:
     cluster.unknown.add("pytorchjobs")
-    with pytest.raises(UserError, match="knows no PyTorchJob: install the Kubeflow training-operator"):
+    with pytest.raises(UserError, match="does not have PyTorchJob: install the Kubeflow training-operator"):
         backend.submit(SPEC)
     cluster.unknown.clear()
     cluster.denied.add("pytorchjobs")

@@ -245,7 +245,7 @@ def test_an_epoch_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     assert _train(run_dir, STOP=2).code == 0
     other = _train(run_dir, GLOBAL=4)
-    assert other.code == 2 and "cut otherwise (global_batch_size: 8 → 4)" in other.output, other.output
+    assert other.code == 2 and "divided differently (global_batch_size: 8 → 4)" in other.output, other.output
     assert _train(run_dir).code == 0
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 8
     failed = _train(tmp_path / "failed", STOP=2, CODE=3)
