@@ -192,10 +192,11 @@ lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEEL
 crds: $(READY) ## write tests/kubernetes/crds/*.json anew: what the manifest tests validate against, from pinned upstream revisions
 	$(RUN) tests/kubernetes/crds/strip.py
 
-lint: $(READY) ## ruff, mypy and hadolint
+lint: $(READY) ## ruff, mypy, hadolint and the word list
 	$(RUN) -m ruff check . tests/dist # of itself it takes a folder dist for something that was built
 	$(RUN) -m ruff format --check . tests/dist
 	$(RUN) -m mypy
+	$(RUN) -m tests.words
 	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 # The site's programs are installed the first time that a site is built.

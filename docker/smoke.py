@@ -49,9 +49,9 @@ class Smoke:
         try:
             done = subprocess.run(["docker", *words], env=self.env, capture_output=True, timeout=timeout)
         except FileNotFoundError:
-            raise Failed("there is no program docker: install Docker with its compose plugin") from None
+            raise Failed("docker is not installed: install Docker with its compose plugin") from None
         except subprocess.TimeoutExpired:
-            raise Failed(f"docker {words[0]} gave no answer within {timeout:g} s") from None
+            raise Failed(f"docker {words[0]} did not answer within {timeout:g} s") from None
         if done.returncode:
             lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
             raise Failed(f"docker {words[0]}: {lines[-1]}")

@@ -158,7 +158,7 @@ class Backend(abc.ABC):
         return spec.nodes * spec.ranks
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for one that asks a network
-        """Questions that are asked in it are answered, or given up, after so many seconds."""
+        """Inside it, a question to the cluster fails after this many seconds without an answer."""
         return contextlib.nullcontext()
 
     def pause(self, found: Found | None, seconds: float) -> None:  # noqa: ARG002 - for a backend that can watch it
@@ -185,7 +185,7 @@ class Backend(abc.ABC):
         """The specs with what their folders of code hold now, of which a copy is kept. Raises `UserError`."""
         if not self.carries_code and any(spec.code is not None for spec in specs):
             raise UserError(
-                f"the {self.name} backend brings no code to the ranks: put it into an image, and leave out code"
+                f"the {self.name} backend does not carry code to the ranks: put the code into an image, and remove `code` from the job"
             )
         return pin.keep_all(specs)
 
@@ -198,7 +198,7 @@ class Backend(abc.ABC):
             return self.create(*placed)
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
-        """Submits the runs of a sweep, one by one where the backend knows no arrays. Raises `UserError` before the first."""
+        """Submits the runs of a sweep, one by one where the backend has no arrays. Raises `UserError` before the first."""
         del name
         specs = self.with_code(specs)
         for spec in specs:
@@ -344,7 +344,7 @@ class Backend(abc.ABC):
 def check_name(name: str) -> None:
     """Raises `UserError` for what cannot be a job's name."""
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
-        raise UserError(f"{name!r} is not a job's name (lower-case letters, digits and -)")
+        raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
 def next_name(name: str, taken: set[str]) -> str:

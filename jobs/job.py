@@ -27,7 +27,7 @@ class Job:
         return self.backend.logs(self.name, rank, follow)
 
     def wait(self, timeout: float = 86400, seen: Observer | None = None) -> Status:
-        """The final status, or the one after `timeout` seconds. `seen` is called with every status on the way."""
+        """Waits for the end. Returns the final status, or the current one after `timeout` seconds. `seen` is called with every status."""
         return self.backend.wait(self.name, timeout, seen)
 
     def cancel(self) -> Status:
@@ -39,13 +39,13 @@ class Job:
 
 
 def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach") -> Job:
-    """Submits, or attaches to the same job. Raises `UserError`: lint errors, a name in use, a cluster out of reach."""
+    """Submits the job, or attaches to the same one. Raises `UserError`: lint errors, a name in use, no answer from the cluster."""
     return start(spec, backend, mode)[0]
 
 
 @extras.explained()
 def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submitted]:
-    """`submit`, with what became of it."""
+    """`submit`, with the result of the submission."""
     spec.check_training(spec.name)
     opened = _open(spec, backend)
     done = opened.submit(spec, mode)

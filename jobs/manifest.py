@@ -63,7 +63,7 @@ def without_none(value: Any) -> Any:
 
 
 def get(value: Any, *path: str | int) -> Any:
-    """What stands at `path`, or None where something else than a mapping or list is in the way."""
+    """The value at `path`, or None if something other than a mapping or a list is in the way."""
     for part in path:
         if isinstance(value, dict) and isinstance(part, str):
             value = value.get(part)

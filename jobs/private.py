@@ -29,11 +29,11 @@ def check(folder: Path) -> None:
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
         raise UserError(
-            f"{folder} is no folder of its own (a link?): jobs are run from what lies there; set LOCKSTEP_HOME"
+            f"{folder} is not a plain folder (a link?): jobs are run from the files in it; set LOCKSTEP_HOME"
         )
     if found.st_uid != os.geteuid():
         raise UserError(
-            f"{folder} belongs to user {found.st_uid}: jobs are run from what lies there; set LOCKSTEP_HOME"
+            f"{folder} belongs to user {found.st_uid}: jobs are run from the files in it; set LOCKSTEP_HOME"
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
-        raise UserError(f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it")
+        raise UserError(f"{folder} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it")

@@ -94,7 +94,7 @@ Observer = Callable[[Status], None]
 
 
 class Unreachable(UserError):
-    """Who knows of the job gives no answer. That may pass: whoever waits goes on. Exit code 69."""
+    """The cluster does not answer. This may be temporary, so a wait continues. Exit code 69."""
 
 
 class LoggedOut(Unreachable):

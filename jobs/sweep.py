@@ -25,7 +25,7 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
         if not equals or not name or not values:
             raise UserError(f"--sweep takes NAME=VALUE,VALUE,…, got {text!r}")
         if name in found:
-            raise UserError(f"--sweep {name} stands twice: give all its values in one")
+            raise UserError(f"--sweep {name} is given twice: give all its values in one")
         parsed = settings.parse_yaml(f"[{values}]", f"--sweep {name}")
         if not isinstance(parsed, list) or not parsed or None in parsed:
             raise UserError(f"--sweep {name}: expected values with commas between them, got {values!r}")

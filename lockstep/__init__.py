@@ -1,6 +1,6 @@
-"""`from lockstep import Session`: a training loop of one's own with Lockstep's promises (docs/own-training.md).
+"""`from lockstep import Session`: your own training loop with what Lockstep promises (docs/own-training.md).
 
-Importing the package loads nothing; torch comes with the first name that needs it.
+Importing the package loads nothing. torch is imported with the first name that needs it.
 """
 
 from __future__ import annotations

@@ -45,10 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help=COMMANDS["run"], description="Trains a recipe, or resumes it.")
     _add_recipe(run)
     run.add_argument("--run-dir", type=Path, help="default: runs/RECIPE")
-    run.add_argument("--fresh", action="store_true", help="start over; an earlier run is moved aside, not deleted")
-    run.add_argument("--fresh-once", metavar="WORD", help="start over where the run was not begun with this WORD: for jobs, which "
+    run.add_argument(
+        "--fresh", action="store_true", help="start over; an earlier run in the directory is renamed, not deleted"
+    )
+    run.add_argument("--fresh-once", metavar="WORD", help="start over unless the run was started with this WORD; for jobs, which "
                      "may be started again with the same words")  # fmt: skip
-    run.add_argument("--verbose", action="store_true", help="let all ranks speak")
+    run.add_argument("--verbose", action="store_true", help="print the messages of all ranks")
     run.add_argument("--deterministic", action="store_true", help="only deterministic kernels")
     run.add_argument("--check-closeness", metavar="every=N", help="compare the ranks' parameters every N steps")
     run.add_argument("--log-format", choices=("table", "json"))
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
     shard = commands.add_parser("shard", help=COMMANDS["shard"])
     _add_recipe(shard)
-    shard.add_argument("--out", type=Path, help="folder to write; default: where a run would look for them")
+    shard.add_argument("--out", type=Path, help="folder to write; default: the folder where a run looks for them")
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--trust-model",
         action="store_true",
-        help="run the code of one's own that RUN names: its model, its data's function",
+        help="run the code that RUN names: its model class and its data function",
     )
     evaluate.set_defaults(action=_evaluate)
 
@@ -82,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(action=_report)
 
     settings = commands.add_parser("settings", help=COMMANDS["settings"])
-    settings.add_argument("recipe", nargs="?", help="show the values of this recipe, and which are not the defaults")
+    settings.add_argument(
+        "recipe", nargs="?", help="show the values of this recipe, and mark those that are not the defaults"
+    )
     settings.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
     settings.add_argument("--schema", action="store_true", help="print the JSON Schema of a recipe, for editors")
     settings.set_defaults(action=_settings)

@@ -18,7 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Wrong usage, config or data. Running it again gives the same error, so nobody may retry it."""
 EXIT_PREEMPTED = 75
-"""The state is saved; run the same command again to go on (sysexits.h: EX_TEMPFAIL)."""
+"""The state is saved; run the same command again to resume (sysexits.h: EX_TEMPFAIL)."""
 EXIT_TIMED_OUT = 124
 """The job's time limit is over (as timeout(1) says it)."""
 

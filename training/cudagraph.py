@@ -38,9 +38,9 @@ def obstacle(config: Config, state: TrainState) -> str | None:
     if state.world.device.type != "cuda":
         return "there is no GPU"
     if not state.sync.capturable:
-        return f"sync.name={config.sync.name} cannot be recorded: use flat"
+        return f"sync.name={config.sync.name} cannot be recorded in a CUDA graph: use flat"
     if not isinstance(state.optimizer, RatedOptimizer):
-        return f"optim.name={config.optim.name} cannot be recorded: use nesterov or muon"
+        return f"optim.name={config.optim.name} cannot be recorded in a CUDA graph: use nesterov or muon"
     return None
 
 
@@ -95,7 +95,7 @@ class _Recorded:
 class CapturedTrainer(Trainer):
     """A `Trainer` whose steps are recorded after `WARM_UP` steps over the same number of samples.
 
-    One size of global batch is recorded, the first that has come so often: whether to record is thereby the same question
+    One size of global batch is recorded, the first that has come so often: so whether to record is the same question
     on all ranks, and no second recording can take the memory of the first.
 
     Args:

@@ -133,7 +133,7 @@ def regular(path: Path) -> BinaryIO:
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     except BaseException:
         file.close()
         raise
@@ -144,7 +144,7 @@ def sha256(path: Path) -> str:
     """Of a regular file of any size, without holding it in memory.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
     """
     digest = hashlib.sha256()
     with regular(path) as file:
@@ -157,7 +157,7 @@ def read(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes; a larger one is refused before it is read.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, or is larger.
     """
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -27,7 +27,7 @@ def read(path: Path, limit: int, check: Callable[[Any], T]) -> T:
     """What `check` makes of the manifest's value. Whatever it meets in a value that is not ours, it may trip over.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than `limit` bytes.
+        OSError: it cannot be read, is not a regular file, or has more than `limit` bytes.
         Malformed: it is no JSON, or `check` failed.
     """
     data = files.read(path, limit)
@@ -46,7 +46,7 @@ def text(value: Any) -> bytes:
 
 
 def seal(value: dict[str, Any]) -> str:
-    """The sha256 of a manifest itself, without which a flipped digit of what is no checksum would go unseen."""
+    """The sha256 of a manifest itself, without which a flipped digit outside the checksums would go unseen."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,17 +1,17 @@
-"""`Session`: a training loop of one's own, with what surrounds a recipe's steps: ranks, checkpoints, signals, metrics, the end.
+"""`Session`: your own training loop with ranks, checkpoints, signals, metrics and exit codes, as a recipe has them.
 
     with Session("runs/mine", sync="flat") as run:
         model = run.replicate(Net())
         optimizer = run.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-        run.keep(schedule=schedule)                         # goes on here where an earlier start was ended
+        run.keep(schedule=schedule)                         # resumes here, if there is a checkpoint
         for epoch in run.epochs(10):
-            for x, y in run.batches(dataset, 512):          # between two of them all ranks leave, or save, together
+            for x, y in run.batches(dataset, 512):          # between two batches all ranks save, or end, together
                 run.step(F.cross_entropy(model(x), y))      # backward, sum over the ranks, optimizer
                 schedule.step()
             run.log(accuracy=evaluate(run.for_evaluation()))
 
-The same script runs in one process and under every launcher. All ranks call the same methods in the same order.
+The same script runs in one process and under every launcher. All ranks must call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ T = TypeVar("T")
 
 
 class Session:
-    """One attempt at a run of a loop of one's own, from the run directory's newest checkpoint on.
+    """One start of a run with your own loop. It resumes from the newest checkpoint in the run directory.
 
-    Leaving the `with` block ends the run: with 0 after the last epoch; 75 where a signal to any rank ended it early,
-    saved, to be started again; 1 where it diverged or ranks are missing; 2 for what the user can mend.
+    Leaving the `with` block ends the run. Exit codes: 0 after the last epoch; 75 if a signal to any rank ended it early
+    (the state is saved, start it again); 1 if it diverged or ranks are missing; 2 for mistakes that the user can correct.
 
     Args:
-        run_dir: where the run is kept, unless the job says where (`run_dir` in job.yaml, `lockstep run --run-dir`); the same
-            one goes on. Of another script, or of other settings, it is refused.
-        words: settings as NAME=VALUE, e.g. of the command line: `checkpoint.every_steps=100`, `config.lr=0.1`. The job's
-            `overrides` are stronger.
-        config: the script's own settings, for run.yaml and the report. A start in which they differ is refused.
-        fresh: moves an earlier run in `run_dir` aside first.
-        handle_signals: False where the script handles TERM, USR1, USR2, INT and HUP itself.
+        run_dir: the run directory, unless the job names one (`run_dir` in job.yaml, `lockstep run --run-dir`). A run that is
+            there is resumed; one of another script or with other settings is refused.
+        words: settings as NAME=VALUE, e.g. from the command line: `checkpoint.every_steps=100`, `config.lr=0.1`. The job's
+            `overrides` take precedence.
+        config: the settings of the script, for run.yaml and the report. A start with other settings is refused.
+        fresh: renames an earlier run in `run_dir` first, and starts over.
+        handle_signals: False if the script handles TERM, USR1, USR2, INT and HUP itself.
         settings: settings by name, e.g. `seed=3`, `sync="flat"`, `checkpoint={"every_steps": 100}`
             (docs/own-training.md lists them).
     """
@@ -149,14 +149,14 @@ class Session:
         return self.world.device
 
     def replicate(self, model: nn.Module, example: Any = None) -> nn.Module:
-        """The network to call: on the rank's device, equal to rank 0's, its gradients summed over the ranks.
+        """Returns the network to call. It is on the rank's device and has rank 0's weights; its gradients are summed over the ranks.
 
         Args:
-            model: with at least one parameter that requires a gradient. One for a run: put several networks into one module.
+            model: has at least one parameter that requires a gradient. One model per run: put several networks into one module.
             example: a batch that the network accepts; `powersgd` needs one.
 
         Raises:
-            UserError: the strategy (`sync=…`) cannot serve the model.
+            UserError: the strategy (`sync=…`) does not support the model.
         """
         self._not_yet("replicate()")
         if self._replica is not None:
@@ -173,31 +173,31 @@ class Session:
         """The optimizer over the replicated model's parameters; `zero1` and `fsdp` shard its state.
 
         Args:
-            build: makes the optimizer of the parameters that it is given, or of some of them.
-            name: of each, where there are several.
+            build: makes the optimizer for the parameters that it gets, or for some of them.
+            name: needed if there are several optimizers.
         """
         self._not_yet("optimizer()")
         replica = self._replicated()
         if name in self._optimizers:
-            raise ValueError(f"optimizer({name}) a second time: give this one another name")
+            raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
         if self._optimizers and self.settings.sync.name in ("zero1", "hooks", "horovod"):
             raise replica.sync.refuse("takes one optimizer", "use sync.name=flat, ddp or fsdp for several")
         self._optimizers[name] = replica.sync.make_optimizer(build)
         return self._optimizers[name]
 
     def average(self, decay: float, every: int = 1) -> None:
-        """Keeps an exponential moving average of the weights, which `for_evaluation` gives.
+        """Keeps an exponential moving average of the weights, which `for_evaluation` returns.
 
         Args:
-            decay: of a step, in (0, 1).
+            decay: per step, in (0, 1).
             every: steps between two updates, each with decay ** every.
         """
         self._not_yet("average()")
         self._replicated().averaged(decay, every)
 
     def keep(self, **things: Any) -> None:
-        """Keeps the states of these objects (schedulers, scalers, …) in every checkpoint, beside the model and its
-        optimizers; and goes on here, from the newest checkpoint, where there is one. Call it once, when all are made.
+        """Adds the states of these objects (schedulers, scalers, …) to every checkpoint, and loads the newest checkpoint, if
+        there is one. The model and its optimizers are always saved. Call it once, when all objects are made.
 
         Raises:
             TypeError: an object without `state_dict` and `load_state_dict`, or a state that no checkpoint can hold.
@@ -205,7 +205,7 @@ class Session:
         self._begin(things, {})
 
     def keep_of_rank(self, things: Mapping[str, Any], **shared: Any) -> None:
-        """`keep`, with `things` of which each rank has its own: the cursor of a loader, for one."""
+        """`keep`, with `things` that differ between the ranks, for example the position of a loader."""
         self._begin(shared, things)
 
     def _begin(self, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> None:
@@ -227,9 +227,9 @@ class Session:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Values of the script's own, kept in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries.
+        """Values of the script, saved in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries.
 
-        The same on every rank; rank 0's are saved.
+        They must be the same on every rank; those of rank 0 are saved.
         """
         return self._started().kept.values
 
@@ -239,8 +239,8 @@ class Session:
         return self._started().steps_done
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the run stands up to `count`, from 0. At the end of each one the run is saved, unless
-        `checkpoint.every_steps` says otherwise."""
+        """The epochs that are left, up to `count`; numbers start at 0. The run is saved at the end of each epoch, unless
+        `checkpoint.every_steps` is set."""
         own, attempt = self._started(), self._under_way()
         if own.complete(count):
             own.console.line(f"The run is complete: {count} epochs, {own.steps_done} steps.")
@@ -253,15 +253,15 @@ class Session:
         self, dataset: Any, global_batch_size: int, *, shuffle: bool = True, uneven: str = "drop", workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:  # fmt: skip
-        """This rank's part of each global batch of the epoch, on its device, from where the run stands.
+        """This rank's part of each global batch that is left of the epoch, on its device.
 
-        Which samples a global batch holds is the same at every number of ranks. A sample's random transforms depend on
-        the seed, the epoch and the sample alone. A rank whose part is empty gets one sample that counts for nothing.
+        A global batch has the same samples at every number of ranks. Random transforms of a sample depend only on the
+        seed, the epoch and the sample. A rank whose part is empty gets one sample with weight 0.
 
         Args:
-            dataset: map-style: a length, and `dataset[id]`.
-            global_batch_size: samples of all ranks together a step.
-            uneven: `drop`, `pad` or `weight`, as in a recipe: what happens to a batch that is short, or cannot be shared equally.
+            dataset: map-style: it has a length and `dataset[id]`.
+            global_batch_size: samples per step, all ranks together.
+            uneven: `drop`, `pad` or `weight`, as in a recipe: what happens to a batch that is short, or cannot be divided equally.
             workers: processes that load samples; 0: this one.
             collate: as `collate_fn` of torch's DataLoader.
         """
@@ -276,10 +276,10 @@ class Session:
         return self._iterate(cut.epoch(cursor.epoch, cursor.step))
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        """What `loader` gives this rank, from where the run stands in the epoch: between two, all ranks leave, or save.
+        """The batches of `loader` for this rank that are left of the epoch. Between two batches all ranks save, or end, together.
 
-        A start in the middle of an epoch passes over what was consumed before: the loader must give the same again,
-        from the same generators. All ranks' loaders give equally many. `step` must be told `samples`.
+        A run that resumes in the middle of an epoch skips the batches that were used before. So the loader must give the
+        same batches again. The loaders of all ranks must give the same number. `step` needs the argument `samples`.
         """
         own = self._started()
         own.expect_data({})
@@ -313,9 +313,9 @@ class Session:
                 close()
 
     def part(self, batch: T) -> T:
-        """This rank's contiguous part of a global batch that every rank has: a tensor, an array or a list.
+        """This rank's contiguous part of a global batch (a tensor, an array or a list) that every rank has in full.
 
-        `step` then knows how many samples that is, and how many of all.
+        `step` then knows the number of samples of this rank and of all ranks.
         """
         count = len(batch)  # type: ignore[arg-type]
         low, high = order.bounds(count, self.rank, self.size)
@@ -328,10 +328,10 @@ class Session:
 
         Args:
             loss: the mean over this rank's samples, a scalar.
-            samples: how many these are. `batches` and `part` know it; with another loader it is needed, so that unequal
-                parts count for what they are.
+            samples: number of this rank's samples. `batches` and `part` know it. Other loaders must give it, so that unequal
+                parts get the right weight.
             clip: largest norm of the gradient; 0: no clipping.
-            scaler: a `torch.amp.GradScaler`; its overflows are agreed on by all ranks.
+            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks skip the step.
         """
         self.backward(loss, samples, scaler)
         self.update(clip=clip, scaler=scaler)
@@ -341,25 +341,25 @@ class Session:
         self._stepping().backward(loss, samples, scaler)
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
-        """Micro-batches of a step: each one's `backward(loss, samples)` adds to the gradient; the last one's sends it."""
+        """The micro-batches of a step: each `backward(loss, samples)` adds to the gradient, and the last one sends it."""
         return self._stepping().accumulate(parts)
 
     def update(self, *optimizers: torch.optim.Optimizer, clip: float = 0.0, scaler: Any = None) -> None:
-        """The optimizers' step (of all, or of these) with the gradient of the global batch, and the end of the step.
+        """Ends the step: runs all optimizers, or the ones given, with the gradient of the global batch.
 
-        A gradient that is NaN or infinite changes no weight: the run ends, or the step is left out (`nonfinite`).
+        A gradient that is NaN or infinite changes no weight: the run ends, or the step is skipped (`nonfinite`).
         """
         self._stepping().update(optimizers or tuple(self._optimizers.values()), clip, scaler)
 
     def boundary(self) -> None:
-        """For what takes long outside of the loops above, an evaluation: all ranks leave here, saved, if one was asked to."""
+        """Call it in long work outside the loops above, such as an evaluation: if a signal has come, all ranks save and end here."""
         if self._under_way().poll().stop:
             self._under_way().leave()
 
     def log(self, **numbers: float) -> None:
-        """Numbers of the script's own (rank 0's count): an event, metrics, TensorBoard, W&B and the report show them.
+        """Logs numbers of the script (those of rank 0): as an event, and in metrics, TensorBoard, W&B and the report.
 
-        `accuracy` and `test_loss` stand in the table of epochs; the checkpoint with the best accuracy is kept.
+        `accuracy` and `test_loss` are printed in the table of epochs; the checkpoint with the best accuracy is kept.
         """
         self._started().log(numbers)
 
@@ -370,8 +370,8 @@ class Session:
         return tuple(total.tolist())
 
     def for_evaluation(self) -> nn.Module:
-        """A copy of the model with full weights (the average, where there is one) and the ranks' mean batch statistics, in
-        evaluation mode. Every rank may call it by itself. Collective."""
+        """A copy of the model in evaluation mode, with full weights (the average, if there is one) and the mean of the ranks'
+        batch statistics. Each rank may use the copy by itself. Collective."""
         return self._replicated().for_evaluation(self.world)
 
     def _replicated(self) -> Replica:

@@ -43,7 +43,9 @@ def render(
     sets: Sets = None,
     profile: Profile = None,
     sweep: Sweep = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there instead of to standard output.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write to this file instead of standard output.")
+    ] = None,
     with_code: Annotated[
         bool, typer.Option("--with-code", help="Write the job and the objects with its code into the folder --out.")
     ] = False,
@@ -51,7 +53,7 @@ def render(
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
     if with_code and out is None:
-        raise UserError("--with-code needs -o DIR: the code is in files of its own")
+        raise UserError("--with-code needs -o DIR: it writes several files")
     from jobs import connect
     from jobs import sweep as sweeps
     from jobs.code import pin, store
@@ -114,10 +116,10 @@ def lint(
     gpus: Gpus = None,
     sets: Sets = None,
     profile: Profile = None,
-    rules: Annotated[bool, typer.Option("--rules", help="List all rules and end.")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="List all rules and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a job for known mistakes; exit code 1 where submit would refuse it."""
+    """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
     from jobs import connect, registry
     from jobs.checks.rule import errors
     from jobs.cluster import Cluster
@@ -156,18 +158,24 @@ def submit(
     sets: Sets = None,
     profile: Profile = None,
     sweep: Sweep = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Delete a finished job of this name first.")] = False,
-    new: Annotated[bool, typer.Option("--new", help="Take a numbered name where this one is taken.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Delete a finished job of this name, and submit again.")
+    ] = False,
+    new: Annotated[bool, typer.Option("--new", help="Use a numbered name (NAME-2) if the name is taken.")] = False,
     run_dir: Annotated[
-        str | None, typer.Option("--run-dir", help="Where the run is kept; the same one resumes.")
+        str | None, typer.Option("--run-dir", help="Run directory; a run that is there is resumed.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is moved aside.")] = False,
-    wait: Annotated[float | None, typer.Option(help="Wait for the end, at most so many seconds.", min=0)] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; an earlier run in the directory is renamed, not deleted.")
+    ] = False,
+    wait: Annotated[
+        float | None, typer.Option(help="Wait until the job has ended, at most this many seconds.", min=0)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a job; the same job again attaches to it, or goes on where it was cut off."""
+    """Submit a job. The same job again attaches to it, or resumes it where it was interrupted."""
     if replace and new:
-        raise UserError("--replace and --new exclude each other")
+        raise UserError("give --replace or --new, not both")
     replace = replace or (fresh and not new)
     from jobs import job as driver
     from jobs import registry
@@ -219,7 +227,7 @@ def diff(
     profile: Profile = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a job file with the job that was submitted; exit code 1 where they differ."""
+    """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     flags = options.flags(backend, namespace=namespace, context=context)
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
@@ -247,7 +255,7 @@ def prepare(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifest instead.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the recipe's shards once onto the data volume, before the job runs."""
+    """Write the shards of the recipe's data to the data volume, once, before the job runs."""
     from jobs import connect
 
     found = connect.cluster(backend, "prepare")

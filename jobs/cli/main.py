@@ -35,7 +35,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if context.invoked_subcommand is None and not version:
         print(context.get_help())
@@ -47,21 +47,23 @@ def _root(
 @app.command(epilog="Examples: lockstep run smoke --ranks 2 --set epochs=4 · lockstep run --ranks 2 -- python train.py")
 def run(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or the path of a YAML file; or -- and a PROGRAM of your own.")
+        str, typer.Argument(help="A recipe's name, or the path of a YAML file; or -- and your own PROGRAM.")
     ],
-    program: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Of the PROGRAM.")] = None,
-    ranks: Annotated[str, typer.Option(help="Processes to start; auto: one a GPU, else 2.")] = "auto",
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; the same one resumes.")] = None,
+    program: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Arguments of the PROGRAM.")] = None,
+    ranks: Annotated[str, typer.Option(help="Processes to start; auto: one per GPU, or 2 without a GPU.")] = "auto",
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; a run that is there is resumed.")] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a setting.")
     ] = None,
-    fresh: Annotated[bool, typer.Option(help="Start over; an earlier run is moved aside.")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="Start over; an earlier run in the directory is renamed, not deleted.")
+    ] = False,
     check_closeness: Annotated[
         str | None, typer.Option(metavar="every=N", help="Compare the ranks' parameters every N steps.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
     log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
-    prefix: Annotated[bool, typer.Option(help="Begin every line with its rank.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Put the rank at the beginning of every line.")] = False,
 ) -> None:
     """Train on this machine, in the foreground."""
     settings = list(assignments or [])
@@ -70,7 +72,7 @@ def run(
     if log_format not in (None, "table", "json"):
         raise UserError(f"--log-format must be table or json, got {log_format!r}")
     if not own and program:
-        raise UserError(f"one recipe, got {recipe} and {program[0]}: a program of your own goes behind --")
+        raise UserError(f"one recipe, got {recipe} and {program[0]}: your own program goes after --")
     words = _program(recipe, program or [], run_dir, settings, fresh, log_format) if own else ["run", recipe]
     if not own:
         from training import config as configuration

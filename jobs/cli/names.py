@@ -27,7 +27,7 @@ def _open(backend: str, namespace: str | None, context: str | None) -> JobBacken
 def status(
     backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
 ) -> None:
-    """Say where a job stands, and why."""
+    """Show the state of a job, and the reason for it."""
     report(name, _open(backend, namespace, context).status(name), as_json)
 
 
@@ -77,13 +77,13 @@ def _span(part: Part) -> str:
 def logs(
     backend: Backend,
     name: Name,
-    rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for the job, and go on to its end.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Only the lines of this global rank.", min=0)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job has ended.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     as_json: Json = False,
 ) -> None:
-    """Print what the ranks wrote; with --json one object a line."""
+    """Print the output of the ranks; with --json one object per line."""
     import json
 
     for line in _open(backend, namespace, context).logs(name, rank, follow):
@@ -96,12 +96,12 @@ def logs(
 def wait(
     backend: Backend,
     name: Name,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0)] = 86400,
+    timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
     namespace: Namespace = None,
     context: Context = None,
     as_json: Json = False,
 ) -> None:
-    """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
+    """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
     report(
         name,
         _open(backend, namespace, context).wait(name, timeout, teller(name)),
@@ -113,7 +113,7 @@ def wait(
 def cancel(
     backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
 ) -> None:
-    """End a job, with time to save its state."""
+    """End a job. It gets the grace period to save its state."""
     found = _open(backend, namespace, context).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
@@ -146,7 +146,7 @@ def doctor(
     data_root: Annotated[Path | None, typer.Option(help="gpu: where CIFAR-10 lies, for the speedrun.")] = None,
     seconds: Annotated[int | None, typer.Option(help="gpu: begin no row after so long (300).", min=1)] = None,
 ) -> None:
-    """Check the cluster for a job, or this machine's GPUs; exit code 1 where something is missing."""
+    """Check whether a cluster can run a job, or what this machine's GPUs can do. Exit code 1 if something is missing."""
     words = [word for row in only or () for word in ("--only", row)]
     for flag, value in (("--out", out), ("--data-root", data_root), ("--seconds", seconds)):
         words += [flag, str(value)] if value is not None else []

@@ -12,22 +12,24 @@ if TYPE_CHECKING:
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
-File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A job file; without one the flags are the job.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON value with stable fields.")]
+File = Annotated[
+    Path | None, typer.Argument(metavar="[FILE]", help="A job file. Without one, the options describe the job.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value with stable fields.")]
 Namespace = Annotated[str | None, typer.Option(help="Kubernetes namespace.")]
 Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.")]
 NameFlag = Annotated[str | None, typer.Option("--name", help="Name of the job.")]
 Recipe = Annotated[str | None, typer.Option(help="A recipe of training.")]
 Image = Annotated[str | None, typer.Option(help="Container image.")]
 Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
-Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
+Gpus = Annotated[int | None, typer.Option(help="GPUs per node.")]
 Profile = Annotated[str | None, typer.Option(help="Cluster profile: a name, or a YAML file (docs/slurm.md).")]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(
         "--sweep",
         metavar="NAME=A,B,…",
-        help="One run for each value: a job array with slurm, else a job each; repeat for a grid.",
+        help="One run for each value: a job array on SLURM, separate jobs elsewhere. Repeat the option for a grid.",
     ),
 ]
 Sets = Annotated[

@@ -77,12 +77,14 @@ class Rank:
 
 
 class Reader:
-    """Finds the ranks of a run directory. Raises `UserError` where it holds no run."""
+    """Finds the ranks of a run directory. Raises `UserError` where it does not hold a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         if not (run_dir / contract.RUN_FILE).is_file():
-            raise UserError(f"{run_dir} holds no run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
+            raise UserError(
+                f"{run_dir} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke"
+            )
 
     def read(self) -> dict[int, Snapshot]:
         """The newest of every rank. Ranks that do not answer are read from their textfiles."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool) -> int:
     """Submits the runs as one array; with `wait`, to the end and a table of what they reached. Returns the exit code."""
     if mode == "new":
-        raise UserError("--new takes a numbered name, which a sweep's runs have already: choose another --name")
+        raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
     opened = connect.connect(backend, spec)
     values = sweeps.parse(texts)
     specs = sweeps.expand(spec, values)

@@ -45,17 +45,17 @@ _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 
 def top(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    every: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.2)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.2)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the ranks of a run live: step, images/s, where the time goes, who holds the others up."""
+    """Show the ranks of a run live: step, images/s, where the time goes, and which rank slows the others down."""
     from jobs.cli.ranks import Reader, judge
 
     reader = Reader(run)
     before = reader.read()
     if not before:
-        raise UserError(f"{run} has neither endpoints nor metrics: has it begun, and are metrics.enabled?")
+        raise UserError(f"{run} has no metrics yet: check that it has started, and that metrics.enabled is true")
     if once or as_json:
         time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
         ranks = judge(before, reader.read() or before)

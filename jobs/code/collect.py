@@ -84,7 +84,9 @@ def _status(folder: Path, path: str) -> os.stat_result:
         if place.is_symlink():
             target = place.resolve(strict=True)
             if not target.is_relative_to(folder.resolve()):
-                raise UserError(f"code: {path} is a link out of the folder: name it in {listing.IGNORE_FILE}")
+                raise UserError(
+                    f"code: {path} is a link that leads out of the folder: name it in {listing.IGNORE_FILE}"
+                )
             if target.is_dir():
                 raise UserError(f"code: {path} is a link to a folder: name it in {listing.IGNORE_FILE}")
         status = place.stat()
@@ -95,7 +97,7 @@ def _status(folder: Path, path: str) -> os.stat_result:
         raise UserError(f"code: {path}{dangling}: name it in {listing.IGNORE_FILE}") from None
     if not stat.S_ISREG(status.st_mode):
         raise UserError(
-            f"code: {path} is no regular file (a device, a pipe, a socket): name it in {listing.IGNORE_FILE}"
+            f"code: {path} is not a regular file (a device, a pipe or a socket): name it in {listing.IGNORE_FILE}"
         )
     return status
 
@@ -121,12 +123,12 @@ def _read(folder: Path, path: str) -> tuple[File, tuple[int, ...]]:
 
 
 def _changed(path: str) -> UserError:
-    return UserError(f"code: {path} was changed while it was read: submit again when nothing writes there")
+    return UserError(f"code: {path} was changed while it was read: submit again when nothing writes to it")
 
 
 def _too_large(sizes: dict[str, int], found: str, limit: str) -> UserError:
     largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:NAMED]
     told = ", ".join(f"{path} ({sizes[path]})" for path in largest)
     return UserError(
-        f"code: {found}, at most {limit} travel; the largest files: {told}; name what is not needed in {listing.IGNORE_FILE}"
+        f"code: {found}, at most {limit} can be sent; the largest files: {told}; name what is not needed in {listing.IGNORE_FILE}"
     )

@@ -27,7 +27,7 @@ def files_of(folder: Path) -> list[str]:
         UserError: no folder, a git that fails, a submodule that was not fetched, more than `MAX_FILES`, or nothing left.
     """
     if not folder.is_dir():
-        raise UserError(f"code: {folder} is no folder")
+        raise UserError(f"code: {folder} is not a folder")
     found = set(_git(folder) if _in_repository(folder) else _walked(folder))
     found = {path for path in found if not set(path.split("/")) & set(NEVER)}
     found = {path for path in found if not (folder / path).absolute().is_relative_to(private.home().absolute())}
@@ -36,7 +36,7 @@ def files_of(folder: Path) -> list[str]:
     if len(found) > MAX_FILES:
         raise UserError(f"code: {folder} has {len(found)} files, more than {MAX_FILES}: name some in {IGNORE_FILE}")
     if not found:
-        raise UserError(f"code: nothing of {folder} travels: all of it is ignored, or it is empty")
+        raise UserError(f"code: no file of {folder} would be sent: all are ignored, or it is empty")
     return sorted(found)
 
 
@@ -47,7 +47,7 @@ def _in_repository(folder: Path) -> bool:
         return False
     said = _ask(folder, "rev-parse", "--is-inside-work-tree")
     if said.strip() != "true":
-        raise UserError(f"code: {folder} lies in the git repository {above[0]}, but in none of its working trees")
+        raise UserError(f"code: {folder} is in the git repository {above[0]}, but not in a working tree of it")
     return True
 
 
@@ -75,9 +75,9 @@ def _ask(folder: Path, *words: str) -> str:
             timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        raise UserError(f"code: {folder} lies in a git repository, and git is not installed: install it") from None
+        raise UserError(f"code: {folder} is in a git repository, and git is not installed: install git") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"code: git gave no answer within {_GIT_SECONDS} s in {folder}") from None
+        raise UserError(f"code: git did not answer within {_GIT_SECONDS} s in {folder}") from None
     if done.returncode != 0:
         told = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"code: git {words[0]} fails in {folder}: {told[0] if told else done.returncode}")

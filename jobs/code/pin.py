@@ -29,7 +29,7 @@ def look(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
     own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
     if own and Path(recipe).as_posix() not in {file.path for file in bundle.files}:
         raise UserError(
-            f"recipe {recipe} does not travel with the code: name one that does, seen from the code's folder"
+            f"recipe {recipe} is not part of the code: name a file inside the code's folder, by its path from there"
         )
     return _pinned(spec, bundle), bundle
 

@@ -22,7 +22,7 @@ _NAMES = {
 _PATHS = {".kube/config": "a cluster's login", ".docker/config.json": "a registry's login"}
 """The last two parts of a path."""
 _HARMLESS = ".example"
-"""End of a name that says that the values in it are none."""
+"""End of the name of a file with sample values, not real ones."""
 _CONTENTS = {
     "a private key": rb"-----BEGIN (?:[A-Z]{2,9} )?PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-[0-9]",
     "a cluster's login": rb"(?m)^[ \t-]{0,64}client-key-data:[ \t]{0,64}\S",
@@ -80,7 +80,7 @@ def check_content(path: str, data: bytes, allow: Collection[str]) -> None:
 
 
 def _advice(path: str) -> str:
-    return f"name it in .lockstepignore, or, where it is no secret, in code.allow: [{path}]"
+    return f"name it in .lockstepignore, or, if it is not a secret, in code.allow: [{path}]"
 
 
 def check_names(paths: Collection[str]) -> None:
@@ -104,8 +104,8 @@ def _check_module(path: str, parts: list[str]) -> None:
     name = match["name"] if len(parts) == 1 else parts[0]
     if name in OURS:
         raise UserError(
-            f"code: {path} would hide Lockstep's own package {name}: rename it, or name it in .lockstepignore"
+            f"code: {path} would hide the package of Lockstep named {name}: rename it, or name it in .lockstepignore"
         )
     # A folder without __init__.py hides nothing.
     if name in {*sys.stdlib_module_names, *_AT_START} and (len(parts) == 1 or match["name"] == "__init__"):
-        raise UserError(f"code: {path} would hide Python's own module {name}: rename it, or name it in .lockstepignore")
+        raise UserError(f"code: {path} would hide the standard module {name}: rename it, or name it in .lockstepignore")

@@ -1,6 +1,6 @@
 """The copies of code that jobs run from: $LOCKSTEP_HOME/code/IDENTITY.tar.gz, and IDENTITY/, unpacked and read-only.
 
-A copy gets its name when it is whole, and is never changed: what was submitted is what runs.
+A copy gets its name when it is complete, and is never changed: what was submitted is what runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def packed(identity: str) -> bytes:
         data = files.read(place, archive.MAX_PACKED)
     except OSError as error:
         raise UserError(
-            f"the code {identity[:12]} is not kept in {place.parent} ({error.strerror}): submit it from its folder"
+            f"the code {identity[:12]} is not stored in {place.parent} ({error.strerror}): submit it from its folder"
         ) from None
     archive.read(data, identity)  # a disk, or a hand, may have changed it
     return data
@@ -60,16 +60,16 @@ def folder(identity: str) -> Path:
 
 
 def unpacked(identity: str) -> Path:
-    """The unpacked copy, made where it is missing. One that was changed since is put aside. Raises `UserError`."""
+    """The unpacked copy, made where it is missing. One that was changed since is renamed. Raises `UserError`."""
     target = folder(identity)
     found = archive.read(packed(identity), identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
         aside = target.with_name(f".{identity}.changed.{os.getpid()}")
-        warn(f"{target} was changed since it was written: it is put aside as {aside.name}")
+        warn(f"{target} was changed since it was written: it is moved to {aside.name}")
         try:
             target.rename(aside)
         except OSError as error:
-            raise UserError(f"{target} was changed, and cannot be put aside: {error.strerror}") from None
+            raise UserError(f"{target} was changed, and cannot be moved away: {error.strerror}") from None
     return target if target.exists() else archive.unpack(found, target)
 
 

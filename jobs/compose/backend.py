@@ -88,7 +88,7 @@ class ComposeBackend(Cluster):
         engine.check_built(spec.image)
         if old is not None:
             self._remove(spec.name)
-        self._remove_code(spec.name)  # a submission that was broken off leaves some
+        self._remove_code(spec.name)  # a submission that was interrupted leaves some
         return self._up(spec)
 
     def _up(self, spec: JobSpec) -> Submitted:

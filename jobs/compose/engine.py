@@ -40,9 +40,11 @@ def _run(words: Sequence[str], stdin: str | bytes | None, timeout: float) -> byt
             stdin=subprocess.DEVNULL if stdin is None else None, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        raise EngineError("there is no program docker: install Docker with its compose plugin") from None
+        raise EngineError("docker is not installed: install Docker with its compose plugin") from None
     except subprocess.TimeoutExpired:
-        raise EngineDown(f"docker {words[0]} gave no answer within {timeout:g} s: is the engine well?") from None
+        raise EngineDown(
+            f"docker {words[0]} did not answer within {timeout:g} s: check that the container engine runs"
+        ) from None
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace")
         raise (EngineDown if _is_down(said) else EngineError)(explain(words, said))
@@ -57,7 +59,7 @@ def explain(words: Sequence[str], said: str) -> str:
         where = os.environ.get("DOCKER_HOST", "its default socket")
         return f"no container engine answers at {where}: start Docker, or set DOCKER_HOST"
     if "permission denied" in said and "docker" in said and "sock" in said:
-        return "this user may not talk to the container engine: join the group docker, or use rootless Docker"
+        return "this user may not use the container engine: join the group docker, or use rootless Docker"
     if words[0] == "compose" and ("is not a docker command" in said or "unknown shorthand flag: 'f'" in said):
         return "docker has no compose plugin: install docker-compose-v2 (docker-compose-plugin)"
     if "pull access denied" in said or "manifest unknown" in said or "No such image" in said:

@@ -39,7 +39,9 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: dict[str, Any] | 
         step = said.get("step") if said is not None and said.get("code") is None else None
         if lost and not cancelled:
             return Status(
-                "restarting", f"{lost[0].reason}; the others wait for it: submit the job again to bring it back", parts
+                "restarting",
+                f"{lost[0].reason}; the other nodes wait for it: submit the job again to restart it",
+                parts,
             )
         paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
         if paused:
@@ -70,7 +72,7 @@ def _ended(nodes: list[Manifest], parts: list[Part], said: dict[str, Any] | None
     if cancelled:
         return answer("cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled")
     if code == contract.EXIT_PREEMPTED:
-        return answer("preempted", reason or "saved; submit it again with --replace to go on")
+        return answer("preempted", reason or "saved; submit it again with --replace to resume")
     starved = next((part for part, node in zip(parts, nodes) if get(node, "State", "OOMKilled")), None)
     if starved is not None:
         return answer("failed", starved.reason)
@@ -105,7 +107,7 @@ def _part(node: Manifest, index: int, spec: JobSpec | None) -> Part:
     if code == contract.EXIT_DONE:
         return Part(name, ranks, "succeeded")
     if code == contract.EXIT_PREEMPTED:
-        return Part(name, ranks, "preempted", f"{name} has saved and left")
+        return Part(name, ranks, "preempted", f"{name} has saved and ended")
     if code > 128:
         return Part(name, ranks, "failed", f"{name} was killed by {_signal(code - 128)}")
     return Part(name, ranks, "failed", f"{name} ended with exit code {code}: see `lockstep logs compose`")

@@ -58,9 +58,9 @@ def render(spec: JobSpec) -> Manifest:
 def render_prepare(spec: JobSpec) -> Manifest:
     """The Compose file of one container that writes the recipe's shards. Raises `UserError`."""
     if spec.recipe is None or spec.shards is None:
-        raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /data/shards")
+        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/shards")
     if not on_volume(spec, spec.shards):
-        raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
+        raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
     writable = spec.on_cpu().model_copy(
         update={
             "nodes": 1, "ranks_per_node": 1, "elastic": None, "code": None,
@@ -78,7 +78,7 @@ def render_prepare(spec: JobSpec) -> Manifest:
 
 
 def run_volume(spec: JobSpec) -> str:
-    """The volume that keeps a run whose directory lies on no volume of the job's."""
+    """The volume that keeps a run whose directory is not on a volume of the job's."""
     return f"{project(spec.name)}-runs"
 
 

@@ -75,10 +75,10 @@ def one_service_a_node(subject: Subject) -> Iterator[str]:
     """One labelled service a node, each once: ranks are counted over them."""
     found = [service for service in subject.services.values() if get(service, "labels", JOB) == subject.spec.name]
     if len(found) != subject.spec.nodes or any(get(service, "labels", HASH) is None for service in found):
-        yield f"the file has {len(found)} services of this job, nodes says {subject.spec.nodes}: change nodes, not the file"
+        yield f"the file has {len(found)} services of this job, nodes is {subject.spec.nodes}: set nodes, do not patch the file"
     for name, service in _nodes(subject).items():
         if get(service, "deploy", "replicas") not in (None, 1) or service.get("scale") not in (None, 1):
-            yield f"{name} is started more than once: change nodes instead"
+            yield f"{name} is started more than once: set nodes instead"
 
 
 @rule("LC003")
@@ -122,27 +122,27 @@ def host_access(subject: Subject) -> Iterator[str]:
         for key, harmless in NAMESPACES.items():
             value = service.get(key)
             if value is not None and value not in harmless:
-                yield f"{name}: {key}: {value} opens the host or another container to the job: remove it"
+                yield f"{name}: {key}: {value} gives the job access to the host or to another container: remove it"
         for key in ("volumes_from", "use_api_socket"):
             if service.get(key):
-                yield f"{name}: {key} gives the job what is not its own: remove it"
+                yield f"{name}: {key} gives the job access to something outside it: remove it"
         mounts = service.get("volumes")
         for mount in mounts if isinstance(mounts, list) else []:
             source = _host_path(mount)
             if source is not None:
-                yield f"{name}: the mount of {source} opens the host to the job: use a named volume"
+                yield f"{name}: the mount of {source} gives the job access to the host: use a named volume"
     for item in subject.objects:
         volumes = item.get("volumes")
         for name, volume in volumes.items() if isinstance(volumes, dict) else ():
             device = str(get(volume, "driver_opts", "device") or "")
             if device.startswith(HOST_PATHS):
-                yield f"volume {name} is {device} of the host: use a volume of the engine's own"
+                yield f"volume {name} is {device} of the host: use a volume that the engine manages"
         networks = item.get("networks")
         for name, network in networks.items() if isinstance(networks, dict) else ():
             if "host" in (get(network, "driver"), get(network, "name")):
                 yield f"network {name} is the host's own: remove it"
         if "services" in item and item.get("include"):
-            yield "include brings in what nobody here has looked at: put it into the patch"
+            yield "include adds a file that lint does not read: put its content into the patch"
 
 
 def _reserved(service: Any) -> list[Any]:
@@ -174,7 +174,7 @@ def restarts(subject: Subject) -> Iterator[str]:
     """Docker's restart policies also retry wrong usage, and count on top of the launcher."""
     for name, service in _nodes(subject).items():
         if service.get("restart") not in ("no", False, None):
-            yield f"{name}: restart: {service['restart']} retries what can never work: use max_restarts"
+            yield f"{name}: restart: {service['restart']} also restarts after wrong usage: use max_restarts"
 
 
 @rule("LC008")
@@ -201,7 +201,7 @@ def shards_mounted(subject: Subject) -> Iterator[str]:
     """Prepared shards must lie on a volume."""
     shards = subject.spec.shards
     if shards and not any(holds(volume.path, shards) for volume in subject.spec.volumes):
-        yield f"shards {shards} lies on no volume: add one to volumes"
+        yield f"shards {shards} is not on a volume: add one to volumes"
 
 
 @rule("LC011", "warning")
@@ -210,7 +210,7 @@ def owner(subject: Subject) -> Iterator[str]:
     for volume in subject.spec.volumes:
         if not volume.read_only and not any(volume.path.rstrip("/") == folder for folder in IMAGE_FOLDERS):
             yield (
-                f"volume {volume.claim} at {volume.path}: a new one would belong to root, whom nobody here is; "
+                f"volume {volume.claim} at {volume.path}: a new volume would belong to root, and the job does not run as root; "
                 f"mount it at {' or '.join(IMAGE_FOLDERS)}, or give your image that folder"
             )
 
@@ -220,7 +220,7 @@ def image_tag(subject: Subject) -> Iterator[str]:
     """A name without a tag means another image tomorrow."""
     name = subject.spec.image or ""
     if name and "@sha256:" not in name and (":" not in name.rsplit("/", 1)[-1] or name.endswith(":latest")):
-        yield f"image {name} has no fixed tag: give one, or best a digest (name@sha256:…)"
+        yield f"image {name} has no fixed tag: use a tag, or better a digest (name@sha256:…)"
 
 
 @rule("LC013", "warning")
@@ -251,4 +251,4 @@ def dangling_mounts(subject: Subject) -> Iterator[str]:
             yield f"{name}: volumes must be a list: undo the patch"
         for mount in mappings(service.get("volumes")):
             if mount.get("type") == "volume" and mount.get("source") not in names:
-                yield f"{name}: the mount at {mount.get('target')!r} names no volume: a patch replaces whole lists"
+                yield f"{name}: the mount at {mount.get('target')!r} has no volume: a patch replaces whole lists"

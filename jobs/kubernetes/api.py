@@ -99,7 +99,7 @@ class Api:
             return json.loads(response.data)
         except ValueError:
             raise UserError(
-                f"{self.host} answers {method} {path} with no JSON: is that a Kubernetes API server?"
+                f"{self.host} did not answer {method} {path} with JSON: check that it is a Kubernetes API server"
             ) from None
         finally:
             response.release_conn()
@@ -186,7 +186,7 @@ class Api:
                         return
             except Gone:
                 continue
-        raise Unreachable(f"{self.host} ends the list of {path} three times before its last page: try again")
+        raise Unreachable(f"{self.host} gave an incomplete list of {path} three times: try again")
 
     def watch(self, path: str, version: str, seconds: float, **query: Any) -> Iterator[dict[str, Any]]:
         """Events since a resource version, until the server closes the stream or it falls silent for `seconds`.
@@ -261,12 +261,12 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
 
 def _network_problem(error: urllib3.exceptions.HTTPError, timeout: float) -> str:
     if isinstance(error, urllib3.exceptions.ReadTimeoutError):
-        return f"gave no answer within {timeout:g} s"
+        return f"did not answer within {timeout:g} s"
     reason = getattr(error, "reason", None) or error
     if isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
         return "cannot be reached in time"
     if isinstance(reason, urllib3.exceptions.ReadTimeoutError):
-        return f"gave no answer within {timeout:g} s"
+        return f"did not answer within {timeout:g} s"
     return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"
 
 

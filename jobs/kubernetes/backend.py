@@ -110,7 +110,7 @@ class KubernetesBackend(Cluster):
     def settled(self, found: Found) -> Found | None:
         if not get(found.record, "metadata", "deletionTimestamp"):
             return found
-        warn(f"{found.name} is being deleted: waiting for its end")
+        warn(f"{found.name} is being deleted: waiting until it is gone")
         with explained(self.api.host):
             self._await_end(found.record, self._deletion_seconds(found.spec))
         return self.find(found.name)
@@ -230,7 +230,7 @@ class KubernetesBackend(Cluster):
         except Unreachable:
             raise
         except UserError:
-            self._settle(name)  # of a submission that was broken off before there was a job
+            self._settle(name)  # of a submission that was interrupted before there was a job
             raise
         self._settle(name)
         return status
@@ -243,7 +243,7 @@ class KubernetesBackend(Cluster):
     def stop(self, found: Found) -> Status:
         with explained(self.api.host):
             self._delete(found.record, self._deletion_seconds(found.spec))
-        return Status("cancelled", "cancelled; its pods had their grace to save")
+        return Status("cancelled", "cancelled; its pods had the grace period to save")
 
     @staticmethod
     def _deletion_seconds(spec: JobSpec | None) -> float:

@@ -86,7 +86,7 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
         if error.status == 403:
             found.append(Check(name, "cannot tell", " ".join(str(error).split())[:200]))
         else:
-            found.append(Check(name, "cannot tell", f"the server answers {error.status}: {str(error)[:200]}"))
+            found.append(Check(name, "cannot tell", f"the server answered {error.status}: {str(error)[:200]}"))
     except UserError as error:
         found.append(Check(name, "cannot tell", str(error)))
     return found
@@ -226,7 +226,7 @@ def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # 
         yield Check(
             "pod monitor",
             "warning",
-            "the Prometheus operator is not installed: metrics are served, nobody scrapes them",
+            "the Prometheus operator is not installed: metrics are served, but nothing scrapes them",
         )
         return
     yield Check("pod monitor", "ok", "installed")

@@ -28,7 +28,7 @@ def explained(host: str, kind: str = "") -> Iterator[None]:
     try:
         yield
     except Gone:
-        raise Unreachable(f"{host} dropped the version it was asked for: try again") from None
+        raise Unreachable(f"{host} no longer has the version that was asked for: try again") from None
     except ApiError as error:
         message = " ".join(str(error).split())
         if error.status == 403:
@@ -37,7 +37,7 @@ def explained(host: str, kind: str = "") -> Iterator[None]:
             raise Unreachable(f"{host} answers {error.status}: {message}") from None
         if error.status == 404 and kind in INSTALL and "namespace" not in message:
             raise UserError(
-                f"the cluster knows no {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
+                f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
             ) from None
         raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}") from None
 

@@ -28,7 +28,7 @@ def name_length(subject: Subject) -> Iterator[str]:
     else:
         longest = 63 - len(f"-node-0-{subject.spec.nodes - 1}-xxxxx")
     if len(name) > longest:
-        yield f"the name {name[:40]}… has {len(name)} characters, its pods allow {longest}: shorten it"
+        yield f"the name {name[:40]}… has {len(name)} characters, at most {longest} are possible with these pods: shorten it"
 
 
 @rule("LS002")
@@ -65,7 +65,7 @@ def replica_keys(subject: Subject) -> Iterator[str]:
             yield f"Master has {pod.count} replicas, the operator accepts 1: put the others under Worker"
     total = sum(_number(pod.count) or 0 for pod in subject.pods)
     if subject.replicas and total != subject.spec.nodes:
-        yield f"the replicas are {total} pods, nodes says {subject.spec.nodes}: change nodes, not the manifest"
+        yield f"the replicas are {total} pods, nodes is {subject.spec.nodes}: set nodes, do not patch the manifest"
 
 
 @rule("LS005", kinds=PYTORCHJOB)
@@ -144,7 +144,7 @@ def network_policy(subject: Subject) -> Iterator[str]:
     policies = [item for item in subject.objects if item.get("kind") == "NetworkPolicy"]
     selectors = [get(item, "spec", "podSelector", "matchLabels") for item in policies]
     if {JOB: subject.spec.name, HASH: subject.spec.hash()} not in selectors:
-        yield "no NetworkPolicy selects the job's pods: whoever reaches the rendezvous port runs code in them"
+        yield "no NetworkPolicy selects the job's pods: anyone who reaches the rendezvous port can run code in them"
 
 
 @rule("LS026")
@@ -168,7 +168,7 @@ def gang(subject: Subject) -> Iterator[str]:
 def identity(subject: Subject) -> Iterator[str]:
     """`patch` must not take away what `status`, `logs`, `cancel` and the NetworkPolicy find the job by."""
     if not subject.job:
-        yield "the patch changed kind, so that no job is left: patch the fields below it"
+        yield "the patch changed kind: patch the fields below it"
         return
     versions = {"PyTorchJob": "kubeflow.org/v1", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
     if subject.job.get("apiVersion") != versions[subject.job["kind"]]:
@@ -181,7 +181,7 @@ def identity(subject: Subject) -> Iterator[str]:
         get(subject.job, "metadata", "labels", JOB) != subject.spec.name
         or get(subject.job, "metadata", "labels", HASH) != subject.spec.hash()
     ):
-        yield f"the patch removed the labels {JOB} or {HASH}: they are how the job is found again"
+        yield f"the patch removed the labels {JOB} or {HASH}: lockstep finds the job by them"
     for pod in subject.pods:
         for label, value in ((JOB, subject.spec.name), (HASH, subject.spec.hash())):
             if get(pod.metadata, "labels", label) != value:
@@ -190,17 +190,17 @@ def identity(subject: Subject) -> Iterator[str]:
 
 @rule("LS045", "warning", TRAINJOB)
 def plain_runtime(subject: Subject) -> Iterator[str]:
-    """Kubeflow's own runtime mounts a token, names no metrics ports, keeps finished jobs and retries wrong usage (exit 2)."""
+    """Kubeflow's own runtime mounts a token, has no metrics ports, keeps finished jobs and retries wrong usage (exit 2)."""
     if k8s(subject.spec).runtime == "torch-distributed":
         yield (
-            "the runtime torch-distributed mounts a token, names no metrics ports, keeps finished jobs and retries wrong usage: "
+            "the runtime torch-distributed mounts a token, has no metrics ports, keeps finished jobs and retries wrong usage: "
             "set k8s.runtime to lockstep, the one of deploy/k8s/components/trainer"
         )
 
 
 @rule("LS036", kinds=TRAINJOB)
 def trainjob_limits(subject: Subject) -> Iterator[str]:
-    """TrainJob knows no elastic jobs, and what its pods get beyond a patch stands in the runtime."""
+    """A TrainJob cannot be elastic, and what its pods get beyond a patch is set in the runtime."""
     if subject.spec.elastic:
         yield "a TrainJob cannot be elastic: use k8s.kind PyTorchJob"
     given = subject.spec.plain().get("k8s", {})

@@ -154,7 +154,7 @@ def _failure(job: Object, failed: Object, pods: list[Object]) -> tuple[State, st
             return "failed", f"{name}: wrong usage, config or data (exit code 2): see `lockstep logs`", EXIT_USAGE
         if code == 128 + 15:
             name = get(pod, "metadata", "name")
-            return "preempted", f"{name} was told to end and has saved; submit it again to go on", EXIT_PREEMPTED
+            return "preempted", f"{name} was told to end and has saved; submit it again to resume", EXIT_PREEMPTED
         return "failed", text, EXIT_FAILED
     if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in why:
         return "failed", "all restarts are used up", EXIT_FAILED
@@ -228,7 +228,7 @@ def _part(pod: Object, ranks: int, places: dict[str, int], now: float) -> Part:
 
 
 def _terminated(pod: Object) -> Object | None:
-    """How the pod's own container ended, or an init container that failed, with its name. A sidecar is none of ours."""
+    """How the pod's own container ended, or an init container that failed, with its name. Sidecars do not count."""
     for key in ("initContainerStatuses", "containerStatuses"):
         for item in mappings(get(pod, "status", key)):
             end, init = get(item, "state", "terminated"), key == "initContainerStatuses"

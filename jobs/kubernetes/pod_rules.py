@@ -81,7 +81,7 @@ def readiness(subject: Subject) -> Iterator[str]:
     """Headless Services publish no unready address: a readinessProbe on Master delays DNS until workers give up."""
     for pod in subject.pods:
         if pod.container.get("readinessProbe") is not None:
-            yield f"{pod.replica}: a readinessProbe delays the name the workers wait for: remove it"
+            yield f"{pod.replica}: a readinessProbe delays the DNS name that the workers wait for: remove it"
 
 
 @rule("LS019", "warning")
@@ -90,7 +90,7 @@ def durable_run(subject: Subject) -> Iterator[str]:
     for pod in subject.pods[:1]:
         _, volume = _volume_at(pod, subject.spec.run_directory)
         if get(volume, "persistentVolumeClaim") is None:
-            yield f"run_dir {subject.spec.run_directory} lies on no volume: a restart begins anew, uncounted; add one to volumes"
+            yield f"run_dir {subject.spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes"
 
 
 @rule("LS020")
@@ -128,7 +128,7 @@ def ports(subject: Subject) -> Iterator[str]:
             if len(name) > 15 or names.count(name) > 1:
                 yield f"{pod.replica}: port name {name!r} must be unique and have at most 15 characters"
         if "pytorchjob-port" not in names:
-            yield f"{pod.replica}: the port pytorchjob-port is gone, which the operator reads: undo the patch"
+            yield f"{pod.replica}: the port pytorchjob-port is missing, and the operator needs it: undo the patch"
         if any(numbers.count(number) > 1 for number in numbers):
             yield f"{pod.replica}: two ports have one number: move metrics_port away from 23456"
         missing = [f"metrics-{rank}" for rank in range(subject.spec.ranks) if f"metrics-{rank}" not in names]
@@ -154,7 +154,7 @@ def devices(subject: Subject) -> Iterator[str]:
         limits = limits if isinstance(limits, dict) else {}
         gpus = limits.get(k8s(subject.spec).gpu_resource)
         if subject.spec.gpus and str(gpus) != str(subject.spec.gpus):
-            yield f"{pod.replica}: limit of {k8s(subject.spec).gpu_resource} is {gpus!r}, gpus says {subject.spec.gpus}"
+            yield f"{pod.replica}: limit of {k8s(subject.spec).gpu_resource} is {gpus!r}, but gpus is {subject.spec.gpus}"
         fast = [str(name) for name in limits if str(name).startswith("rdma/") or str(name).endswith("/efa")]
         if any(name.endswith("/efa") for name in fast) and not any(str(n).startswith("hugepages-") for n in limits):
             yield f"{pod.replica}: EFA without huge pages falls back to sockets: set k8s.hugepages to 5120Mi"
@@ -188,7 +188,7 @@ def launcher(subject: Subject) -> Iterator[str]:
         command = pod.container.get("command")
         words = command if isinstance(command, list) else []
         if not {"launch", "torchrun"} & {str(word) for word in words}:
-            yield f"{pod.replica}: the command is not `python -m training launch …`: the pod's ranks would not be started"
+            yield f"{pod.replica}: the command is not `python -m training launch …`: no rank would be started"
 
 
 @rule("LS033")
@@ -207,7 +207,7 @@ def dangling_mounts(subject: Subject) -> Iterator[str]:
         known = {volume.get("name") for volume in mappings(get(pod.spec, "volumes"))}
         for mount in mappings(pod.container.get("volumeMounts")):
             if mount.get("name") not in known:
-                yield f"{pod.replica}: the mount at {mount.get('mountPath')!r} names no volume: a patch replaces whole lists"
+                yield f"{pod.replica}: the mount at {mount.get('mountPath')!r} has no volume: a patch replaces whole lists"
 
 
 @rule("LS035", "warning")
@@ -238,4 +238,4 @@ def shards_mounted(subject: Subject) -> Iterator[str]:
     """Prepared shards must lie on a volume."""
     for pod in subject.pods[:1]:
         if subject.spec.shards and get(_volume_at(pod, subject.spec.shards)[1], "persistentVolumeClaim") is None:
-            yield f"shards {subject.spec.shards} lies on no volume: add one to volumes"
+            yield f"shards {subject.spec.shards} is not on a volume: add one to volumes"

@@ -46,7 +46,7 @@ def secure(api: Api, path: str, policy: Manifest, live: Callable[[], Manifest | 
             return
         if time.monotonic() > deadline:
             raise UserError(
-                f"the NetworkPolicy {name} cannot be made, and one of an earlier job is still there: try again"
+                f"the NetworkPolicy {name} cannot be made, and the one of an earlier job still exists: try again"
             )
         there = _get(api, f"{path}/{name}")
         if there is None:  # it has just gone, or the server was busy with another change

@@ -11,11 +11,11 @@ from training.contract import UserError
 
 
 def render(spec: JobSpec) -> list[Manifest]:
-    """[Job]. Raises `UserError` for a spec that names no shards, or no volume to write them to."""
+    """[Job]. Raises `UserError` for a spec without shards, or no volume to write them to."""
     if spec.recipe is None or spec.shards is None:
-        raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /data/digits")
+        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
     if not any(holds(volume.path, spec.shards) for volume in spec.volumes):
-        raise UserError(f"shards {spec.shards} lies on no volume: add one to volumes")
+        raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
     if spec.image is None:
         raise UserError("image is not set: add it to the job, or pass --image")
     spec = spec.model_copy(update={"code": None})  # shards need none of it

@@ -45,7 +45,7 @@ class Kubernetes(Section):
     kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
     """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
     namespace: Label | None = None
-    """Null: the kubeconfig's namespace."""
+    """Namespace; null: the one in the kubeconfig."""
     context: Text | None = Field(default=None, min_length=1, max_length=253)
     """Context of the kubeconfig; null: the current one."""
     runtime: Subdomain = "torch-distributed"
@@ -55,7 +55,7 @@ class Kubernetes(Section):
     topology: Literal["required", "preferred"] | None = None
     """Kueue topology-aware scheduling: the whole job within one `topology_level`, or as near as possible."""
     topology_level: LabelKey = "cloud.provider.com/topology-rack"
-    """Node label of the level that `topology` speaks of."""
+    """Node label of the level that `topology` refers to."""
     priority_class: Subdomain | None = None
     service_account: Subdomain | None = None
     image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
@@ -63,30 +63,30 @@ class Kubernetes(Section):
     node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
     tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
     spread: Literal["required", "preferred", "none"] = "required"
-    """One pod a host: always, where possible, or not at all. Without it two nodes of a job may share a machine."""
+    """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
     master: bool = False
     """Render a Master replica beside the workers. The operator then gives each worker an init container, which a namespace
     with PodSecurity `restricted` refuses, and which pulls a public image."""
     gpu_resource: Resource = "nvidia.com/gpu"
     rdma: dict[Resource, int] = Field(default_factory=dict)
-    """RDMA devices a node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
+    """RDMA devices per node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
     hugepages: Size | None = None
-    """hugepages-2Mi a node; EFA needs 5120Mi."""
+    """hugepages-2Mi per node; EFA needs 5120Mi."""
     socket_interface: Device | None = None
     """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     ib_hca: Device | None = None
     """NCCL_IB_HCA."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
     run_as_user: int | None = Field(default=1000, ge=1, le=2**31 - 1)
-    """User id of the container; root is not offered. Null: the cluster gives one (OpenShift, from the namespace's range)."""
+    """User id of the container, not root. Null: the cluster assigns one (OpenShift, from the namespace's range)."""
     fs_group: int | None = Field(default=1000, ge=1, le=2**31 - 1)
-    """Group that owns the volumes' files. Null: the cluster gives one."""
+    """Group that owns the files of the volumes. Null: the cluster assigns one."""
     prometheus_namespace: Label = "monitoring"
     """Namespace whose pods may scrape the metrics ports."""
     ttl: Duration = "7d"
     """How long a finished job stays before the cluster deletes it."""
     patch: Values = Field(default_factory=dict)
-    """JSON merge patch on the rendered job: the way to every field that has no setting here. Lint reads the result."""
+    """JSON merge patch on the rendered job, for fields that have no setting here. Lint checks the result."""
 
     @field_validator("rdma")
     @classmethod

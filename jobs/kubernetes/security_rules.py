@@ -53,7 +53,7 @@ def image_tag(subject: Subject) -> Iterator[str]:
     image = subject.spec.image or ""
     if image and "@sha256:" not in image:
         loose = ":" not in image.rsplit("/", 1)[-1] or image.endswith(":latest")
-        yield f"image {image} {'has no fixed tag' if loose else 'is a tag, which can move'}: best give a digest (name@sha256:…)"
+        yield f"image {image} {'has no fixed tag' if loose else 'is a tag, which can move'}: use a digest (name@sha256:…)"
 
 
 @rule("LS042")
@@ -77,7 +77,7 @@ def unpublished(spec: JobSpec) -> str:
     if not image or "/" in image or spec.command is not None or k8s(spec).image_pull_policy == "Never":
         return ""
     return (
-        f"image {image} names no registry, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "
+        f"image {image} has no registry in its name, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "
         "registry/name, or set k8s.image_pull_policy Never where it was loaded onto every node"
     )
 
@@ -88,7 +88,7 @@ def host_access(subject: Subject) -> Iterator[str]:
     for pod in subject.pods:
         for name in ("hostNetwork", "hostPID", "hostIPC"):
             if get(pod.spec, name):
-                yield f"{pod.replica}: {name} opens the host to the job: remove it"
+                yield f"{pod.replica}: {name} gives the job access to the host: remove it"
         for volume in mappings(get(pod.spec, "volumes")):
             if "hostPath" in volume:
                 yield f"{pod.replica}: volume {volume.get('name')!r} is a hostPath: use a claim"

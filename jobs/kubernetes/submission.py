@@ -48,7 +48,7 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
         if live is None:
             with contextlib.suppress(ApiError):
                 policy.drop_unowned(api, policies, wanted["metadata"]["name"])
-            raise UserError(f"{spec.name} was submitted by somebody else just now, with another spec")
+            raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
     except (ApiError, UserError) as error:
         if pieces and not isinstance(error, Unreachable):  # then the job may be there
             with contextlib.suppress(ApiError, UserError):
@@ -92,7 +92,7 @@ def keep(api: Api, namespace: str, spec: JobSpec, job: Manifest, own: JobSpec | 
     missing = [item for item in code.maps(spec, submission, packed) if item["metadata"]["name"] not in there]
     if missing and (own is None or own.code is None or own.code.packed != len(packed)):
         raise UserError(
-            f"the code of {spec.name} is gone from the cluster, and was packed elsewhere: cancel it and submit again"
+            f"the code of {spec.name} is no longer in the cluster, and was packed on another machine: cancel the job and submit it again"
         )
     code.own(api, namespace, missing, live)
 

@@ -107,12 +107,12 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _clear(folder: Path) -> None:
-        """A submission was broken off before its record was there: nothing has run. Raises `UserError` for anything else."""
+        """A submission was interrupted before its record was written: nothing has run. Raises `UserError` for anything else."""
         files.remove_stale(folder, (JOB,))
         try:
             folder.rmdir()
         except OSError:
-            raise UserError(f"{folder} is there and holds no job: choose another name, or remove it") from None
+            raise UserError(f"{folder} exists and does not hold a job: choose another name, or remove it") from None
 
     @staticmethod
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
@@ -137,7 +137,7 @@ class LocalBackend(Backend):
         if ended is not None and ended["job"] != record["job"]:
             ended = None  # of an earlier submission
         if ended is None and record["host"] != here():
-            return answer("running", f"is {record['host'].split()[0]}'s: ask there")
+            return answer("running", f"runs on {record['host'].split()[0]}: ask there")
         if ended is None and supervised:
             if (folder / RUNNING).exists():
                 said = records.said(Path(record["run_dir"]), record["job"])
@@ -168,7 +168,7 @@ class LocalBackend(Backend):
                 "cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled", code
             )
         if code == contract.EXIT_PREEMPTED:
-            return answer("preempted", reason or "saved; submit it again to go on", code)
+            return answer("preempted", reason or "saved; submit it again to resume", code)
         last = self._last_line(folder)
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 
@@ -184,7 +184,7 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _being_submitted(folder: Path) -> bool:
-        """Between its record and its supervisor; a submission that was broken off there is lost after a minute."""
+        """Between its record and its supervisor; a submission that was interrupted there is lost after a minute."""
         if (folder / SUPERVISOR).exists() or (folder / RUNNING).exists():
             return False
         try:
@@ -243,7 +243,7 @@ class LocalBackend(Backend):
         if not status.final:
             left = living(record["job"], *supervisor) or supervisor
             raise UserError(
-                f"{found.name} has not ended: {processes.described(left)} lives on (state D: the kernel holds it, often "
+                f"{found.name} has not ended: {processes.described(left)} is still running (state D: the kernel holds it, often "
                 f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {found.name}` says so"
             )
         return status

@@ -87,7 +87,7 @@ def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: floa
             send([launcher.pid], signal.SIGTERM)
         if now >= deadline:
             kill(job, os.getpid())  # what lives even then is waited for: until then the job has not ended
-        # Nobody tells when a process ends that is no child of this one.
+        # There is no notification when a process ends that is not a child of this one.
         seconds = POLL_SECONDS if rest else max(POLL_SECONDS, (deadline if asked else limit) - now)
         heard = signal.sigtimedwait(_HEARD, seconds)
         if heard is not None and heard.si_signo != signal.SIGCHLD:

@@ -128,13 +128,13 @@ class SlurmBackend(Cluster):
         self.refuse(whole)
         with self.exclusive():
             if Folder(self.folder / name).record() is not None:
-                raise UserError(f"{name} is a job of its own: choose another --name for the sweep")
+                raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
             placed = [self.place(spec, mode) for spec in specs]
             new = [item[0] for item in placed if not isinstance(item, Submitted)]
             there = [item for item in placed if isinstance(item, Submitted)]
             if new and there:
                 raise UserError(
-                    f"{there[0].name} of this sweep is under way already: wait for it, or choose another --name"
+                    f"{there[0].name} of this sweep is running already: wait for it, or choose another --name"
                 )
             if not new:
                 return there
@@ -144,7 +144,7 @@ class SlurmBackend(Cluster):
     def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
         folder = self.folder / spec.name
         if folder.exists() and Folder(folder).record() is None:
-            raise UserError(f"{folder} belongs to a sweep, or to nothing of ours: choose another --name")
+            raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
         return super().place(spec, mode)
 
     def find(self, name: str) -> Found | None:
@@ -177,7 +177,7 @@ class SlurmBackend(Cluster):
         if found.record["run_dir"] != spec.run_directory_here:
             raise UserError(
                 f"{spec.name} has run in {found.record['run_dir']}: submit it from the folder it was submitted from, to "
-                "go on there, or with --replace, to start anew here"
+                "resume it, or with --replace to start over here"
             )
         return found
 
@@ -266,7 +266,9 @@ class SlurmBackend(Cluster):
         try:
             cancelled(record).touch()  # from here on no rank asks for a requeue
         except OSError as error:
-            warn(f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may ask for a requeue")
+            warn(
+                f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may still ask for a requeue"
+            )
         grace = JobSpec.recorded(name, found.plain).grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False
@@ -334,7 +336,7 @@ class SlurmBackend(Cluster):
         return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
 
 
-_BROKEN_OFF = Status("lost", "the submission was broken off before sbatch answered: submit it with --replace")
+_BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ def _gpus_in(gres: str, kind: str | None) -> int:
 def _account(spec: JobSpec | None) -> Iterator[Check]:
     told = ask("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
     if told.returncode != 0:
-        yield Check("account", "cannot tell", "the cluster keeps no accounts (no slurmdbd)")
+        yield Check("account", "cannot tell", "the cluster has no accounting (no slurmdbd)")
         return
     rows = [line.split("|") for line in told.stdout.splitlines() if "|" in line]
     accounts, qos = {row[0] for row in rows}, {name for row in rows for name in row[1].split(",") if name}
@@ -154,15 +154,17 @@ def _preemption(spec: JobSpec | None) -> Iterator[Check]:
     if mode == "OFF" or _setting("PreemptType") in ("preempt/none", "(null)"):
         yield Check("preemption", "ok", "off: no job is preempted")
     elif "preempt_send_user_signal" in _setting("SlurmctldParameters"):
-        yield Check("preemption", "ok", f"{mode}, the job is told first (preempt_send_user_signal)")
+        yield Check("preemption", "ok", f"{mode}, the job gets a signal before (preempt_send_user_signal)")
     else:
-        detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job hears TERM only"
+        detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job gets SIGTERM only"
         yield Check("preemption", "warning", f"{detail}, and GraceTime must be long enough to save")
     allowed = re.match(r"\d+", _setting("KillWait"))
     if allowed and int(allowed[0]) < 10:
-        yield Check("kill wait", "warning", f"KillWait {allowed[0]} s is short: what is not saved by then is killed")
+        yield Check(
+            "kill wait", "warning", f"KillWait {allowed[0]} s is short: a job that has not saved by then is killed"
+        )
     if "CANCEL" in mode and (spec is None or spec.max_restarts):
-        yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to go on")
+        yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to resume")
 
 
 def _setting(name: str) -> str:
@@ -211,7 +213,9 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
             yield Check("node", "ok", f"sees {seen} and runs {where}")
         else:
             yield Check(
-                "node", "missing", f"{where} has Lockstep {version}, and here is {contract.VERSION}: use the same"
+                "node",
+                "missing",
+                f"{where} has Lockstep {version}, and this machine has {contract.VERSION}: use the same version",
             )
     elif "Unable to allocate" in told.stderr or "immediate" in told.stderr.lower():
         yield Check("node", "cannot tell", f"no node was free: {one_line(told.stderr)}")
@@ -220,5 +224,5 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
         errors = [line for line in last if "Error" in line] or last
         detail = f"a node cannot use {seen} with {where}: {errors[0][:200]}"
         if own.container is not None and "No module named" in errors[0]:
-            detail += "; the image needs Lockstep and submitit, as those of docker/ have"
+            detail += "; the image needs Lockstep and submitit, as the images of docker/ do"
         yield Check("node", "missing", detail)

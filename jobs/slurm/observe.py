@@ -76,7 +76,7 @@ def explain(
             return answer("failed", reasons.pending(found.reason, found.partition, found.job_id, 0)[1], 1)
         return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
     if found.state == "PREEMPTED":
-        return answer("preempted", "preempted, and not started again: submit it again to go on", EXIT_PREEMPTED)
+        return answer("preempted", "preempted, and not started again: submit it again to resume", EXIT_PREEMPTED)
     if found.state == "OUT_OF_MEMORY":
         return answer("failed", "was killed for memory: raise memory, or lower the batch size", 1)
     if found.state in ("NODE_FAIL", "BOOT_FAIL"):
@@ -93,9 +93,9 @@ def _ended(
     if cancelled:
         return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
     if code == EXIT_PREEMPTED:
-        left = f"all {spec.max_restarts} restarts are used up, by failures or starts that got no further"
+        left = f"all {spec.max_restarts} restarts are used up, by failures or by starts that made no progress"
         spent = left if used_up else "it was not requeued"
-        return answer("preempted", f"saved, and {spent}: submit it again to go on", code)
+        return answer("preempted", f"saved, and {spent}: submit it again to resume", code)
     return answer("failed", cause(ends, said) or f"exit code {code}", code)
 
 

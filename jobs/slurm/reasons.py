@@ -63,4 +63,4 @@ def _find(reason: str) -> tuple[State, str]:
             "unschedulable",
             "its start failed on a node and it is held: scontrol release {job}, or see the node's log",
         )
-    return "pending", name.replace("_", " ") if name else "waits to be looked at"
+    return "pending", name.replace("_", " ") if name else "waits for the scheduler"

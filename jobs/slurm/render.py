@@ -30,7 +30,7 @@ VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 """What a value of an #SBATCH line may hold: no quotes, no control characters, nothing a shell or sbatch expands."""
 
 # A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
-# exec and fork inherit) until somebody handles it; with an env that cannot do that, USR2 is ignored so long.
+# exec and fork inherit) until somebody handles it; with an env that cannot do that, USR2 is ignored until then.
 HOLD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
@@ -85,7 +85,7 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         "slurm_array_parallelism": settings.array_parallelism,
         "slurm_setup": _setup(spec, folder),
         "slurm_teardown": _teardown(spec, folder),
-        # Since 22.05 srun does not take it over from sbatch; without it all of a node's ranks share one core.
+        # Since 22.05 srun does not use the value of sbatch; without it all ranks of a node share one core.
         "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *container(spec, folder)[0]],
     }
     if spec.gpus and settings.gpu_type:
@@ -154,16 +154,16 @@ def checked_path(path: Path) -> str:
     """A path that may stand in an #SBATCH line. Raises `UserError`."""
     if not PATH.fullmatch(str(path)):
         raise UserError(
-            f"{str(path)!r} may not stand in a batch script: only letters, digits and . _ / + = @ - "
+            f"{str(path)!r} cannot be used in a batch script: only letters, digits and . _ / + = @ - "
             "(set LOCKSTEP_HOME to another folder)"
         )
     return str(path)
 
 
 def preparation(spec: JobSpec) -> JobSpec:
-    """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec that names no shards."""
+    """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
     if spec.recipe is None or spec.shards is None:
-        raise UserError(f"{spec.name} names no shards: set recipe and shards, e.g. shards: /shared/shards")
+        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /shared/shards")
     limit, spec = min(spec.deadline_seconds, 6 * 3600), spec.on_cpu()
     return JobSpec.of(
         {
@@ -237,7 +237,7 @@ def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         if option in OWN:
             raise UserError(f"slurm.patch may not set {name}: use {OWN[option]}")
         if not re.fullmatch(r"[a-z][a-z-]{1,40}", option):
-            raise UserError(f"slurm.patch: {name!r} is no option of sbatch{settings.nearest(name, known)}")
+            raise UserError(f"slurm.patch: {name!r} is not an option of sbatch{settings.nearest(name, known)}")
         if not isinstance(value, (str, int)) or not VALUE.fullmatch(str(value)):
             raise UserError(f"slurm.patch: {name} must be plain text, a whole number or true, got {value!r}")
         if name in known:

@@ -35,7 +35,7 @@ def _is_node_local(path: str) -> bool:
 def fixed_size(subject: Subject) -> Iterator[str]:
     """A SLURM job keeps its nodes: it is not elastic."""
     if subject.spec.elastic is not None:
-        yield "elastic is not for SLURM, where a job keeps its nodes: remove it, and requeue with other nodes instead"
+        yield "elastic does not work on SLURM, where a job keeps its nodes: remove it"
 
 
 @rule("LS102")
@@ -56,7 +56,7 @@ def shared_run(subject: Subject) -> Iterator[str]:
     """A run directory on a node's own disk is gone when the job is started again elsewhere."""
     path = subject.spec.run_directory_here
     if _is_node_local(path):
-        yield f"run_dir {path} is usually a node's own: choose a place that all nodes see"
+        yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see"
 
 
 @rule("LS104", "warning")
@@ -64,7 +64,7 @@ def shared_folder(subject: Subject) -> Iterator[str]:
     """The nodes read the job's payload and write its logs."""
     output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(output):
-        yield f"{Path(output).parent} is usually a machine's own: set LOCKSTEP_HOME to a place that all nodes see"
+        yield f"{Path(output).parent} is usually local to a machine: set LOCKSTEP_HOME to a folder that all nodes see"
 
 
 @rule("LS105", "warning")
@@ -124,7 +124,7 @@ def unprepared(subject: Subject) -> Iterator[str]:
     """Without prepared shards, every node makes its own copy of the data."""
     folder = subject.spec.shard_folder
     if folder is not None and not Path(folder).exists():
-        yield f"{folder} is not there: the job makes its shards itself, unless `lockstep prepare slurm` does it first"
+        yield f"{folder} does not exist: the job makes the shards itself, unless `lockstep prepare slurm` makes them first"
 
 
 @rule("LS113")
@@ -133,7 +133,7 @@ def launcher_variables(subject: Subject) -> Iterator[str]:
     taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in subject.spec.env if name in taken or name.startswith(("SLURM_", "SBATCH_"))]
     if found:
-        yield f"env {found[0]} would contradict SLURM: remove it"
+        yield f"env {found[0]} is set by SLURM: remove it"
 
 
 @rule("LS114", "warning")
@@ -155,7 +155,7 @@ def image_without_submitit(subject: Subject) -> Iterator[str]:
         inside = Path(image) if (Path(image) / "usr").is_dir() else None
         packages = [path for place in places if inside for path in inside.glob(f"{place}/lib/python3*/*-packages/")]
         lacks = packages and not any((path / "submitit").is_dir() for path in packages)
-    except OSError:  # a name that is no path, or one that the nodes alone may read
+    except OSError:  # a name that is not a path, or one that only the nodes may read
         return
     if lacks:
-        yield f"{image} lacks submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"
+        yield f"{image} does not have submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"

@@ -34,34 +34,34 @@ class Slurm(Section):
     reservation: Word | None = None
     licenses: Word | None = None
     exclude: HostList | None = None
-    """Nodes to stay off, e.g. `gpu[03-05],gpu9`."""
+    """Nodes not to use, e.g. `gpu[03-05],gpu9`."""
     exclusive: bool = False
-    """Whole nodes: no other job beside this one."""
+    """Use whole nodes: no other job runs on them."""
     gpu_type: Word | None = None
     """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
     array_parallelism: int = Field(default=256, ge=1, le=100000)
     """Runs of a sweep that may run at the same time."""
     wckey: Word | None = None
-    """Workload characterisation key, for clusters that ask for one; others refuse any."""
+    """Workload characterisation key, for clusters that require one. Other clusters refuse jobs that have one."""
     socket_interface: Device | None = None
     """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     ib_hca: Device | None = None
     """NCCL_IB_HCA."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     python: AbsolutePath | None = None
-    """Interpreter on the nodes; null: the one that submits, in a container `python`."""
+    """Python interpreter on the nodes; null: the one that submits the job, and `python` in a container."""
     modules: list[Module] = Field(default_factory=list, max_length=50)
     """Environment modules to load first."""
     setup: list[ShellLine] = Field(default_factory=list, max_length=100)
     """Shell lines that the batch script runs before the ranks start."""
     container: Literal["pyxis", "apptainer"] | None = None
-    """Run the ranks in a container: pyxis/enroot or Apptainer. Null: on the node as it is."""
+    """Run the ranks in a container: pyxis/enroot or Apptainer. Null: no container."""
     image: ContainerImage | None = None
-    """What the container is made from (a registry's name, or a .sqsh or .sif file); null: `image` of the job."""
+    """Image of the container: a name in a registry, or a .sqsh or .sif file; null: `image` of the job."""
     mounts: list[Mount] = Field(default_factory=list, max_length=50)
-    """Further folders in the container: `/path` or `/path:/inside`. The run's own folders are there already."""
+    """More folders in the container: `/path` or `/path:/inside`. The folders of the run are mounted already."""
     patch: Values = Field(default_factory=dict)
-    """Further submitit parameters, or options of sbatch."""
+    """More submitit parameters, or options of sbatch."""
 
 
 SECTION = Slurm

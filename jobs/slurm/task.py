@@ -5,7 +5,7 @@ a rank ends with 75 the checkpoint is on the disk. Rank 0 then asks for the requ
 wait: none of them leaves before, which would end the job.
 
 `max_restarts` counts failures. SLURM counts every start (SLURM_RESTART_COUNT); rank 0 notes those after which the job
-saved and got further. Only a note makes a start free: what cannot be told apart, counts.
+saved and got further. Only a note makes a start free: a start that cannot be told from a failure counts.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ class TrainingTask:
     """Its copy, which the ranks start in."""
 
     def __call__(self) -> dict[str, Any] | None:
-        """Runs this task's rank to its end. Rank 0 returns `summary.json`; an end that is none leaves the process."""
+        """Runs this task's rank until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
         here = _Here.read()
         if here.failures > self.max_restarts:
             said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
             saved = isinstance(said, dict) and (said.get("code"), said.get("job", "")) == (EXIT_PREEMPTED, self.job)
             code = EXIT_PREEMPTED if saved else EXIT_FAILED
-            self._leave(here, code, f"restarted {self.max_restarts} times after failures, no more")
+            self._leave(
+                here, code, f"restarted {self.max_restarts} times after failures, as often as max_restarts allows"
+            )
         checkpoint = self._checkpoint()
         begun = [log.stat().st_size if log.exists() else 0 for log in here.logs]  # what earlier starts have said
         code, asked = self._run_rank(here)
@@ -131,7 +133,7 @@ class TrainingTask:
             self._leave(
                 here,
                 EXIT_USAGE,
-                f"the code is not in {self.code_folder}: LOCKSTEP_HOME must lie where the nodes see it",
+                f"the code is not in {self.code_folder}: LOCKSTEP_HOME must be a folder that the nodes see",
             )
         try:
             child = subprocess.Popen(command, env=self._environment(here, ours), cwd=self.code_folder or None)

@@ -10,7 +10,7 @@ from jobs.spec.section import Section
 from jobs.spec.types import Text
 
 REQUIREMENTS = (
-    "requirements is no setting: packages belong into an image of your own, three lines of a Dockerfile below `FROM lockstep:cpu`: "
+    "requirements is not a setting: put packages into your own image, with three lines in a Dockerfile below `FROM lockstep:cpu`: "
     "`USER 0`, `RUN pip install --no-cache-dir NAME`, `USER 1000:0` (docs/containers.md)"
 )
 CODE_PARTS = "/lockstep/code"
@@ -21,7 +21,7 @@ class Code(Section):
     path: Text = Field(default=".", min_length=1, max_length=1024)
     """The folder, seen from the job file's; where there is no file, from the current one."""
     allow: list[Text] = Field(default_factory=list, max_length=1000)
-    """Files in it that look like a secret, and are none."""
+    """Files in it that look like a secret, but are not."""
     hash: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     """Identity of the code, which submit finds. One that is given names a copy that this machine keeps still."""
     packed: int = Field(default=0, ge=0)

@@ -33,7 +33,7 @@ def load(model: type[M], path: Path, assignments: dict[str, Any], below: dict[st
 
 
 def place(values: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a dotted name in nested plain values. Raises `UserError` where a part of it is no mapping."""
+    """Sets a dotted name in nested plain values. Raises `UserError` where a part of it is not a mapping."""
     group, _, override = name.partition(".")
     is_override = group == "overrides" and override  # which has a dotted name of its own
     settings.put(values, [group, override] if is_override else name.split("."), value)

@@ -1,9 +1,9 @@
-"""The whole job, checked once, before anything is submitted.
+"""The specification of a job. It is checked once, before anything is submitted.
 
-    spec = JobSpec.load("job.yaml")                              # every mistake: UserError with the line
-    spec = JobSpec(name="smoke", recipe="smoke", nodes=2)        # the same object from Python
+    spec = JobSpec.load("job.yaml")                              # a mistake raises UserError with the line
+    spec = JobSpec(name="smoke", recipe="smoke", nodes=2)        # the same object, from Python
 
-YAML, command-line flags and Python make the same object, and the same object has the same `hash()`.
+YAML, command-line flags and Python make the same object. The same object has the same `hash()`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SecretKey(Section):
 
 
 def _amounts_of(gpus: int) -> dict[str, Any]:
-    """What a node with so many GPUs gets where nothing is said."""
+    """What a node with this many GPUs gets by default."""
     return {"cpus": float(CPUS_A_GPU * gpus), "memory": f"{MEMORY_A_GPU * gpus}Gi"}
 
 
@@ -99,42 +99,42 @@ class _JobSpec(Section):
     """Settings of the recipe to change, e.g. `{epochs: 4, optim.lr: 0.1}`; of a command: those of its Session, and
     `config.NAME` for the script's own."""
     command: list[Text] | None = Field(default=None, min_length=1, max_length=1000)
-    """A program of your own and its arguments, started once a rank with torchrun's variables. A lockstep.Session in it
-    takes run_dir, grace_seconds, overrides and fresh from the job."""
+    """A program of your own and its arguments, started once per rank, with torchrun's environment variables. A lockstep.Session
+    in it takes run_dir, grace_seconds, overrides and fresh from the job."""
     code: CodeOrNone = None
-    """A folder of your own that travels with the job: `.`, or {path: ., allow: [FILE]}. The ranks start in a copy of it."""
+    """A folder of your own that is sent with the job: `.`, or {path: ., allow: [FILE]}. The ranks start in a copy of it."""
     image: Image | None = None
-    """Container image, best by digest (Kubernetes, Compose)."""
+    """Container image, preferably by digest (Kubernetes, Compose)."""
     nodes: int = Field(default=1, ge=1, le=10000)
     """Machines (pods)."""
     gpus: int = Field(default=0, ge=0, le=MAX_GPUS)
-    """GPUs a node; 0: train on the CPU."""
+    """GPUs per node; 0: train on the CPU."""
     ranks_per_node: int | None = Field(default=None, ge=1, le=256)
-    """Processes a node; null: one a GPU, or one where there is none."""
+    """Processes per node; null: one per GPU, or one without a GPU."""
     cpus: float = Field(default=2, gt=0, le=1024)
-    """CPU cores a node. Left out where there are GPUs: 4 a GPU."""
+    """CPU cores per node. Default with GPUs: 4 per GPU."""
     memory: Size = "4Gi"
-    """Memory a node, shared memory included. Left out where there are GPUs: 16Gi a GPU."""
+    """Memory per node, including shared memory. Default with GPUs: 16Gi per GPU."""
     shm: Size = "1Gi"
-    """Shared memory (/dev/shm) a node: NCCL and data loaders need it."""
+    """Shared memory (/dev/shm) per node. NCCL and data loaders need it."""
     time_limit: Duration = "24h"
-    """Longest time the job may take, all restarts together. SLURM: of one start; who reaches it saves and is requeued."""
+    """Longest time for the job, with all its restarts. SLURM: longest time for one start; a job that reaches it saves and is requeued."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """Restarts after failures, a node. Preemptions do not count; with SLURM one counts that saved nothing new."""
+    """Restarts after failures, per node. Preemptions do not count; on SLURM they count if nothing new was saved."""
     join_timeout: Duration | None = None
-    """How long a node waits for the others, which is no failure: a pod may be pulling its image. Null: time_limit less
-    grace_seconds."""
+    """How long a node waits for the others, for example while a pod pulls its image. Waiting is not a failure. Null:
+    time_limit less grace_seconds."""
     grace_seconds: int = Field(default=60, ge=5, le=3600)
-    """Seconds that a signalled rank has to save; the cluster waits 30 s longer before it kills."""
+    """Seconds that a rank has to save after a signal. The cluster waits 30 s longer before it kills the rank."""
     elastic: Elastic | None = None
     """Let the number of nodes change while the job runs."""
     run_dir: AnyPath | None = None
-    """Where the run is kept; null: /runs/NAME in a container, runs/jobs/NAME on this machine."""
+    """Run directory; null: /runs/NAME in a container, runs/jobs/NAME on this machine."""
     fresh: Word | None = None
-    """Start over: the first start with this word moves an earlier run in run_dir aside, later ones go on. `submit --fresh`
-    sets a new one."""
+    """Start over: the first start with this word renames an earlier run in run_dir, later starts resume. `submit --fresh`
+    sets a new word."""
     shards: AbsolutePath | None = None
-    """Folder of prepared shards; each data source has a folder of its own in it (`lockstep prepare` writes it)."""
+    """Folder of prepared shards, with one folder in it for each data source. `lockstep prepare` writes it."""
     volumes: list[Volume] = Field(default_factory=list, max_length=50)
     env: dict[Variable, Text] = Field(default_factory=dict)
     """Environment variables. Secrets go into `secrets`."""
@@ -167,7 +167,7 @@ class _JobSpec(Section):
             )
         both = sorted(set(self.env) & set(self.secrets))
         if both:
-            raise ValueError(f"{both[0]} stands in env and in secrets: keep one")
+            raise ValueError(f"{both[0]} is in env and in secrets: keep one")
         paths = [volume.path.rstrip("/") or "/" for volume in self.volumes]
         taken = [path for path in [*paths, (self.run_dir or "").rstrip("/")] if path in RESERVED]
         if taken:
@@ -175,11 +175,11 @@ class _JobSpec(Section):
         if len(set(paths)) < len(paths):
             raise ValueError(f"two volumes are mounted at {next(p for p in paths if paths.count(p) > 1)}")
         if len(json.dumps(self.record())) > MAX_CHARACTERS:
-            raise ValueError(f"is above {MAX_CHARACTERS} characters: it travels in an annotation of the job")
+            raise ValueError(f"is above {MAX_CHARACTERS} characters: it is stored in an annotation of the job")
         if self.join_timeout is not None and seconds(self.join_timeout) > self.deadline_seconds:
             raise ValueError(f"join_timeout {self.join_timeout} is above time_limit {self.time_limit}")
         if self.metrics_port + self.ranks > 65536:
-            raise ValueError(f"metrics_port {self.metrics_port} + {self.ranks} ranks leaves the range of ports")
+            raise ValueError(f"metrics_port {self.metrics_port} + {self.ranks} ranks is above the highest port, 65535")
         return self
 
     @property
@@ -300,7 +300,7 @@ class _JobSpec(Section):
         version = values.get("version", 1)  # the first one kept what was set, and no version
         if version not in range(1, VERSION + 1):
             raise UserError(
-                f"the spec that {name} was submitted with is of version {version!r}, known are 1 … {VERSION}: use the "
+                f"the spec that {name} was submitted with is of version {version!r}, this lockstep reads 1 … {VERSION}: use the "
                 "lockstep that submitted it"
             )
         if version < VERSION:

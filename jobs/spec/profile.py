@@ -39,5 +39,5 @@ def load(name: str) -> dict[str, Any]:
     values = settings.read_yaml(path)
     unknown = [key for key in values if key not in ALLOWED]
     if unknown:
-        raise UserError(f"{path}: a profile holds {', '.join(ALLOWED)}; {unknown[0]!r} belongs into the job")
+        raise UserError(f"{path}: a profile holds {', '.join(ALLOWED)}; {unknown[0]!r} belongs in the job")
     return values

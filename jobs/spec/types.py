@@ -126,7 +126,7 @@ Values = Annotated[dict[str, Any], AfterValidator(_json_only)]
 
 def _one_line(text: str) -> str:
     if "\n" in text:
-        raise ValueError("must be one line: give one item a line")
+        raise ValueError("must be one line: write one item per line")
     return text
 
 

@@ -108,7 +108,7 @@ def test_a_job_of_two_nodes_trains_in_the_image(
     found = bench.wait("inside", 300)
     assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), "\n".join(bench.backend.logs("inside"))
     shutil.rmtree(next(root.glob("opt/venv/lib/python3*/site-packages/submitit")))
-    with pytest.raises(UserError, match="LS115 error: .* lacks submitit"):
+    with pytest.raises(UserError, match="LS115 error: .* does not have submitit"):
         bench.backend.submit(spec.model_copy(update={"name": "lacking", "run_dir": str(run.parent / "lacking")}))
     asked = {check.name: check for check in SlurmBackend.doctor(spec)}
     assert asked["node"].result == "missing" and "No module named 'submitit'" in asked["node"].detail

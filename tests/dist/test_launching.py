@@ -138,7 +138,7 @@ def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[st
     done = training(*words_of_a_run, f"data.shards={moved}")
     assert done.code == 0 and f"accuracy {accuracy} (" in done.output, done.output
     done = training(*words_of_a_run, "lr=1")
-    assert done.code == 2 and "was trained otherwise (optim.lr: 0.05 → 1" in done.output, done.output
+    assert done.code == 2 and "was trained with other settings (optim.lr: 0.05 → 1" in done.output, done.output
     moved.rename(out)
     assert training("export", str(run_dir), str(weights)).code == 0
     done = training("evaluate", str(weights), "--recipe", "smoke", "--set", *tiny, *words)
@@ -184,9 +184,9 @@ BAD = {
     "RANK alone": (["run", "smoke"], {"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
     "the container forgot the launcher": (["run", "smoke"], {"PET_NPROC_PER_NODE": "2"}, "training launch"),
     "an impossible rank": (["run", "smoke"], {"RANK": "5", "WORLD_SIZE": "4"}, "RANK=5 but WORLD_SIZE=4"),
-    "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "holds no run of ours"),
+    "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "does not hold a run of Lockstep"),
     "no GPU": (["run", "smoke", "--set", "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
-    "batch too large": (["run", "smoke", "--set", "global_batch_size=4096", "uneven=drop"], {}, "does not fit into 1438"),
+    "batch too large": (["run", "smoke", "--set", "global_batch_size=4096", "uneven=drop"], {}, "is larger than the 1438"),
     "batch and ghost norm": (["run", "smoke", "--set", "global_batch_size=40", "uneven=drop"], {}, "blocks of 32"),
     "unknown model": (["run", "smoke", "--set", "model=nothing:Net"], {}, "cannot import model"),
     "a model of other classes": (

@@ -156,7 +156,7 @@ def test_all_checkpoints_damaged_is_exit_2_and_nothing_is_overwritten(data_root:
     told = ("events.jsonl", "status.json", "rank-00000.prom")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in told}
     done = job.go()
-    assert done.code == 2 and "checkpoints" in done.output and "verifies: restore one" in done.output
+    assert done.code == 2 and "checkpoints" in done.output and "can be verified: restore one" in done.output
     assert "Traceback" not in done.output
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in told} == before
     assert json.loads((run / "status.json").read_text())["code"] == 2

@@ -311,13 +311,13 @@ def _built(name: str, world: World, build: Any = _sgd, change: Any = lambda mode
 
 
 MISUSED: dict[str, tuple[Callable[[World], object], str]] = {
-    "data_parallel among ranks": (lambda world: _built("data_parallel", world), "has no ranks, and was started on 2"),
+    "data_parallel among ranks": (lambda world: _built("data_parallel", world), "works in one process, and was started on 2"),
     "fsdp, compiled": (lambda world: _built("fsdp", world, change=torch.compile), "compile=false"),
     "overlapped steps and clipping": (lambda world: _built("hooks, overlapped", world).clip(1.0), "optim.clip=0"),
     "overlapped steps and the norm": (lambda world: _built("hooks, overlapped", world).grad_norm(), "nonfinite=ignore"),
     "overlapped steps that are counted": (lambda world: _built("hooks, overlapped", world, _muon), "normalise_every=1"),
-    "overlapped steps and LBFGS": (lambda world: _built("hooks, overlapped", world, _lbfgs), "LBFGS mixes them"),
-    "zero1 and LBFGS": (lambda world: _built("zero1", world, _lbfgs), "LBFGS mixes them"),
+    "overlapped steps and LBFGS": (lambda world: _built("hooks, overlapped", world, _lbfgs), "LBFGS combines them"),
+    "zero1 and LBFGS": (lambda world: _built("zero1", world, _lbfgs), "LBFGS combines them"),
 }  # fmt: skip
 """What a script of one's own, which has no config to check, does wrong on two ranks."""
 

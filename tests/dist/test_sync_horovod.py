@@ -245,7 +245,7 @@ def test_errors_as_horovods(by_size: Any, size: int) -> None:
         "LBFGS": "ValueError: the state of torch.optim.LBFGS", "predivide": "ValueError: gradient_predivide_factor",
         "zero_grad in flight": "AssertionError: zero_grad() was called after backward()",
         "third pass": "AssertionError: 2.bias got a gradient in more than 1 backward passes",
-        "closure": "ValueError: a closure", "late group": "ValueError: parameters that come after DistributedOptimizer()",
+        "closure": "ValueError: a closure", "late group": "ValueError: parameters that are added after DistributedOptimizer()",
     }  # fmt: skip
     for found in by_size[size]:
         for name, message in messages.items():

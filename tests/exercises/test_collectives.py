@@ -86,7 +86,7 @@ def test_a_value_that_one_rank_cannot_send_is_refused_on_all() -> None:
 def test_sizes_beyond_the_memory_are_one_line(sizes: tuple[str, str, str]) -> None:
     done = training("collectives", "--sizes", *sizes)
     assert done.code == 2 and done.output.count("\n") == 1, done.output
-    assert done.output.startswith(f"error: --sizes {' '.join(sizes)} needs ") and "take smaller ones" in done.output
+    assert done.output.startswith(f"error: --sizes {' '.join(sizes)} needs ") and "use smaller sizes" in done.output
 
 
 def test_the_command_checks_itself_and_prints_time_and_bytes() -> None:

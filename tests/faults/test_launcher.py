@@ -160,7 +160,7 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
         poll(importing, what="a launcher that imports torch")
         os.kill(launcher(), signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and "launch: SIGTERM before the ranks had begun" in output, output
+    assert process.returncode == 75 and "launch: SIGTERM before the ranks had started" in output, output
 
 
 def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Undisturbed) -> None:

@@ -162,7 +162,7 @@ def test_an_elastic_job_that_may_not_restart_fails_with_the_node_that_is_lost(tm
             nodes.seen("done")
             nodes.seen("here")
         code, output = _end(first, 90)
-    assert code == 1 and "a node was lost before its end" in output
+    assert code == 1 and "a node was lost before it ended" in output
 
 
 def test_a_final_failure_is_final_on_every_node(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_nodes_that_are_missing_are_told_and_given_up_once(tmp_path: Path, numbe
     with nodes.node(number, "true", *flags) as process:
         code, output = _end(process)
     assert code == 1, "a code of 128 or more has the pod started again"
-    said = r"1 of 2 nodes are here, 1 missing: waiting, \d s of 3 s" if number == 0 else r"nobody answers at 127\S+ yet"
+    said = r"1 of 2 nodes are here, 1 missing: waiting, \d s of 3 s" if number == 0 else r"no answer at 127\S+ yet"
     assert re.search(said, output), output
-    assert output.rstrip().endswith("given up")
+    assert output.rstrip().endswith("giving up")
     assert list(counts.iterdir()) == [], "it was no failure"
 
 

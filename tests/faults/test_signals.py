@@ -42,7 +42,7 @@ def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Undisturb
     done = job.go(LOCKSTEP_TEST_FATE=fate)
     assert done.code == 75, (where, done.output)
     _preempted(job)
-    assert "run the same command again to go on" in done.output
+    assert "run the same command again to resume" in done.output
     _continue(job, undisturbed)
 
 
@@ -96,7 +96,7 @@ def test_a_disk_that_hangs_keeps_a_rank_no_longer_than_its_grace(job: Job, undis
         began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1 and "the disk did not answer within the grace of 3 s" in output, output
+    assert launcher.returncode == 1 and "the disk did not answer within the grace period of 3 s" in output, output
     assert time.monotonic() - began < 3 + 9, "the rest is the ranks' and the launcher's end"
     job.assert_gone()
     _continue(job, undisturbed)

@@ -129,7 +129,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(
         filler.write_bytes(b"\0" * 420_000)
         done = job.go()
         assert done.code == 1 and "the last checkpoint could not be saved" in done.output, done.output
-        assert done.output.count("a checkpoint could not be saved, the run goes on") >= 10
+        assert done.output.count("a checkpoint could not be saved, the run continues") >= 10
         assert "Final validation accuracy" in done.output and "Traceback" not in done.output
         filler.unlink()
         done = job.go()
@@ -142,7 +142,7 @@ def test_a_disk_that_fills_up_half_way(tmp_path: Path, data_root: Path) -> None:
         job = Job(disk / "run", data_root, 1, **{"checkpoint.keep": 200, "epochs": 9})
         done = job.go()
         assert done.code == 1, done.output
-        assert "a checkpoint could not be saved, the run goes on" in done.output, done.output
+        assert "a checkpoint could not be saved, the run continues" in done.output, done.output
         assert job.steps()[0] >= 4  # what was saved before verifies
 
 

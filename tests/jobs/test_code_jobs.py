@@ -89,10 +89,10 @@ def test_the_folder_is_seen_from_the_job_file(folder: Path, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"code": {"path": ".", "requirements": "requirements.txt"}}, "three lines of a Dockerfile below `FROM lockstep:cpu`"),
+        ({"code": {"path": ".", "requirements": "requirements.txt"}}, "three lines in a Dockerfile below `FROM lockstep:cpu`"),
         ({"requirements": ["einops"]}, "`USER 0`, `RUN pip install --no-cache-dir NAME`, `USER 1000:0`"),
         ({"code": {"pth": "."}}, "unknown setting 'code.pth'; did you mean 'path'?"),
-        ({"code": 3}, "code holds settings of its own, got 3"), ({"code": {"hash": "../../etc"}}, "code.hash"),
+        ({"code": 3}, "code is a group of settings, got 3"), ({"code": {"hash": "../../etc"}}, "code.hash"),
         ({"code": {"path": ""}}, "code.path"),
     ],
 )  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_recipe_that_does_not_travel_is_refused(folder: Path) -> None:
     job = spec(folder, command=None, recipe="mine.yaml")
     assert pin.look(job)[1] is not None
     (folder / ".lockstepignore").write_text("mine.yaml\n")
-    with pytest.raises(UserError, match="recipe mine.yaml does not travel with the code"):
+    with pytest.raises(UserError, match="recipe mine.yaml is not part of the code"):
         pin.look(job)
 
 
@@ -163,7 +163,7 @@ def test_an_identity_alone_runs_what_is_kept(folder: Path) -> None:
     again = pin.keep(JobSpec.of({**JOB, "code": {"hash": job.code.hash}}))
     assert again.hash() == job.hash() and again.code == job.code
     assert pin.look(JobSpec.of({**JOB, "code": {"hash": job.code.hash}})) == (job, None)
-    with pytest.raises(UserError, match="the code 000000000000 is not kept in .*: submit it from its folder"):
+    with pytest.raises(UserError, match="the code 000000000000 is not stored in .*: submit it from its folder"):
         pin.keep(JobSpec.of({**JOB, "code": {"hash": "0" * 64}}))
     (store.home() / f"{job.code.hash}.tar.gz").write_bytes(b"damaged")
     with pytest.raises(UserError, match="the code's archive"):
@@ -282,7 +282,7 @@ def test_a_backend_that_brings_no_code_refuses_it(folder: Path, tmp_path: Path) 
         name = "cave"
         carries_code = False
 
-    with pytest.raises(UserError, match="the cave backend brings no code to the ranks"):
+    with pytest.raises(UserError, match="the cave backend does not carry code to the ranks"):
         Elsewhere(tmp_path / "home/cave").submit(spec(folder))
 
 
@@ -313,7 +313,7 @@ def test_the_launcher_unpacks_pieces_below_its_temporary_folder(folder: Path, tm
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
     told = launch(*words, cwd=tmp_path, **env)
-    assert told.returncode == EXIT_USAGE and "is there and holds something else" in told.stderr, told
+    assert told.returncode == EXIT_USAGE and "exists and holds something else" in told.stderr, told
     archive.remove(copy)
     next(iter(parts.iterdir())).write_bytes(b"damaged")
     told = launch(*words, cwd=tmp_path, **env)

@@ -112,7 +112,7 @@ def test_lockstepignore_takes_away_and_never_adds(folder: Path, write: Write) ->
     shutil.rmtree(folder / ".git")
     assert files_of(folder) == [".gitignore", "notes/keep.md", "secret.log", "train.py"]
     write(".lockstepignore", "*\n")
-    assert "nothing of" in refused(folder)
+    assert "all are ignored, or it is empty" in refused(folder)
     write(".lockstepignore", b"\xff\xfe")
     assert ".lockstepignore" in refused(folder)
 
@@ -138,7 +138,7 @@ def test_the_folder_of_jobs_is_no_code(folder: Path, write: Write, monkeypatch: 
     write("a.py", "x")
     write(".lockstep/code/x", "x")
     assert files_of(folder) == ["a.py"]
-    assert "is no folder" in refused(folder / "a.py")
+    assert "is not a folder" in refused(folder / "a.py")
 
 
 # What is refused.
@@ -204,10 +204,10 @@ def test_no_file_makes_the_search_for_secrets_slow(piece: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("training/x.py", "Lockstep's own package training"), ("jobs.py", "Lockstep's own package jobs"),
-        ("lockstep/__init__.py", "Lockstep's own package lockstep"), ("queue.py", "Python's own module queue"),
-        ("json/__init__.py", "Python's own module json"), ("sitecustomize.py", "Python's own module sitecustomize"),
-        ("math.cpython-311-x86_64-linux-gnu.so", "Python's own module math"),
+        ("training/x.py", "the package of Lockstep named training"), ("jobs.py", "the package of Lockstep named jobs"),
+        ("lockstep/__init__.py", "the package of Lockstep named lockstep"), ("queue.py", "the standard module queue"),
+        ("json/__init__.py", "the standard module json"), ("sitecustomize.py", "the standard module sitecustomize"),
+        ("math.cpython-311-x86_64-linux-gnu.so", "the standard module math"),
     ],
 )  # fmt: skip
 def test_modules_that_hide_others_are_refused_by_name(folder: Path, write: Write, path: str, told: str) -> None:
@@ -229,20 +229,20 @@ def test_links_travel_as_what_they_mean_and_leave_no_folder(folder: Path, write:
     assert [(file.path, file.data) for file in collect(folder).files] == [("a.py", b"one"), ("b.py", b"one")]
     (tmp_path / "outside").write_text("x")
     for target, told in {
-        str(tmp_path / "outside"): "a link out of the folder", "../outside": "a link out of the folder",
+        str(tmp_path / "outside"): "a link that leads out of the folder", "../outside": "a link that leads out of the folder",
         "nothing": "a link to nothing", "c": "a link to nothing", ".": "a link to a folder",
     }.items():  # fmt: skip
         (folder / "c").symlink_to(target)
         assert f"code: c is {told}" in refused(folder), target
         (folder / "c").unlink()
     (folder / "d").symlink_to(tmp_path, target_is_directory=True)
-    assert "code: d is a link out of the folder" in refused(folder)
+    assert "code: d is a link that leads out of the folder" in refused(folder)
 
 
 def test_devices_and_pipes_are_refused(folder: Path, write: Write) -> None:
     write("a.py", "x")
     os.mkfifo(folder / "pipe")
-    assert "code: pipe is no regular file" in refused(folder)
+    assert "code: pipe is not a regular file" in refused(folder)
 
 
 def test_a_pointer_of_lfs_is_refused(folder: Path, write: Write) -> None:
@@ -273,10 +273,10 @@ def test_above_the_limits_the_largest_are_named(folder: Path, write: Write, monk
         write(f"part{number:02}", b"\0" * ((number + 1) << 10))
     write("weights.bin", b"\0" * (4 << 20))
     told = refused(folder)
-    assert "at most 3 MiB travel" in told and "weights.bin (4194304), part11 (12288)" in told
+    assert "at most 3 MiB can be sent" in told and "weights.bin (4194304), part11 (12288)" in told
     assert "part03" in told and "part02" not in told, "ten"
     write("weights.bin", os.urandom(2 << 20))
-    assert "in an archive, at most 1 MiB travel; the largest files: weights.bin (2097152)" in refused(folder)
+    assert "in an archive, at most 1 MiB can be sent; the largest files: weights.bin (2097152)" in refused(folder)
     write("weights.bin", b"\0" * (2 << 20))
     assert len(collect(folder).packed) < 1 << 20
 
@@ -377,17 +377,17 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 @pytest.mark.parametrize(
     ("members", "told"),
     [
-        ([(member("a", tarfile.SYMTYPE, "/etc/passwd"), b"")], "which is no plain file"),
-        ([(member("a", tarfile.LNKTYPE, "b"), b"")], "which is no plain file"),
-        ([(member("a", tarfile.FIFOTYPE), b"")], "which is no plain file"),
-        ([(member("a", tarfile.CHRTYPE), b"")], "which is no plain file"),
-        ([(member("a", tarfile.DIRTYPE), b"")], "which is no plain file"),
-        ([(member("../a"), b"x")], "is no path within the code"),
-        ([(member("a/../../b"), b"x")], "is no path within the code"),
-        ([(member("/etc/a"), b"x")], "is no path within the code"),
-        ([(member("a"), b"x"), (member("a"), b"y")], "holds more than it may"),
-        ([(member("a"), b"x" * 2000)], "holds more than it may"),
-        ([(member(str(number)), b"") for number in range(5)], "holds more than it may"),
+        ([(member("a", tarfile.SYMTYPE, "/etc/passwd"), b"")], "which is not a plain file"),
+        ([(member("a", tarfile.LNKTYPE, "b"), b"")], "which is not a plain file"),
+        ([(member("a", tarfile.FIFOTYPE), b"")], "which is not a plain file"),
+        ([(member("a", tarfile.CHRTYPE), b"")], "which is not a plain file"),
+        ([(member("a", tarfile.DIRTYPE), b"")], "which is not a plain file"),
+        ([(member("../a"), b"x")], "is not a path inside the code"),
+        ([(member("a/../../b"), b"x")], "is not a path inside the code"),
+        ([(member("/etc/a"), b"x")], "is not a path inside the code"),
+        ([(member("a"), b"x"), (member("a"), b"y")], "holds more than is allowed"),
+        ([(member("a"), b"x" * 2000)], "holds more than is allowed"),
+        ([(member(str(number)), b"") for number in range(5)], "holds more than is allowed"),
         ([(member("a"), b"other")], "the archive holds the code"),
     ],
 )
@@ -421,7 +421,7 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(folder: Path, write: Wr
     assert all(not path.stat().st_mode & 0o222 for path in [target, *target.rglob("*")])
     assert archive.unpack(bundle.files, target) == target, "somebody else was faster"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "own"]
-    with pytest.raises(UserError, match="is there and holds something else"):
+    with pytest.raises(UserError, match="exists and holds something else"):
         archive.unpack([File("x", False, b"")], target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "own"]
     for change in ("a/b/run.sh", "a/b/new"):

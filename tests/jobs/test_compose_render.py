@@ -117,9 +117,9 @@ def test_prepare_writes_to_the_volume_and_is_no_node() -> None:
     (service,) = file["services"].values()
     assert service["entrypoint"] == ["python", "-m", "training", "shard"] and "deploy" not in service
     assert not any(mount.get("read_only") for mount in service["volumes"]) and "lockstep/job" not in service["labels"]
-    with pytest.raises(UserError, match="names no shards"):
+    with pytest.raises(UserError, match="has no shards"):
         compose.render_prepare(spec_of())
-    with pytest.raises(UserError, match="lies on no volume"):
+    with pytest.raises(UserError, match="is not on a volume"):
         compose.render_prepare(spec_of(shards="/elsewhere"))
 
 
@@ -284,7 +284,7 @@ def test_an_engine_that_is_not_there_is_one_line(
 
 def test_a_client_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="there is no program docker"):
+    with pytest.raises(UserError, match="docker is not installed"):
         client.docker("ps")
 
 

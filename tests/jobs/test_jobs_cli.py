@@ -241,9 +241,9 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
         (["render", "local", "--recipe", "smoke"], "render knows k8s, slurm and compose"),
         (["render", "slurm", "--recipe", "smoke", "--profile", "none"], "there is no profile 'none'"),
         (["status", "slurm", "nothing"], "there is no SLURM job nothing"),
-        (["submit", "local", "--recipe", "smoke", "--new", "--replace"], "exclude each other"),
+        (["submit", "local", "--recipe", "smoke", "--new", "--replace"], "not both"),
         (["status", "local", "nothing"], "there is no local job nothing"),
-        (["list", "local", "--namespace", "x"], "--namespace and --context belong to k8s"),
+        (["list", "local", "--namespace", "x"], "--namespace and --context are for k8s"),
         (["status", "k8s"], "Missing argument"),
     ],
 )

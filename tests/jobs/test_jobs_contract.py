@@ -196,7 +196,7 @@ def test_unknown_names_are_one_line(bench: Bench) -> None:
     ):
         with pytest.raises(UserError, match="there is no"):
             ask("nothing")
-        with pytest.raises(UserError, match="is not a job's name"):
+        with pytest.raises(UserError, match="is not a job name"):
             ask("../../etc")
     assert bench.listed() == []
 

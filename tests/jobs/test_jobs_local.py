@@ -59,7 +59,7 @@ def test_a_folder_without_a_record_takes_no_name(backend: LocalBackend, mode: An
 def test_a_folder_of_something_else_is_not_touched(backend: LocalBackend) -> None:
     (make(backend.folder) / "done").mkdir()
     (backend.folder / "done/thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds no job: choose another name"):
+    with pytest.raises(UserError, match="does not hold a job: choose another name"):
         backend.submit(_spec(), "replace")
     assert (backend.folder / "done/thesis.txt").read_text() == "mine"
 
@@ -225,7 +225,7 @@ def test_a_folder_that_somebody_else_could_write_is_not_used(backend: LocalBacke
             lambda: backend.submit(_spec("other")), lambda: backend.status("done"), lambda: backend.cancel("done"), backend.list,
             lambda: list(backend.logs("done")),
         ):  # fmt: skip
-            with pytest.raises(UserError, match="is open to others"):
+            with pytest.raises(UserError, match="can be changed by other users"):
                 use()
         assert [entry.name for entry in backend.folder.iterdir() if not entry.name.startswith(".")] == ["done"]
     finally:

@@ -178,10 +178,10 @@ def test_another_run_on_the_port_of_a_killed_rank_is_not_believed(
 def test_what_is_no_run(tmp_path: Path) -> None:
     done = lockstep(tmp_path, "top", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ") and "holds no run" in done.stderr
+    assert done.stderr.startswith("error: ") and "does not hold a run" in done.stderr
     (tmp_path / "run.yaml").write_text("")
     done = lockstep(tmp_path, "top", str(tmp_path))
-    assert done.returncode == 2 and "has neither endpoints nor metrics" in done.stderr
+    assert done.returncode == 2 and "has no metrics yet" in done.stderr
     with pytest.raises(UserError):
         Reader(tmp_path / "nothing")
 

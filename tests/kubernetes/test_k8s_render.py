@@ -194,7 +194,7 @@ def test_prepare_renders_a_valid_job() -> None:
     kubernetes_validate.validate(job, "1.32", strict=True)
     mounts = job["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
     assert not any(mount.get("readOnly") for mount in mounts)
-    with pytest.raises(UserError, match="names no shards"):
+    with pytest.raises(UserError, match="has no shards"):
         preparejob.render(JobSpec.of(SPECS["cpu"]))
 
 

@@ -175,7 +175,7 @@ def suspended(cluster: Cluster) -> None:
         (crashed, "failed", "smoke-master-0 ended with exit code 1", 1),
         (out_of_memory, "failed", "killed for memory (OOMKilled): raise memory", 1),
         (wrong_usage, "failed", "wrong usage, config or data (exit code 2)", 2),
-        (preempted, "preempted", "submit it again to go on", 75),
+        (preempted, "preempted", "submit it again to resume", 75),
         (evicted, "failed", "smoke-master-0 was evicted: The node was low on resource: memory", 1),
         (deadline, "timed_out", "the time limit is over", 124),
         (backoff, "failed", "all restarts are used up", 1),

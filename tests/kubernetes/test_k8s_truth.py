@@ -199,7 +199,7 @@ def test_a_name_that_is_being_deleted_is_waited_for(
     timer = threading.Timer(1.0, cluster.finish_deletion, ["pytorchjobs", "smoke"])
     timer.start()
     assert backend.submit(SPEC).created and uid(cluster) != old
-    assert "smoke is being deleted: waiting for its end" in capsys.readouterr().err
+    assert "smoke is being deleted: waiting until it is gone" in capsys.readouterr().err
     timer.join()
 
 

@@ -158,7 +158,7 @@ WRONG = {
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16): run.step(m(x).sum(1))",
         "TypeError: the loss is the mean over this rank's samples, one number; got shape [",
     ),
-    "update alone": ("make(run); run.keep(); run.update()", "RuntimeError: update() without a backward()"),
+    "update alone": ("make(run); run.keep(); run.update()", "RuntimeError: update() was called without backward()"),
     "a batch counted in part": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 16): step(run, m, b, samples=1)",
         "RuntimeError: the losses were said to be of 1 samples, but this rank's part of the batch has",
@@ -171,7 +171,7 @@ WRONG = {
     ),
     "an error of the user's": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 64): pass",
-        "error: a global batch of 64 does not fit into 32 samples: make it smaller, or set uneven=weight",
+        "error: a global batch of 64 is larger than the 32 samples: make it smaller, or set uneven=weight",
     ),
 }  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     other = _train(run_dir, CONFIG={"width": 9})
     assert other.code == 2 and "config: {'width': 8} → {'width': 9}" in other.output, other.output
     recipe = gang(1, "run", "smoke", "--run-dir", str(run_dir))
-    assert recipe.code == 2 and "holds a run of another config (it trains script" in recipe.output, recipe.output
+    assert recipe.code == 2 and "holds a run with another config (it trains script" in recipe.output, recipe.output
     scored = python("-m", "training", "evaluate", str(run_dir))
     assert scored.code == 2 and "not of a recipe" in scored.output, scored.output
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
@@ -245,7 +245,7 @@ def test_an_epoch_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     assert _train(run_dir, STOP=2).code == 0
     other = _train(run_dir, GLOBAL=4)
-    assert other.code == 2 and "cut otherwise (global_batch_size: 8 → 4)" in other.output, other.output
+    assert other.code == 2 and "divided differently (global_batch_size: 8 → 4)" in other.output, other.output
     assert _train(run_dir).code == 0
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 8
     failed = _train(tmp_path / "failed", STOP=2, CODE=3)

@@ -291,7 +291,7 @@ def test_a_taken_port_and_a_full_folder_cost_one_line_each(tiny: list[str], tmp_
     assert done.code == 0, done.output
     assert done.output.count(f"port {port} is not free") == 1
     for rank in (0, 1):
-        assert done.output.count(f"rank-0000{rank}.prom: No space left on device; the run goes on") == 1, done.output
+        assert done.output.count(f"rank-0000{rank}.prom: No space left on device; the run continues") == 1, done.output
     assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy"] is not None
 
 

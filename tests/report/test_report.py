@@ -97,7 +97,7 @@ def test_nothing_but_a_report_is_replaced(runs: tuple[Path, Path], tmp_path: Pat
     assert done.code == 2 and done.output.startswith("error: ") and done.output.count("\n") == 1
     assert mine.read_text() == "years of work"
     nowhere = training("report", str(tmp_path))
-    assert nowhere.code == 2 and "holds no run" in nowhere.output
+    assert nowhere.code == 2 and "does not hold a run" in nowhere.output
 
 
 def _copy(run: Path, to: Path) -> Path:

@@ -54,7 +54,9 @@ def test_nodes_that_do_not_see_the_copy_say_so(bench: Bench) -> None:
     bench.cluster.ask("scontrol", "update", f"jobid={bench.backend.job_id('own')}", "starttime=now")
     found = bench.wait("own")
     assert (
-        found.state == "failed" and found.code == 2 and "LOCKSTEP_HOME must lie where the nodes see it" in found.reason
+        found.state == "failed"
+        and found.code == 2
+        and "LOCKSTEP_HOME must be a folder that the nodes see" in found.reason
     ), found
     script = next((SlurmBackend().folder / "own/submitit").glob("*_submission.sh")).read_text()
     assert str(bench.folder / "home/code") in script

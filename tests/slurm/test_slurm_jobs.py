@@ -151,7 +151,7 @@ def test_requests_that_no_node_can_meet(bench: Bench) -> None:
         ),
         ({"nodes": 3}, "SLURM refuses big: Batch job submission failed: "),
         ({"slurm": {"partition": "nowhere"}}, "invalid partition specified: nowhere"),
-        ({"elastic": {"min_nodes": 1, "max_nodes": 2}}, "LS101 error: elastic is not for SLURM"),
+        ({"elastic": {"min_nodes": 1, "max_nodes": 2}}, "LS101 error: elastic does not work on SLURM"),
     ):
         began = time.monotonic()
         with pytest.raises(UserError, match=sentence) as caught:
@@ -210,7 +210,7 @@ def test_doctor(bench: Bench) -> None:
     assert done.returncode == 0, done.stdout
     assert found["gpus"]["detail"] == "2 of 2 nodes have 2 GPUs, the job needs 2"
     assert found["preemption"] == {
-        "name": "preemption", "result": "ok", "detail": "REQUEUE, the job is told first (preempt_send_user_signal)"
+        "name": "preemption", "result": "ok", "detail": "REQUEUE, the job gets a signal before (preempt_send_user_signal)"
     }  # fmt: skip
     assert found["node"]["result"] == "ok" and str(bench.folder) in found["node"]["detail"]
     assert found["accounting"]["result"] == ("ok" if bench.cluster.accounting else "warning")
@@ -256,7 +256,7 @@ def test_doctor_tries_the_image(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     result, detail = node(container="apptainer", python=str(bench.folder / "lacking"))
     assert result == "missing" and "submitit" in detail and "the image needs Lockstep and submitit" in detail, detail
     result, detail = node(container="apptainer", python=str(bench.folder / "older"))
-    assert result == "missing" and "has Lockstep 0.0.1, and here is" in detail, detail
+    assert result == "missing" and "has Lockstep 0.0.1, and this machine has" in detail, detail
     result, detail = node(container="pyxis")
     assert result == "missing" and "--container-image" in detail, detail
 
@@ -268,7 +268,7 @@ def test_what_is_refused_takes_nothing_away(bench: Bench) -> None:
     with pytest.raises(UserError, match="SLURM refuses kept"):
         bench.backend.submit(refused, "replace")
     assert bench.backend.status("kept").state == "succeeded" and "here" in list(bench.backend.logs("kept", rank=0))
-    with pytest.raises(UserError, match="kept is a job of its own"):
+    with pytest.raises(UserError, match="kept is already the name of a job"):
         bench.backend.sweep("kept", [training(bench, "kept-0", nodes=1), training(bench, "kept-1", nodes=1)])
     with pytest.raises(UserError, match="SLURM refuses tried"):
         bench.backend.sweep("tried", [training(bench, f"tried-{n}", nodes=1, slurm={"partition": "x"}) for n in (0, 1)])

@@ -103,7 +103,7 @@ def test_what_slurm_must_be_told() -> None:
         ({"patch": {"mail_user": "$(id)"}}, "must be plain text"),
         ({"patch": {"mail_user": "a`id`"}}, "must be plain text"),
         ({"patch": {"mail_user": ["a"]}}, "must be plain text, a whole number or true"),
-        ({"patch": {"Mail User": "a"}}, "is no option of sbatch"),
+        ({"patch": {"Mail User": "a"}}, "is not an option of sbatch"),
         ({"patch": {"setup": "rm"}}, "use slurm.setup"),
         ({"partition": "gpu --uid=0"}, "must be one word"),
         ({"partition": "gpu\n#SBATCH"}, "must be one word"),
@@ -166,7 +166,7 @@ def test_profiles_lie_below_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="takes a name or the path"):
         profiles.load("../mine")
     (tmp_path / "bad.yaml").write_text("recipe: smoke\n")
-    with pytest.raises(UserError, match="'recipe' belongs into the job"):
+    with pytest.raises(UserError, match="'recipe' belongs in the job"):
         profiles.load("bad")
 
 
@@ -188,7 +188,7 @@ def test_sweeps() -> None:
     assert found[1].overrides == {"epochs": 2, "lr": 0.1, "loss.reduction": "mean"}
     assert sweep.expand(spec.model_copy(update={"run_dir": "/r/g"}), {"lr": [1.0]})[0].run_dir == "/r/g/g-0"
     for texts, message in (
-        (["lr"], "takes NAME=VALUE"), (["lr="], "takes NAME=VALUE"), (["lr=0.1", "lr=0.2"], "stands twice"),
+        (["lr"], "takes NAME=VALUE"), (["lr="], "takes NAME=VALUE"), (["lr=0.1", "lr=0.2"], "is given twice"),
         (["lr=[1"], "--sweep lr, line 1: expected"), (["lrr=1,2"], "unknown setting 'lrr'; did you mean 'lr'"),
         (["lr=fast,slow"], "must be a number"),
     ):  # fmt: skip

@@ -163,7 +163,7 @@ def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
     found = bench.wait("spent")
     assert (found.state, found.code, found.ranks[0].restarts) == ("preempted", 75, 2), found
     assert found.reason == (
-        "saved, and all 1 restarts are used up, by failures or starts that got no further: submit it again to go on"
+        "saved, and all 1 restarts are used up, by failures or by starts that made no progress: submit it again to resume"
     )
     job.hold.let_go()
     bench.backend.submit(job.spec, "replace")

@@ -61,7 +61,7 @@ def told(found: Found | None, **more: Any) -> tuple[str, str, int]:
         ("JobHeldUser", 0, "pending", "is held: scontrol release 7"),
         ("launch_failed_requeued_held", 0, "unschedulable", "its start failed on a node and it is held: scontrol release 7"),
         ("Something_new", 0, "pending", "Something new"),
-        ("", 0, "pending", "waits to be looked at"),
+        ("", 0, "pending", "waits for the scheduler"),
     ],
 )  # fmt: skip
 def test_reasons_in_words(reason: str, restarts: int, state: str, words: str) -> None:
@@ -165,10 +165,10 @@ def test_folders_that_somebody_else_could_write(tmp_path: Path) -> None:
     assert oct(good.stat().st_mode & 0o777) == "0o700"
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o770)
-    with pytest.raises(UserError, match=r"open to others \(mode 770\): chmod 700"):
+    with pytest.raises(UserError, match=r"changed by other users \(mode 770\): chmod 700"):
         private.make(tmp_path / "open")
     (tmp_path / "link").symlink_to(good)
-    with pytest.raises(UserError, match="is no folder of its own"):
+    with pytest.raises(UserError, match="is not a plain folder"):
         private.make(tmp_path / "link")
     if os.geteuid() == 0:
         (tmp_path / "theirs").mkdir(mode=0o700)

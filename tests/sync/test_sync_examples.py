@@ -76,7 +76,9 @@ def test_a_script_of_ones_own_trains_its_own_network_with(
 ) -> None:
     if name == "data_parallel":
         assert all(
-            each[name].endswith("has no ranks, and was started on 2: start one process, or use sync.name=ddp")
+            each[name].endswith(
+                "works in one process, and was started on 2 ranks: start one process, or use sync.name=ddp"
+            )
             for each in printed
         )
         return
@@ -93,7 +95,7 @@ def test_a_script_of_ones_own_trains_its_own_network_with(
     ("words", "message"),
     [
         (["nope"], "sync.name must be "),
-        ([], "name a strategy, one of ddp, "),
+        ([], "no strategy is given: name one of ddp, "),
         (["powersgd", "rnk=1"], "did you mean 'rank'"),
         (["powersgd", "start"], "an option of a strategy is NAME=VALUE, got 'start'"),
     ],

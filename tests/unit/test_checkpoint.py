@@ -255,7 +255,7 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
     }  # fmt: skip
     assert checked({"shared": shared, "ranks": [rank]})["ranks"] == [rank]
     for history in ({"train_loss": "x"}, {"class_accuracy": torch.zeros(2)}, {"class_accuracy": ["cat"]}):
-        with pytest.raises(ValueError, match="its history is not what a run saves"):
+        with pytest.raises(ValueError, match="its history does not have the form that a run saves"):
             checked({"shared": {**shared, "history": history}, "ranks": [rank]})
 
 
@@ -280,9 +280,9 @@ def test_an_optimizers_state_goes_by_name_and_back() -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        ([["a", "b", "c"]], "has 1 groups of parameters, the checkpoint others"),
-        ([["a", "renamed"], ["c"]], "b is in group 0 of only one"),
-        ([["a"], ["b", "c"]], "b is in group 0 of only one"),
+        ([["a", "b", "c"]], "has 1 groups of parameters, and the checkpoint has different ones"),
+        ([["a", "renamed"], ["c"]], "b is in group 0 of either"),
+        ([["a"], ["b", "c"]], "b is in group 0 of either"),
     ],
 )
 def test_another_optimizers_state_is_refused(names: list[list[str]], why: str) -> None:

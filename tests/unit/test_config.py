@@ -42,7 +42,7 @@ def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
         (["every=3"], "write the whole name"),
         (["sync.name=dpp"], "sync.name must be ddp | allreduce | flat | hooks | horovod | zero1"),
         (["data.mean=[1,x]"], "data.mean[1] must be a number, got 'x'"),
-        (["data.std=[]"], "std must hold a number or one a channel"),
+        (["data.std=[]"], "std must have one number, or one for each channel"),
         (["data.std=[1,0]"], "data.std[1] must be above 0, got 0"),
         (["lr=.inf"], "optim.lr must be a number, got inf"),
         (["optim=3"], "unknown setting 'optim'"),
@@ -50,7 +50,7 @@ def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
         (["model_options={a: {1: 2}}"], "must be a mapping of plain values"),
         (["collective_timeout=1e300"], "must be at least 1 and at most 1000000, got 1e+300"),
         (["model_options=[1]"], "model_options must be a mapping of plain values"),
-        (["schedule=[[1,1],[1,2]]"], "schedule must have points that rise"),
+        (["schedule=[[1,1],[1,2]]"], "schedule must have increasing epochs"),
         (["batch_size=8", "global_batch_size=8"], "set exactly one of batch_size"),
         (["lr=[1"], "--set lr"),
         (["ema.decay=1"], "ema.decay must be at least 0 and below 1, got 1"),
@@ -94,7 +94,7 @@ def test_unknown_recipe_and_own_file(tmp_path: Path) -> None:
         ("epochs: [\n", "line 2"),
         ("? [1, 2]\n: 3\n", "keys must be plain names"),
         ("epochs: !!python/object/apply:os.system ['true']\n", "line 1"),
-        ("optim: 3\n", "optim holds settings of its own, got 3"),
+        ("optim: 3\n", "optim is a group of settings, got 3"),
         ("\x00", "not valid YAML"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_setting_that_came_later_is_in_the_hash_only_where_it_is_set() -> None
 
 @pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
 def test_deterministic_takes_no_kernels_that_may_change(name: str) -> None:
-    with pytest.raises(UserError, match="deterministic goes with"):
+    with pytest.raises(UserError, match="deterministic: true needs"):
         config.load("smoke", ["deterministic=true", f"{name}=true"])
 
 

@@ -100,7 +100,7 @@ def test_a_name_in_a_file_moves_no_cursor(tmp_path: Path, capsys: pytest.Capture
     del network.weight  # nothing is missing, so the name in the file is what is told
     with pytest.raises(UserError) as refused:
         weights.load_into(network, path)
-    assert "\\x1b]0;owned\\x07\\x1b[2J is unknown to the model" in str(refused.value)
+    assert "\\x1b]0;owned\\x07\\x1b[2J is not in the model" in str(refused.value)
     assert main(["evaluate", f"{tmp_path}/\x1b[2J"]) == 2
     say("loss of \x1b[2J is not finite")
     told = capsys.readouterr()

@@ -269,7 +269,7 @@ def test_a_folder_that_refuses_is_said_once(tmp_path: Path, capsys: pytest.Captu
         made._write_textfiles()
     made.close(0)
     said = capsys.readouterr().err
-    assert said.count("rank-00000.prom") == 1 and "the run goes on" in said
+    assert said.count("rank-00000.prom") == 1 and "the run continues" in said
 
 
 def test_ranks_of_a_larger_world_are_forgotten_and_half_written_files_removed(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_resnet9_has_the_known_parameters() -> None:
         ("resnet18", {"stems": 1}, "no option 'stems'; did you mean 'stem'"),
         ("resnet18", {"stem": "tiny"}, "stem must be small | stock"),
         ("resnet18", {"outputs": 3}, "less than the 10 classes"),
-        ("bag_of_tricks", {"width": "x"}, "refuses its options"),
+        ("bag_of_tricks", {"width": "x"}, "does not accept its options"),
         ("no.such.module:Net", {}, "cannot import model"),
         ("tests.nets:NoSuch", {}, "cannot import model"),
         ("tests.nets:Options", {}, "expected a torch.nn.Module"),
@@ -161,7 +161,7 @@ def test_adam_takes_a_groups_momentum_as_its_first_beta() -> None:
 
 
 def test_a_setting_that_the_optimizer_has_no_use_for_is_refused() -> None:
-    with pytest.raises(UserError, match="normalise_every=3 has no use with sgd: it is muon's"):
+    with pytest.raises(UserError, match="normalise_every=3 has no effect with optim.name=sgd: it is a setting of muon"):
         config.load("smoke", ["optim.name=sgd", "optim.normalise_every=3"])
 
 
@@ -228,7 +228,7 @@ def test_the_exercises_networks() -> None:
         and models.build("resnet9", {"width": 2}, 3, (8, 8, 1)).stem[0].in_channels == 1
     )
     for name, options in (("mlp", {"hidden": [0]}), ("fashion_cnn", {"size": 7}), ("fashion_cnn", {"dropout": 1})):
-        with pytest.raises(UserError, match="refuses its options"):
+        with pytest.raises(UserError, match="does not accept its options"):
             models.build(name, options, 10)
 
 

@@ -79,7 +79,7 @@ def test_ten_samples_on_three_ranks_as_the_tutorial_lists_them() -> None:
 @pytest.mark.parametrize(
     ("batch", "world", "multiple", "message"),
     [
-        (100, 3, 1, "a global batch of 100 cannot be shared by 3 ranks: use global_batch_size=99 or 102"),
+        (100, 3, 1, "a global batch of 100 cannot be divided among 3 ranks: use global_batch_size=99 or 102"),
         (512, 3, 32, "3 ranks in blocks of 32 (ghost batch norm): use global_batch_size=480 or 576"),
         (16, 2, 32, "use global_batch_size=64,"),
     ],
@@ -93,6 +93,6 @@ def test_a_batch_that_the_ranks_cannot_share(batch: int, world: int, multiple: i
 
 
 def test_a_batch_larger_than_the_data() -> None:
-    with pytest.raises(UserError, match="does not fit into 10 samples: make it smaller, or set uneven=weight"):
+    with pytest.raises(UserError, match="is larger than the 10 samples: make it smaller, or set uneven=weight"):
         order.steps_per_epoch(10, 11, "drop")
     assert order.steps_per_epoch(10, 11, "weight") == 1  # what was advised is taken

@@ -155,7 +155,7 @@ def test_events_survive_a_disk_that_refuses(tmp_path: Path, capsys: pytest.Captu
     run.event("step", step=1)
     run.event("step", step=2)
     run.close()
-    assert capsys.readouterr().err.count("the run goes on") == 1
+    assert capsys.readouterr().err.count("the run continues") == 1
 
 
 def test_weight_files(tmp_path: Path) -> None:
@@ -167,16 +167,16 @@ def test_weight_files(tmp_path: Path) -> None:
     assert torch.equal(model.weight, other.weight)
     with pytest.raises(UserError, match="weight has shape"):
         weights.load_into(torch.nn.Linear(3, 2), path)
-    with pytest.raises(UserError, match="bias is unknown to the model"):
+    with pytest.raises(UserError, match="bias is not in the model"):
         weights.load_into(torch.nn.Linear(2, 2, bias=False), path)
     with pytest.raises(UserError, match="exists already"):
         weights.write({}, path)
     for content in (b"", b"nonsense", b"\x80\x04cposix\nsystem\n"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=r"is no file of plain weights"):
+        with pytest.raises(UserError, match=r"is not a file of plain weights"):
             weights.read(path)
     torch.save([1], path)
-    with pytest.raises(UserError, match="holds no state dict"):
+    with pytest.raises(UserError, match="does not hold a state dict"):
         weights.read(path)
     with pytest.raises(UserError, match="cannot read"):
         weights.read(tmp_path / "none.pth")

@@ -64,5 +64,5 @@ def test_what_cannot_be_is_refused() -> None:
     for words in ({"rank": 2, "world_size": 2}, {"uneven": "join"}):
         with pytest.raises(ValueError, match="must be"):
             OrderSampler(10, 1, **words)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="does not fit into 3 samples"):
+    with pytest.raises(UserError, match="is larger than the 3 samples"):
         OrderSampler(3, 4)

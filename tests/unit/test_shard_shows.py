@@ -27,7 +27,7 @@ def test_shard_shows_counts_size_statistics_and_a_sheet(tmp_path: Path, capsys: 
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert "31 training and 4 test images in 3 files" in lines[0] and lines[1].startswith("each [16, 16, 3], uint8")
-    assert "cat/bad.png (it is no JPEG, PNG or WebP image)" in lines[2]
+    assert "cat/bad.png (it is not a JPEG, PNG or WebP image)" in lines[2]
     assert [line.split() for line in lines[4:7]] == [["bird", "11", "2"], ["cat", "10", "1"], ["dog", "10", "1"]]
     (folder,) = (tmp_path / "shards").glob("images-*/")
     made = Manifest.read(folder)

@@ -104,12 +104,12 @@ GOOD = {"samples": _npy(IMAGES), "labels": _npy(LABELS)}
         ({**GOOD, "labels": _npy(LABELS - 1)}, "labels -1 … .*expected 0 … 65535"),
         ({"samples": GOOD["samples"]}, "has no array 'labels'"),
         ({"data": GOOD["samples"]}, "has no array 'samples'"),
-        ({**GOOD, "samples": _npy(np.asfortranarray(IMAGES))}, "Fortran's order"),
-        ({**GOOD, "samples": _npy(np.ascontiguousarray(np.repeat(IMAGES, 2, 2).transpose(0, 3, 1, 2)))}, "the channels last"),
+        ({**GOOD, "samples": _npy(np.asfortranarray(IMAGES))}, "Fortran order"),
+        ({**GOOD, "samples": _npy(np.ascontiguousarray(np.repeat(IMAGES, 2, 2).transpose(0, 3, 1, 2)))}, "channels last"),
         ({**GOOD, "samples": _npy(IMAGES.astype(np.int64))}, r"expected uint8 images \[n, h, w, c\]"),
-        ({**GOOD, "samples": _npy(np.where(VECTORS > 2, np.nan, VECTORS))}, "has a value that is no finite"),
+        ({**GOOD, "samples": _npy(np.where(VECTORS > 2, np.nan, VECTORS))}, "has a value that is not a finite"),
         ({**GOOD, "samples": _npy(np.array(["a"] * 120))}, "expected whole numbers or floats"),
-        ({"samples": _npy(IMAGES[:0]), "labels": _npy(LABELS[:0])}, "holds no sample"),
+        ({"samples": _npy(IMAGES[:0]), "labels": _npy(LABELS[:0])}, "has no samples"),
     ],
 )  # fmt: skip
 def test_an_npz_that_is_none(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
@@ -124,7 +124,7 @@ def test_no_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     objects = np.empty(120, object)
     objects[:] = _Bomb()
     _npz(tmp_path / "train.npz", samples=_npy(objects), labels=GOOD["labels"])
-    with pytest.raises(UserError, match="holds Python objects, which are not opened"):
+    with pytest.raises(UserError, match="holds Python objects, which are not read"):
         _made(tmp_path)
     (tmp_path / "train.npz").write_bytes(pickle.dumps(_Bomb()))
     with pytest.raises(UserError, match="cannot read"):
@@ -135,7 +135,7 @@ def test_no_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_packed_array_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _npz(tmp_path / "train.npz", samples=_npy(np.zeros((100, 64, 64, 3), np.uint8)), labels=_npy(LABELS[:100]))
     monkeypatch.setattr(arrays, "MOST_PACKED", 1 << 20)
-    with pytest.raises(UserError, match="samples.npy unpacks to 1228928 bytes, at most 1048576"):
+    with pytest.raises(UserError, match="samples.npy has 1228928 bytes unpacked, at most 1048576"):
         _made(tmp_path)
 
 
@@ -144,11 +144,11 @@ def test_a_packed_array_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({}, "cannot read .*train.npz: No such file"),
         ({"train": "x.npy"}, "its labels are named in data.options.train_labels"),
-        ({"train": "x.txt"}, "its name ends in none of .npz, .npy, .safetensors"),
+        ({"train": "x.txt"}, "its name does not end in one of .npz, .npy, .safetensors"),
         ({"train": "x.safetensors"}, "cannot read .*x.safetensors"),
-        ({"held_out": 0, "train": "good.npz"}, "held_out=0 of 120 samples leaves none to test on"),
+        ({"held_out": 0, "train": "good.npz"}, "held_out=0 of 120 samples leaves none for testing"),
         ({"train": "good.npz", "classes": ["a"]}, "has a label 2, and names 1 classes"),
-        ({"train": "good.npz", "test": "vectors.npz"}, "both must be of one kind"),
+        ({"train": "good.npz", "test": "vectors.npz"}, "both must be of the same kind"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, object], message: str) -> None:

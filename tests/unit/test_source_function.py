@@ -106,9 +106,9 @@ def test_its_code_and_its_arguments_belong_to_the_key(module: Path) -> None:
         ("wrong", {"what": "nothing"}, "has no sample for the split train"),
         ("pieces", {"m": 1}, "has no option 'm'"),
         ("pieces", {"split": "test"}, "has no option 'split'"),
-        ("without_split", {}, "is no function with a parameter `split`, so it is not called"),
-        ("NotAFunction", {}, "is no function with a parameter `split`, so it is not called"),
-        ("elsewhere", {}, "is no function with a parameter `split`"),
+        ("without_split", {}, "is not a function with a parameter `split`"),
+        ("NotAFunction", {}, "is not a function with a parameter `split`"),
+        ("elsewhere", {}, "is not a function with a parameter `split`"),
         ("none", {}, "cannot import the source own_source:none"),
     ],
 )
@@ -165,7 +165,8 @@ def test_a_run_directory_of_somebody_else_calls_no_source(module: Path, tmp_path
     target = str(tmp_path / "run")
     refused = training("evaluate", target, env=env)
     assert (
-        refused.code == 2 and "names the source own_source:pieces, which runs code: add --trust-model" in refused.output
+        refused.code == 2
+        and "names the source own_source:pieces, and reading it runs code: add --trust-model" in refused.output
     )
     assert training("evaluate", target, "--trust-model", env=env).code == 0
     (ready,) = (tmp_path / "data/shards").glob("own_source-*/")

@@ -95,7 +95,7 @@ def test_a_test_folder_has_the_classes_of_the_training_folder(tmp_path: Path) ->
     assert made.count("train") == 9 and made.count("test") == 2
     assert sorted(_all(made, "test")[1].tolist()) == [0, 1]
     (tmp_path / "val" / "cow").mkdir()
-    with pytest.raises(UserError, match="has a class cow, which the training folder has not"):
+    with pytest.raises(UserError, match="has a class cow, which the training folder does not have"):
         _made(tmp_path, test="val", held_out=0.2)
 
 
@@ -146,16 +146,16 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "bomb": ("bomb.png", lambda p: p.write_bytes(_png(60_000, 60_000)), "pixels"),
     "small bomb": ("bomb.png", lambda p: p.write_bytes(_png(11_000, 10_000)), "it has 11000 × 10000 pixels"),
     "truncated": ("cut.jpg", lambda p: (_jpeg(p), p.write_bytes(p.read_bytes()[:-200])), "truncated"),
-    "empty": ("empty.png", lambda p: p.write_bytes(b""), "it is no JPEG, PNG or WebP image"),
-    "suffix": ("other.png", _jpeg, "its name says PNG, its content is JPEG"),
-    "format": ("picture.gif", lambda p: Image.fromarray(pixels(0)).save(p), "its name ends in none of .jpg"),
-    "disguise": ("picture.png", lambda p: Image.fromarray(pixels(0)).save(p, "GIF"), "it is no JPEG, PNG or WebP"),
+    "empty": ("empty.png", lambda p: p.write_bytes(b""), "it is not a JPEG, PNG or WebP image"),
+    "suffix": ("other.png", _jpeg, "its name ends in PNG, but its content is JPEG"),
+    "format": ("picture.gif", lambda p: Image.fromarray(pixels(0)).save(p), "its name does not end in one of .jpg"),
+    "disguise": ("picture.png", lambda p: Image.fromarray(pixels(0)).save(p, "GIF"), "it is not a JPEG, PNG or WebP"),
     "16 bits": ("deep.png", lambda p: Image.fromarray(np.zeros((4, 4), np.uint16)).save(p), "more than 8 bits a channel"),
-    "fifo": ("pipe.png", os.mkfifo, "no regular file"),
-    "loose": ("../loose.jpg", _jpeg, "it lies in no class folder"),
-    "link": ("out.png", lambda p: p.symlink_to("/etc/hostname"), "it is a link out of the folder"),
+    "fifo": ("pipe.png", os.mkfifo, "not a regular file"),
+    "loose": ("../loose.jpg", _jpeg, "it is not in a class folder"),
+    "link": ("out.png", lambda p: p.symlink_to("/etc/hostname"), "it is a link that leads out of the folder"),
     "dangling": ("gone.png", lambda p: p.symlink_to(p.parent / "nothing"), "No such file"),
-    "name": ("line\nbreak.png", lambda p: p.write_bytes(b"x"), "it is no JPEG"),
+    "name": ("line\nbreak.png", lambda p: p.write_bytes(b"x"), "it is not a JPEG"),
 }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_above_the_bound_the_first_few_are_listed(tmp_path: Path) -> None:
     write_pictures(tmp_path / "val", 3)
     with pytest.raises(UserError) as caught:
         _made(tmp_path, test="val", max_broken=0.1)
-    assert "5 of 40 image files" in str(caught.value) and str(caught.value).count("it is no JPEG") == 5
+    assert "5 of 40 image files" in str(caught.value) and str(caught.value).count("it is not a JPEG") == 5
     assert _made(tmp_path, test="val", max_broken=0.5).num_left_out == 10
 
 
@@ -188,16 +188,16 @@ def test_above_the_bound_the_first_few_are_listed(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda root: None, "cannot read .*train .*expected a folder with one folder for each class"),
-        (lambda root: (root / "train").mkdir(), "has no folder: expected one for each class"),
-        (lambda root: (root / "train/cat").mkdir(parents=True), "train/cat has no image"),
-        (lambda root: write_pictures(root / "train", 2), "held_out=0.1 of 2 images leaves none to test on"),
+        (lambda root: (root / "train").mkdir(), "has no folders: expected one for each class"),
+        (lambda root: (root / "train/cat").mkdir(parents=True), "train/cat has no images"),
+        (lambda root: write_pictures(root / "train", 2), "held_out=0.1 of 2 images leaves none for testing"),
         (
             lambda root: (write_pictures(root / "train", 9), (root / "train/link").symlink_to("/etc")),
             "is a link to a folder",
         ),
         (
             lambda root: (write_pictures(root / "train", 9), (root / "train/cat/up").symlink_to(root / "train/cat")),
-            "is a link to a folder: put the folder itself there",
+            "is a link to a folder: replace it by the folder itself",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_folders_that_are_not_what_is_expected(tmp_path: Path, make: Callable[[P
         ({"size": 0}, r"data\.options\.size must be a number of pixels, or \[height, width\], of 1 … 4096, got 0"),
         ({"size": [8, 8, 8]}, r"data\.options\.size must be a number of pixels"),
         ({"held_out": 1}, r"data\.options\.held_out must be at least 0 and below 1, got 1"),
-        ({"train": "."}, "is where shards are cached"),
+        ({"train": "."}, "is the folder where shards are cached"),
     ],
 )
 def test_options_that_are_wrong(tmp_path: Path, options: dict[str, object], message: str) -> None:
@@ -269,7 +269,9 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
         results = [result for _, result in running.decode(items)]
         processes = [one._process for one in running._processes]
     assert [type(result) for result in results] == [bytes, str, bytes, str, bytes, bytes]
-    assert results[1] == "it ends its decoder (signal 11)" and results[3] == "it takes longer than 0 s"
+    assert (
+        results[1] == "it ended its decoder process (signal 11)" and results[3] == "decoding it takes longer than 0 s"
+    )
     assert all(process is not None and process.poll() is not None for process in processes)
 
 

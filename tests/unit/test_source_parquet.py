@@ -57,7 +57,7 @@ def test_images_within_the_files_become_the_shards_of_the_same_arrays(tmp_path: 
     _write(tmp_path / "data/train-00001-of-00002.parquet", range(30, 41), broken=33)
     _write(tmp_path / "data/test-00000-of-00001.parquet", range(50, 56))
     made = _made(tmp_path, test="data/test-*.parquet", max_broken=0.05)
-    assert made.left_out == {"train-00001-of-00002.parquet:3": "it is no JPEG, PNG or WebP image"}
+    assert made.left_out == {"train-00001-of-00002.parquet:3": "it is not a JPEG, PNG or WebP image"}
     assert made.classes == ["bird", "cat", "dog"]
     parts = []
     for numbers in ([n for n in range(41) if n != 33], range(50, 56)):

@@ -34,10 +34,10 @@ def _edit(path: Path, change: object) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("train-images-idx3-ubyte", lambda b: b[:-5], "bytes of data, its head says [30, 28, 28]"),
+        ("train-images-idx3-ubyte", lambda b: b[:-5], "bytes of data, its header says [30, 28, 28]"),
         ("train-images-idx3-ubyte", lambda b: b + b"0", "has more bytes of data"),
-        ("train-images-idx3-ubyte", lambda b: b[:7], "is no idx file"),
-        ("train-images-idx3-ubyte", lambda b: b"\0\0\x0d\x03" + b[4:], "is no idx file of uint8"),
+        ("train-images-idx3-ubyte", lambda b: b[:7], "is not an idx file"),
+        ("train-images-idx3-ubyte", lambda b: b"\0\0\x0d\x03" + b[4:], "is not an idx file of uint8"),
         ("train-images-idx3-ubyte", lambda b: b[:4] + b"\x7f\xff\xff\xff" * 3 + b[16:], "at most"),
         ("train-images-idx3-ubyte", lambda b: b[:4] + b"\xff\xff\xff\xff" + b[8:], "it is corrupt"),
         ("train-labels-idx1-ubyte", lambda b: b[:4] + b"\0\0\0\x02" + b[8:10], "30 images"),

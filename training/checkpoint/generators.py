@@ -48,6 +48,6 @@ def is_sound(states: Any) -> bool:
         if "numpy" in states:
             kind, keys, *rest = states["numpy"]
             np.random.RandomState().set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
-    except Exception:  # noqa: BLE001 - they raise nearly anything for what is no state of their own
+    except Exception:  # noqa: BLE001 - they raise nearly anything for a state that is not theirs
         return False
     return True

@@ -50,7 +50,7 @@ class Kept:
                     "put plain values into run.values"
                 )
             if name in self.objects or name in self.rank_objects:
-                raise ValueError(f"keep({name}=…) a second time: give this one another name")
+                raise ValueError(f"keep({name}=…) was called twice with this name: give the second one another name")
             check_tree(thing.state_dict(), f"keep({name}=…)")
             (self.rank_objects if of_rank else self.objects)[name] = thing
 
@@ -92,7 +92,7 @@ def _load(things: dict[str, Stateful], states: dict[str, Any]) -> None:
     if things.keys() != states.keys():
         different = sorted(things.keys() ^ states.keys())[0]
         where = "the script" if different in things else "the checkpoint"
-        raise ValueError(f"{different} is kept by {where} alone")
+        raise ValueError(f"{different} is in {where} only")
     for name, thing in things.items():
         thing.load_state_dict(states[name])
 

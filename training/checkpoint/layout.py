@@ -72,6 +72,6 @@ def _name(place: tuple[str, ...]) -> str:
 
 def _free(name: str, taken: dict[str, int]) -> str:
     """`name`, with a mark where it is taken: a key of a mapping may hold a `/`."""
-    while name in taken or name in ("", "__metadata__"):  # the latter is no tensor's name in safetensors
+    while name in taken or name in ("", "__metadata__"):  # safetensors does not allow the latter as a name
         name += "~"
     return name

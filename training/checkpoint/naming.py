@@ -41,7 +41,7 @@ def by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     if "own" not in saved:
         return saved
     if not isinstance(groups, list) or len(groups) != len(names):
-        raise ValueError(f"the optimizer has {len(names)} groups of parameters, the checkpoint others")
+        raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint has different ones")
     number: dict[str, int] = {}
     for position, (group, own) in enumerate(zip(groups, names)):
         params = group.get("params") if isinstance(group, dict) else None
@@ -49,7 +49,9 @@ def by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
             raise ValueError(f"the optimizer's group {position} has no list of its parameters")
         if sorted(params) != sorted(own):
             different = sorted(set(params) ^ set(own)) or sorted(params)
-            raise ValueError(f"{different[0]} is in group {position} of only one: the optimizer, or the checkpoint")
+            raise ValueError(
+                f"{different[0]} is in group {position} of either the optimizer or the checkpoint, not of both"
+            )
         for name in own:
             number[name] = len(number)
     rest = {key: value for key, value in saved.items() if key != "own"}

@@ -101,7 +101,7 @@ class Saver:
             if future.done():
                 return future.result()
             if left <= LOOK_SECONDS and asked:
-                raise _NoAnswer(f"the disk did not answer within the grace of {self._grace:g} s")
+                raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
 
     def _reap(self) -> None:
         """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
@@ -115,7 +115,7 @@ class Saver:
             self.failures += 1
             self._last_failed = True
             self.p.event("checkpoint_failed", reason=str(error), failures=self.failures)
-            self.p.console.warn(f"a checkpoint could not be saved, the run goes on: {error}")
+            self.p.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
         else:
             self._last_failed = self._hangs = False
             self.p.metrics.checkpoint_written(result.seconds)

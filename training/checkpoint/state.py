@@ -132,7 +132,7 @@ def checked(gathered: Any) -> dict[str, Any]:
 
 def _expect(found: bool, place: str) -> None:
     if not found:
-        raise ValueError(f"its {place} is not what a run saves")
+        raise ValueError(f"its {place} does not have the form that a run saves")
 
 
 def _are_tensors(value: Any) -> bool:
@@ -217,7 +217,7 @@ def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str
     """
     live = optimizer.state_dict()["param_groups"]
     if not isinstance(saved, list) or len(saved) != len(live):
-        raise ValueError(f"the optimizer has {len(live)} groups of parameters, the checkpoint others")
+        raise ValueError(f"the optimizer has {len(live)} groups of parameters, and the checkpoint has different ones")
     for number, (old, new) in enumerate(zip(saved, live)):
         if (
             not isinstance(old, dict)
@@ -228,7 +228,9 @@ def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str
         for name in new.keys() & old.keys() - {"params"}:
             empty = old[name] is None and new[name] is not None and name not in _MAY_BE_NULL
             if empty or _kind(old[name]) != _kind(new[name]):
-                raise ValueError(f"{name} of the optimizer's group {number} is not what this optimizer saves")
+                raise ValueError(
+                    f"{name} of the optimizer's group {number} does not have the form that this optimizer saves"
+                )
     return [{**new, **old} for old, new in zip(saved, live)]
 
 
@@ -261,7 +263,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     same_size = saved_by == state.world.size
     if not same_size and not resizable:
         raise UserError(
-            f"the run was saved by {saved_by} ranks, and with shuffle=shard each keeps its own files: "
+            f"the run was saved by {saved_by} ranks, and with shuffle=shard each rank has its own files: "
             f"resume it on {saved_by} ranks, not {state.world.size}"
         )
     ranks = None if gathered is None else gathered["ranks"]
@@ -359,7 +361,7 @@ def _copy(
 ) -> None:
     if saved.keys() != targets.keys():
         different = sorted(saved.keys() ^ targets.keys())
-        raise ValueError(f"the checkpoint is of another model: {different[0]} is in only one of the two")
+        raise ValueError(f"the checkpoint belongs to another model: {different[0]} is in only one of the two")
     for name, target in targets.items():
         if saved[name].shape != target.shape:
             raise ValueError(f"the checkpoint has {name} of shape {list(saved[name].shape)}, not {list(target.shape)}")

@@ -76,12 +76,12 @@ def verify(path: Path) -> dict[str, Any]:
 
     def check(value: Any) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
         if value.pop("sha256") != manifest.seal(value):
-            raise ValueError("it does not have its own sha256")
+            raise ValueError("its content does not match its own sha256")
         if type(value["format"]) is not int or value["format"] not in _READ:
-            raise ValueError(f"it is of format {value['format']!r}, and this version reads {_READ}")
+            raise ValueError(f"it has format {value['format']!r}, and this version reads {_READ}")
         entries = value["files"]
         if set(entries) != {STATE, TENSORS} or value["step"] != step_of(path):
-            raise ValueError("it is of other files or of another step")
+            raise ValueError("it belongs to other files or to another step")
         return value, {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
 
     try:
@@ -121,7 +121,7 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
             return path
     if found:
         raise UserError(
-            f"none of the {len(found)} checkpoints in {directory} verifies: restore one from a backup, "
+            f"none of the {len(found)} checkpoints in {directory} can be verified: restore one from a backup, "
             "or start over in another run directory"
         )
     return None
@@ -224,7 +224,7 @@ class Writer:
         try:
             verify(newest)
         except CorruptCheckpoint as error:
-            raise OSError(f"a checkpoint that was just written does not verify: {error}") from None
+            raise OSError(f"a checkpoint that was just written could not be verified: {error}") from None
         found = candidates(self.directory)
         kept = set(found[: self.keep])
         if self.keep_best:

@@ -35,10 +35,12 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001 - a hostile file makes torch's parser raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path} is no file of plain weights: {reason}") from None
+        raise UserError(f"{path} is not a file of plain weights: {reason}") from None
     named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
     if not named or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
-        raise UserError(f"{path} holds no state dict: expected names and tensors, as `training export` writes them")
+        raise UserError(
+            f"{path} does not hold a state dict: expected names and tensors, as `training export` writes them"
+        )
     return dict(value)
 
 
@@ -49,7 +51,7 @@ def _refuse_packed(file: BinaryIO, path: Path) -> None:
             size = sum(entry.file_size for entry in archive.infolist())
         if size > os.fstat(file.fileno()).st_size:
             raise UserError(
-                f"{path} is packed, and holds {size} bytes unpacked: save it with torch.save, which does not pack"
+                f"{path} is compressed ({size} bytes unpacked): save it with torch.save, which does not compress"
             )
     file.seek(0)
 
@@ -73,7 +75,7 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
         if own.keys() == {prefix + name for name in weights}:
             weights = {prefix + name: tensor for name, tensor in weights.items()}
     for name in sorted(own.keys() ^ weights.keys()):
-        where = "is missing" if name in own else "is unknown to the model"
+        where = "is missing" if name in own else "is not in the model"
         raise UserError(f"{path}: {name} {where}")
     for name, tensor in own.items():
         if weights[name].shape != tensor.shape:

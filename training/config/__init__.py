@@ -57,13 +57,13 @@ class Recipe(Section):
     epochs: Free[Positive] = 10
     """Passes over the training set."""
     batch_size: Positive | None = None
-    """Samples a rank takes a step. Give this or `global_batch_size`; the global size stays as the first start had it."""
+    """Samples per rank and step. Give this or `global_batch_size`. A resumed run keeps the global size of the first start."""
     global_batch_size: Positive | None = None
-    """Samples all ranks together take a step."""
+    """Samples per step, all ranks together."""
     uneven: Literal["drop", "pad", "weight"] = "drop"
-    """A batch that does not divide: leave it out, fill it up from the epoch's start, or give ranks unequal parts, weighted exactly."""
+    """A batch that cannot be divided equally: leave it out, fill it up from the epoch's start, or give exact weights to unequal parts."""
     accumulate: Positive = 1
-    """Micro-batches a step is cut into, to save memory."""
+    """Micro-batches per step, to save memory."""
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Arithmetic of the network. The half formats run under autocast, with float32 weights; float16 scales the loss."""
     channels_last: bool = False
@@ -71,7 +71,7 @@ class Recipe(Section):
     compile: bool = False
     """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
     capture: Literal["never", "auto"] = "never"
-    """`auto`: record the whole step as CUDA graphs and replay it, where that can be done."""
+    """`auto`: record the whole step as CUDA graphs and replay it, if possible."""
     data: Data = Field(default_factory=Data)
     """The images."""
     loss: Loss = Field(default_factory=Loss)
@@ -96,38 +96,38 @@ class RunSettings(Section):
     seed: Count = 0
     """Seed of the weights, the order and the augmentation."""
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
-    """A gradient that is NaN or infinite: end the run before the optimizer step, leave the step out, or do not look."""
+    """A gradient that is NaN or infinite: end the run before the optimizer step, skip the step, or do not check."""
     nonfinite_limit: Free[Count] = 100
-    """Steps in a row that `nonfinite: skip` may leave out; one more ends the run: its weights are lost, not one gradient."""
+    """Consecutive steps that `nonfinite: skip` may skip. One more ends the run, because then the weights are lost."""
     check_closeness: Free[Count] = 0
-    """Steps between two checks that all ranks hold the same parameters; a difference ends the run and is named. 0: never."""
+    """Steps between two checks that all ranks have the same parameters. A difference ends the run, and the error names it. 0: no checks."""
     deterministic: bool = False
-    """Only deterministic kernels; an operation that has none is an error."""
+    """Use only deterministic kernels. An operation without one is an error."""
     tf32: Later[bool] = False
     """Let a GPU compute float32 matrix products and convolutions in TF32: faster, with 10 bits of mantissa for 23."""
     cudnn_benchmark: Later[bool] = False
-    """Let cuDNN time its convolution kernels and take the fastest: another start may take another one, with other last bits."""
+    """Let cuDNN measure its convolution kernels and use the fastest. Another start may use another one: the last bits may differ."""
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train; `auto` takes a GPU where one is visible."""
     collective_timeout: Free[Number] = Field(default=600.0, ge=1, le=1_000_000)
-    """Seconds after which a collective that some rank did not join ends the job."""
+    """Seconds after which a collective ends the job, if a rank has not joined it."""
     threads: Free[Count] = 0
-    """CPU threads a rank; 0: the cores of the node divided by its ranks."""
+    """CPU threads per rank; 0: the cores of the node divided by its ranks."""
     sync: Sync = Field(default_factory=Sync)
     """Gradient synchronisation."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """Saving."""
     preempt: Preempt = Field(default_factory=Preempt)
-    """How the run ends early."""
+    """Early end of the run: preemption."""
     log: Log = Field(default_factory=Log)
-    """What the person sees."""
+    """Output for people."""
     metrics: Metrics = Field(default_factory=Metrics)
-    """What Prometheus sees."""
+    """Metrics for Prometheus."""
 
     @model_validator(mode="after")
     def _deterministic_arithmetic(self) -> Self:
         if self.deterministic and (self.tf32 or self.cudnn_benchmark):
-            raise ValueError("deterministic goes with tf32: false and cudnn_benchmark: false")
+            raise ValueError("deterministic: true needs tf32: false and cudnn_benchmark: false")
         return self
 
     def hash(self) -> str:
@@ -146,9 +146,9 @@ class OwnSettings(RunSettings):
     """The settings of a loop of one's own (`training.session`)."""
 
     script: str
-    """The program, as the metrics name it."""
+    """Name of the program, in the metrics."""
     config: Plain = Field(default_factory=dict)
-    """The script's own settings. A run directory refuses a start in which they differ."""
+    """The settings of the script itself. A start with other settings than the run directory has is refused."""
 
 
 def recipes() -> list[str]:
@@ -168,7 +168,7 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
         path, name = Path(recipe), Path(recipe).stem
     else:
         hint = settings.nearest(recipe, recipes())
-        raise UserError(f"unknown recipe {recipe!r}{hint} (a file of your own must end in .yaml)")
+        raise UserError(f"unknown recipe {recipe!r}{hint} (the name of your own file must end in .yaml)")
     values = settings.read_yaml(path)
     changed = settings.override(values, Config, assignments or [])
     for chosen, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):

@@ -69,7 +69,7 @@ def _words(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
     if kind in _OUT_OF_BOUNDS:
         return f"{name} must be {' and '.join(_limits(hint))}, {got}"
     if fields(hint):
-        return f"{name} holds settings of its own, {got}; known: {', '.join(fields(hint))}"
+        return f"{name} is a group of settings, {got}; known: {', '.join(fields(hint))}"
     if kind == "string_type" and found is not None and not isinstance(found, (list, dict)):
         return f"{name} must be {type_name(hint)}, {got}: write it in quotes"
     if kind.endswith("_type") or kind in ("literal_error", "finite_number") or typing.get_origin(bare(hint)) is tuple:
@@ -107,7 +107,7 @@ def fields(hint: Any) -> dict[str, Any]:
 
 
 def expected(model: type[BaseModel], place: Place) -> Any:
-    """The type of what stands at a place in values of `model`; `Any` where there is none."""
+    """The type of the value at a place in `model`; `Any` where there is none."""
     hint: Any = model
     for part in place:
         known, inner = fields(hint), typing.get_args(bare(hint))

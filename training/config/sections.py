@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 def _channels(values: list[T]) -> list[T]:
     if not values:
-        raise ValueError("must hold a number or one a channel, got []")
+        raise ValueError("must have one number, or one for each channel, got []")
     return values
 
 
@@ -68,22 +68,22 @@ class Augment(Section):
     crop: Count = 0
     """Largest shift of the random crop, in pixels, in each direction; 0: no crop."""
     padding: Literal["reflect", "zero"] = "reflect"
-    """What the crop shows beyond the edge: the mirrored image, or black."""
+    """What the crop contains outside the image: the mirrored image, or black."""
     flip: Literal["none", "random", "alternating"] = "none"
-    """Horizontal flip: `random` draws anew each epoch, `alternating` draws once an image and flips it every other epoch."""
+    """Horizontal flip: `random` draws again in each epoch; `alternating` draws once per image and flips it in every other epoch."""
     cutout: Count = 0
     """Side in pixels of a square that is set to the mean, at a random place; 0: none."""
     brightness: Number = Field(default=0.0, ge=0)
-    """Largest shift of an image's normalised values, up or down, drawn once an image; 0: none."""
+    """Largest shift of an image's normalised values, up or down, drawn once per image; 0: none."""
     contrast: Number = Field(default=0.0, ge=0)
-    """An image's normalised values are scaled by 1 ± up to this, drawn once an image, after the brightness; 0: none."""
+    """An image's normalised values are scaled by 1 ± up to this, drawn once per image, after the brightness; 0: none."""
 
 
 class Data(Section):
     source: Source = "digits"
-    """Where the samples come from: a source of ours, your own files (docs/data.md), or a function as `package.module:function`."""
+    """Where the samples come from: a built-in source, your own files (docs/data.md), or a function as `package.module:function`."""
     split: Literal["honest", "exercise"] = "honest"
-    """`honest`: the source's own training and test samples. `exercise`: the first tenth is both, so nothing is held out."""
+    """`honest`: the training and test samples of the source. `exercise`: the first tenth is used for both, so nothing is held out."""
     root: Free[str] = "data"
     """Folder of the downloaded data set; the shards are cached below it."""
     shards: Free[str | None] = None
@@ -91,7 +91,7 @@ class Data(Section):
     num_shards: Positive = 8
     """Files to cut the training set into when shards are made."""
     download: Free[bool] = True
-    """Download what is missing, where a network is there."""
+    """Download missing files, if there is a network."""
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
@@ -99,9 +99,9 @@ class Data(Section):
     verify: Free[bool] = True
     """Check the sha256 of every shard that a rank opens."""
     shuffle: Literal["global", "shard", "none"] = "global"
-    """`global`: one order over all samples, the same at every world size. `shard`: a rank keeps its own files. `none`: in order."""
+    """`global`: one order over all samples, the same at every world size. `shard`: each rank reads its own files. `none`: in order."""
     resident: Free[Literal["auto", "always", "never"]] = "auto"
-    """Keep the uint8 images on the device: where they fit in a quarter of its free memory, always, or never."""
+    """Keep the uint8 images on the device: if they fit in a quarter of its free memory, always, or never."""
     prefetch: Free[Positive] = 2
     """Batches that the loader prepares ahead when the images are not resident."""
     mean: Channels[Number] = Field(default_factory=lambda: [0.0])
@@ -109,9 +109,9 @@ class Data(Section):
     std: Channels[PositiveNumber] = Field(default_factory=lambda: [1.0])
     """Standard deviation of each channel, or one for all."""
     options: Plain = Field(default_factory=dict)
-    """Settings of the source itself, e.g. `{n: 4096, size: 32}` for `synthetic`."""
+    """Settings of the source, e.g. `{n: 4096, size: 32}` for `synthetic`."""
     augment: Augment = Field(default_factory=Augment)
-    """What happens to a training image on the device."""
+    """Augmentation of the training images, on the device."""
 
     @property
     def shards_name(self) -> str:
@@ -146,25 +146,25 @@ class Optim(Section):
     """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's;
     `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
     lr: Number = Field(default=0.1, ge=0)
-    """Learning rate of the weights where the schedule stands at 1."""
+    """Learning rate of the weights, multiplied by the schedule."""
     momentum: Number = Field(default=0.9, ge=0)
     """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
     weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
     bias_lr_factor: PositiveNumber = 1.0
-    """Biases and other one-dimensional parameters learn at `lr` times this, with `weight_decay` divided by it."""
+    """Biases and other one-dimensional parameters use `lr` times this factor, and `weight_decay` divided by it."""
     reference_batch_size: Count = 0
     """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
     schedule: Schedule[Pair[Number]] = Field(default_factory=list)
     """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
     schedule_scale: PositiveNumber = 1.0
-    """Stretches the schedule: 0.2 fits one that is made for 10 epochs into 2."""
+    """Stretches the schedule: with 0.2 a schedule for 10 epochs takes 2."""
     schedule_unit: Literal["epoch", "step"] = "epoch"
-    """What the points of `schedule` count. In epochs it holds at every batch size; in steps it is what many scripts have."""
+    """Unit of the points of `schedule`. Epochs do not depend on the batch size; many scripts use steps."""
     clip: Number = Field(default=0.0, ge=0)
     """Largest norm of the gradient of the loss; 0: no clipping."""
     groups: dict[str, Group] = Field(default_factory=dict)
-    """Parameters with settings of their own, by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
+    """Settings for some parameters, chosen by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
     may have `lr, momentum, weight_decay, schedule`."""
     normalise_every: Positive = 1
     """Steps between two scalings of the filters to norm √out (`muon` only)."""
@@ -172,7 +172,9 @@ class Optim(Section):
     @model_validator(mode="after")
     def _of_muon(self) -> Self:
         if self.normalise_every != 1 and self.name != "muon":
-            raise ValueError(f"normalise_every={self.normalise_every} has no use with {self.name}: it is muon's")
+            raise ValueError(
+                f"normalise_every={self.normalise_every} has no effect with optim.name={self.name}: it is a setting of muon"
+            )
         return self
 
 
@@ -189,9 +191,9 @@ class Sync(Section):
     ] = "ddp"
     """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
     bucket_mb: PositiveNumber = 25.0
-    """Megabytes (10⁶ bytes) of gradient that travel in one collective, overlapped with the backward pass."""
+    """Megabytes (10⁶ bytes) of gradient per collective, overlapped with the backward pass."""
     options: Plain = Field(default_factory=dict)
-    """Settings of the strategy itself, e.g. `{rank: 2}` for `powersgd`."""
+    """Settings of the strategy, e.g. `{rank: 2}` for `powersgd`."""
 
 
 class Evaluate(Section):
@@ -205,7 +207,7 @@ class Evaluate(Section):
     """Test-time augmentation: `flip` averages the logits of an image and its mirror image; `flip_shift` does so for the
     image (weight 1/2) and for it moved by one pixel up and left, and down and right (1/4 each)."""
     tta_share: Number = Field(default=1.0, gt=0, le=1)
-    """Share of each batch's images, the least confident ones, that test-time augmentation looks at again."""
+    """Share of each batch that test-time augmentation evaluates again: the images with the least confidence."""
 
 
 class Checkpoint(Section):
@@ -219,27 +221,27 @@ class Checkpoint(Section):
     keep_best: Free[bool] = True
     """Also keep the one with the best accuracy."""
     write: Free[Literal["rank0", "node"]] = "rank0"
-    """Who writes: rank 0, or one rank a node (for run directories on node-local disks)."""
+    """Which rank writes: rank 0, or one rank per node (for run directories on disks of the nodes)."""
     on_signal: Free[bool] = True
     """Save when a signal or a STOP file ends the run early."""
 
 
 class Preempt(Section):
     signals: Free[Items[Signal]] = Field(default_factory=lambda: list(SIGNALS))
-    """Signals that ask for a checkpoint and an end with exit code 75."""
+    """Signals after which the run saves a checkpoint and ends with exit code 75."""
     grace_seconds: Free[Number] = Field(default=60.0, ge=1)
-    """Seconds between such a signal and the end: no rank waits longer for rank 0's checkpoint."""
+    """Seconds between such a signal and the end. No rank waits longer for the checkpoint."""
 
 
 class Log(Section):
     format: Free[Literal["table", "json"]] = "table"
-    """`table` for people, `json` (one object a line) for clusters."""
+    """`table` for people, `json` (one object per line) for clusters."""
     every: Free[Positive] = 50
     """Steps between two readings of the loss and the gradient's norm (events `step`)."""
     score_every: Free[Count] = 0
-    """Steps between two lines `step N | train_loss | test_loss | step time`, instead of a line an epoch; 0: the latter."""
+    """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
     verbose: Free[bool] = False
-    """Let all ranks speak, not only rank 0."""
+    """Print the messages of all ranks, not only of rank 0."""
     report: Free[bool] = True
     """Write report.html into the run directory at the end of every attempt."""
     tensorboard: Free[bool] = False
@@ -254,15 +256,15 @@ class Metrics(Section):
     run: Free[str | None] = None
     """Label `run` of all metrics; null: the name of the run directory."""
     port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
-    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free ports. A taken one is replaced."""
+    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free port. A taken port is replaced."""
     address: Free[str | None] = None
-    """Address to serve on, `any` for every one, IPv4 and IPv6; null: LOCKSTEP_METRICS_ADDRESS (the images say `any`), else any on
+    """Address to serve on, `any` for all addresses, IPv4 and IPv6; null: LOCKSTEP_METRICS_ADDRESS (the images say `any`), else any on
     several nodes and under SLURM, and 127.0.0.1 on one machine."""
     stale_seconds: Free[Number] = Field(default=600.0, ge=1)
-    """`/healthz` fails when the last step or evaluation batch is older."""
+    """`/healthz` fails if the last step or evaluation batch is older than this."""
     textfile_seconds: Free[Number] = Field(default=10.0, ge=0)
-    """Seconds between two writings of a rank's textfile; the last one is written in any case. 0: only that one."""
+    """Seconds between two updates of a rank's textfile. It is always written at the end; 0: only then."""
     textfiles: Free[str | None] = None
     """Folder for a second copy of the textfiles, e.g. the node exporter's; the first is in the run directory."""
     file_sd: Free[str | None] = None
-    """Folder in which each rank names itself to Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""
+    """Folder in which each rank writes its address for Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""

@@ -158,7 +158,7 @@ def assignments(model: type[BaseModel], words: Iterable[str]) -> Iterator[tuple[
     within a mapping (`model_options.width`). Text that is always text is taken as it stands, all else is YAML.
 
     Raises:
-        UserError: a word that is none of these, or not valid YAML.
+        UserError: a word that is not one of these, or not valid YAML.
     """
     names = dict(leaves(model))
     for word in words:
@@ -184,7 +184,7 @@ def _resolve(name: str, names: Mapping[str, Any]) -> str:
 
 
 def put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    """Sets one of nested plain values. Raises `UserError` where one on the way is no mapping."""
+    """Sets one of nested plain values. Raises `UserError` where one on the way is not a mapping."""
     *groups, last = parts
     for group in groups:
         inner = values.setdefault(group, {})

@@ -74,7 +74,7 @@ def _as_written(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     epochs = [float(epoch) for epoch, _ in points]
     if any(b <= a for a, b in itertools.pairwise(epochs)):
-        raise ValueError(f"must have points that rise, got {epochs}")
+        raise ValueError(f"must have increasing epochs, got {epochs}")
     return points
 
 

@@ -42,7 +42,7 @@ class Batches:
 
     Args:
         dataset: has a length, and `dataset[id]` for ids from 0.
-        global_batch_size: samples of all ranks together a step.
+        global_batch_size: samples per step, all ranks together.
         uneven: what an epoch's last global batch does where it is short, and a batch that the ranks cannot share
             equally: `drop` leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts.
         workers: processes that load and transform samples; 0: this one.

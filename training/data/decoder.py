@@ -42,7 +42,7 @@ def decoded(data: bytes, kind: str | None, height: int, width: int) -> bytes:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         found = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
         if kind is not None and found != kind:
-            raise _RefusedError(f"its name says {kind}, its content is {found}")
+            raise _RefusedError(f"its name ends in {kind}, but its content is {found}")
         if image.width * image.height > MOST_PIXELS:
             raise _RefusedError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
         if image.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
@@ -63,7 +63,7 @@ def _answer(item: dict[str, object], data: bytes | None, height: int, width: int
     except Image.DecompressionBombError:
         reason = f"it has more than {MOST_PIXELS} pixels"
     except Image.UnidentifiedImageError:
-        reason = "it is no JPEG, PNG or WebP image"
+        reason = "it is not a JPEG, PNG or WebP image"
     except OSError as error:
         reason = error.strerror or str(error)
     except MemoryError:

@@ -123,7 +123,7 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 class _LostError(Exception):
-    """The process gave no answer."""
+    """The process did not answer."""
 
 
 class _Process:
@@ -200,7 +200,7 @@ class _Process:
         poll.register(descriptor, select.POLLIN)
         while len(found) < size:
             if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
-                raise _LostError(f"it takes longer than {seconds:.0f} s")
+                raise _LostError(f"decoding it takes longer than {seconds:.0f} s")
             piece = os.read(descriptor, size - len(found))
             if not piece:
                 raise _LostError(_ending(process))
@@ -228,4 +228,8 @@ class _Process:
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
     code = process.wait()
-    return f"it ends its decoder (signal {-code})" if code < 0 else f"it ends its decoder (exit code {code})"
+    return (
+        f"it ended its decoder process (signal {-code})"
+        if code < 0
+        else f"it ended its decoder process (exit code {code})"
+    )

@@ -28,7 +28,7 @@ class Mapped:
         with files.regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             about = json.loads(file.read(size))[name]
-            # A private copy of each page that somebody writes: nobody does, but torch knows no tensor to be read alone.
+            # A private copy of each page that somebody writes: nobody does, but torch has no read-only tensors.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         low, high = about["data_offsets"]
         count = (high - low) // kind.itemsize

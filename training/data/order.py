@@ -59,11 +59,13 @@ def _feistel(x: torch.Tensor, a: int, b: int, secret: int) -> torch.Tensor:
 def steps_per_epoch(n: int, batch: int, uneven: str) -> int:
     """Steps that an epoch over `n` samples takes. Raises `UserError` where there would be none."""
     if uneven == "pad" and batch > n:
-        raise UserError(f"a global batch of {batch} would hold samples twice: there are {n}, so make it smaller")
+        raise UserError(
+            f"a global batch of {batch} would contain samples twice, because there are only {n}: make it smaller"
+        )
     steps = n // batch if uneven == "drop" else -(-n // batch)
     if steps == 0:
         raise UserError(
-            f"a global batch of {batch} does not fit into {n} samples: make it smaller, or set uneven=weight"
+            f"a global batch of {batch} is larger than the {n} samples: make it smaller, or set uneven=weight"
         )
     return steps
 
@@ -104,7 +106,7 @@ def check_division(batch: int, world: int, multiple: int, uneven: str) -> None:
         below = batch // (world * multiple) * world * multiple
         nearest = " or ".join(str(size) for size in (below, below + world * multiple) if size)
         raise UserError(
-            f"a global batch of {batch} cannot be shared by {share}: use global_batch_size={nearest}, or uneven=weight"
+            f"a global batch of {batch} cannot be divided among {share}: use global_batch_size={nearest}, or uneven=weight"
         )
     if batch < world:
         raise UserError(f"a global batch of {batch} leaves some of {world} ranks without a sample: make it larger")

@@ -175,7 +175,7 @@ def _write(
         if test.shape != train.shape or test.kind != train.kind:
             raise UserError(
                 f"{source} has training samples of {train.kind} {list(train.shape)} and test samples of "
-                f"{test.kind} {list(test.shape)}: both must be of one kind"
+                f"{test.kind} {list(test.shape)}: both must be of the same kind"
             )
         classes = _classes(stream, source, max(int(train.labels.max()), int(test.labels.max())))
         tenth = max((len(train) + len(test)) // 10, 1)
@@ -249,7 +249,7 @@ def prepare(data: Data) -> Path:
         return directory
     if not Path(data.root).is_dir() and not data.download and sources.needs_root(data.source):
         raise UserError(
-            f"data.root={data.root} does not exist: point it at the folder of {data.source}, or allow downloads"
+            f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
         )
     lock = directory.with_suffix(".lock")
     try:
@@ -269,13 +269,13 @@ def prepare(data: Data) -> Path:
                     say(f"warning: {statistics.told(made.mean or [], made.std or [], data)}", sys.stderr)
     except filelock.Timeout:
         raise UserError(
-            f"another process has held {lock} for {data.prepare_timeout:.0f} s: see what it does, "
+            f"another process has held {lock} for {data.prepare_timeout:.0f} s: check that process, "
             "or wait longer with data.prepare_timeout"
         ) from None
     except OSError as error:
         raise UserError(
-            f"cannot use {lock.parent} ({error.strerror}): point data.root at a folder that can be written, "
-            "or data.shards at ready shards"
+            f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
+            "or data.shards to ready shards"
         ) from None
     return directory
 

@@ -1,4 +1,4 @@
-"""The samples of one split on their way into shards, on the disk: how many there will be is known at the end alone.
+"""The samples of one split before they are in shards, on the disk: their number is known only at the end.
 
     spool = Spool(folder / ".train")
     spool.append(samples, labels)                     # as often as there are pieces
@@ -155,12 +155,14 @@ def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarr
         raise UserError(f"{where} is {kinds}, expected two numpy arrays (samples, labels)")
     if samples.dtype == np.uint8 and samples.ndim == 4:
         if samples.shape[3] > 4 and samples.shape[1] in (1, 3):
-            raise UserError(f"{where} has images {list(samples.shape)}: give them as [n, h, w, c], the channels last")
+            raise UserError(
+                f"{where} has images of shape {list(samples.shape)}: give them as [n, h, w, c], channels last"
+            )
     elif samples.dtype.kind == "f" and samples.ndim == 2:
         samples = samples.astype(np.float32, copy=False)
         if not np.isfinite(samples).all():
             row = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
-            raise UserError(f"{where} has a value that is no finite float32 number, in its sample {row}")
+            raise UserError(f"{where} has a value that is not a finite float32 number, in its sample {row}")
     else:
         raise UserError(
             f"{where} has samples of {samples.dtype} {list(samples.shape)}, "

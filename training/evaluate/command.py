@@ -33,18 +33,18 @@ def config_of(
         raise UserError(f"{target}: there is no such run or file")
     if target.is_dir():
         if recipe:
-            raise UserError(f"{target} is a run, which has its own config: leave out --recipe")
+            raise UserError(f"{target} is a run, and its config is used: remove --recipe")
         run = recipe_of(target, "evaluating it")
         config = _elsewhere(run["config"], assignments, target)
         model = config.model
         if not trust_model and not models.ours(model):
             raise UserError(
-                f"{target} names the model {model}, whose import runs code: add --trust-model if you trust who wrote the run"
+                f"{target} names the model {model}, and importing it runs code: add --trust-model if you trust the author of the run"
             )
         source = config.data.source
         if not trust_model and not sources.ours(source) and config.data.shards is None:
             raise UserError(
-                f"{target} names the source {source}, which runs code: add --trust-model if you trust who wrote the run, or "
+                f"{target} names the source {source}, and reading it runs code: add --trust-model if you trust the author of the run, or "
                 "name its shards with --set data.shards=DIR"
             )
         return config, run["data"].get("checksum")
@@ -59,7 +59,7 @@ def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
     changed = configuration.from_dict(values, f"{target} with --set")
     if different := configuration.differences(config, changed):
         raise UserError(
-            f"{target} was trained otherwise ({'; '.join(different)}): --set may change what a resumed run may, such as "
+            f"{target} was trained with other settings ({'; '.join(different)}): --set may change what a resume may change, such as "
             "data.root and evaluate.batch_size"
         )
     return changed

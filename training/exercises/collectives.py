@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     """Runs both forms, prints time and bytes, and returns 1 where a product is wrong. Raises `UserError` for wrong words."""
     parser = Parser(prog=f"{PROGRAM} collectives", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--sizes", nargs=3, type=positive, default=[1024, 1024, 1024], metavar=("M", "K", "N"))
-    parser.add_argument("--repeat", type=positive, default=5, help="times to run each; the median is printed")
+    parser.add_argument("--repeat", type=positive, default=5, help="how often to run each; the median is printed")
     args = parser.parse_args(argv)
     with joined(detect(os.environ)) as world:
         threads = set_threads(world, 0, os.environ)
@@ -211,7 +211,7 @@ def _inputs(sizes: tuple[int, int, int], world: World) -> tuple[torch.Tensor | N
         TypeError,
     ):  # TypeError: not even a 64-bit number of elements; an allocator has no error type of its own
         error = UserError(
-            f"--sizes {m} {k} {n} needs {4 * elements / 1e9:,.0f} GB on a rank, more than it can have: take smaller ones"
+            f"--sizes {m} {k} {n} needs {4 * elements / 1e9:,.0f} GB on a rank, more than it has: use smaller sizes"
         )
     raise_together(error, world)
     return a, b

@@ -1,1 +1,1 @@
-"""`python -m training launch`: starts the ranks of a node and sees them end."""
+"""`python -m training launch`: starts the ranks of a node and waits for their end."""

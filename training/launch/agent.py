@@ -145,9 +145,7 @@ class Agent(LocalElasticAgent):
         if not self.ending.reached():
             return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
         if self.ending.lost:
-            print(
-                "launch: a node was lost before its end: the ranks start again without it", file=sys.stderr, flush=True
-            )
+            print("launch: a node was lost before it ended: the ranks restart without it", file=sys.stderr, flush=True)
             return RunResult(state=WorkerState.UNHEALTHY if self._remaining_restarts > 0 else WorkerState.FAILED)
         if self.ending.verdict is None:
             return self._ended
@@ -193,16 +191,16 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
 
 def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
-        prog=f"{PROGRAM} launch", description="Starts the ranks of this node and sees them end.",
-        epilog="COMMAND is `run RECIPE …` (any `python -m training` command), or `-- PROGRAM …` of your own.",
+        prog=f"{PROGRAM} launch", description="Starts the ranks of this node and waits for their end.",
+        epilog="COMMAND is `run RECIPE …` (any `python -m training` command), or `-- PROGRAM …` for your own program.",
     )  # fmt: skip
 
     parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
-                        help="ranks on this node; auto: the visible GPUs, else 2")  # fmt: skip
+                        help="ranks on this node; auto: one per visible GPU, or 2 without a GPU")  # fmt: skip
     parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),
                         help="number of nodes, or MIN:MAX for an elastic job")  # fmt: skip
     parser.add_argument("--rendezvous", default=_endpoint(env), metavar="HOST:PORT",
-                        help="where the nodes meet; the node of that name serves it")  # fmt: skip
+                        help="address where the nodes meet; the node of that name serves it")  # fmt: skip
     parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=_serves(env),
                         help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
     parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
@@ -210,19 +208,21 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     parser.add_argument("--address", default=own_address(env, socket.gethostname()),
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
     parser.add_argument("--max-restarts", type=_count, default=env.get("PET_MAX_RESTARTS", "0"),
-                        help="how often the gang is restarted after a failure (default 0)")  # fmt: skip
+                        help="restarts after a failure, of all ranks of the node (default 0)")  # fmt: skip
     parser.add_argument("--join-timeout", type=_count, default="600", metavar="SECONDS",
                         help="how long to wait for the other nodes (default 600)")  # fmt: skip
     parser.add_argument("--linger", type=_count, default="0", metavar="SECONDS",
-                        help="stay so long after rank 0's node, for a cluster that ends the job with the first that leaves")  # fmt: skip
-    parser.add_argument("--grace", type=int, default=60, help="seconds between a signal to the ranks and their end")
+                        help="seconds to stay after rank 0's node; for clusters that end a job with its first node")  # fmt: skip
+    parser.add_argument(
+        "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
+    )
     parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
-                        help=f"end the ranks after so long, saved, with exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
+                        help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain")
     parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
-                        help="count this node's restarts there, on shared storage: a replaced node goes on counting")  # fmt: skip
+                        help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
-                        help="begin every line with its rank")  # fmt: skip
+                        help="put the rank at the beginning of every line")  # fmt: skip
     carried.add_words(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     args = parser.parse_args(argv)
@@ -287,14 +287,18 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
     attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
     if not attempts.begin():
-        print(f"launch: this node was restarted {args.max_restarts} times, no more", file=sys.stderr, flush=True)
+        print(
+            f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows",
+            file=sys.stderr,
+            flush=True,
+        )
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with scratch.folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
             code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
-        print(f"launch: {error}: given up", file=sys.stderr, flush=True)
+        print(f"launch: {error}: giving up", file=sys.stderr, flush=True)
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
     carried.leave(args, code)
@@ -343,7 +347,7 @@ def _run(
         if agent.ending is not None and agent.ending.verdict is not None:
             code = agent.ending.verdict
         if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
-            print(f"launch: {name} before a rank had begun", file=sys.stderr, flush=True)
+            print(f"launch: {name} before any rank had started", file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
@@ -360,7 +364,7 @@ def _run(
         if agent is not None and agent.ending is not None:
             agent.ending.interrupted()
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
-        when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had begun"
+        when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had started"
         print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
         return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, None
     except RendezvousTimeoutError:

@@ -28,7 +28,7 @@ MAX_PACKED = 8 << 20
 MAX_PATH = 1024
 """Bytes of a file's path within the code."""
 DERIVED = "__pycache__"
-"""What Python writes beside a module. It is no part of the code; root may write it into a copy that is read-only."""
+"""What Python writes beside a module. It is not part of the code; root may write it into a copy that is read-only."""
 _TAR_LIMIT = MAX_BYTES + 4096 * MAX_FILES
 """Of the archive without its compression: the files, and a few headers for each."""
 
@@ -75,7 +75,7 @@ def read(data: bytes, expected: str) -> list[File]:
         unzip = zlib.decompressobj(wbits=31)
         plain = unzip.decompress(data, _TAR_LIMIT)
         if unzip.unconsumed_tail:
-            raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it is not one of ours")
+            raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it was not made by Lockstep")
         if not unzip.eof:
             raise UserError("the code's archive is cut off: submit the job again")
         with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
@@ -91,11 +91,15 @@ def _members(tar: tarfile.TarFile) -> Iterator[File]:
     total, seen = 0, set[str]()
     for member in tar:
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-            raise UserError(f"the code's archive holds {member.name!r}, which is no plain file: it is not one of ours")
+            raise UserError(
+                f"the code's archive holds {member.name!r}, which is not a plain file: it was not made by Lockstep"
+            )
         check_path(member.name)
         total += member.size
         if member.name in seen or total > MAX_BYTES or len(seen) >= MAX_FILES:
-            raise UserError(f"the code's archive holds more than it may, at {member.name!r}: it is not one of ours")
+            raise UserError(
+                f"the code's archive holds more than is allowed, at {member.name!r}: it was not made by Lockstep"
+            )
         seen.add(member.name)
         content = tar.extractfile(member)
         assert content is not None
@@ -106,11 +110,11 @@ def check_path(path: str) -> None:
     """Raises `UserError` for a path that may not be unpacked."""
     parts = path.split("/")
     if not path or len(path.encode()) > MAX_PATH or "\0" in path or {"", ".", ".."} & set(parts):
-        raise UserError(f"{path!r} is no path within the code")
+        raise UserError(f"{path!r} is not a path inside the code")
 
 
 def unpack(found: Iterable[File], target: Path) -> Path:
-    """Writes the files into a new folder, read-only, which gets its name when it is whole.
+    """Writes the files into a new folder, read-only, which gets its name when it is complete.
 
     Where somebody else was faster, the other folder must hold the same code.
 
@@ -126,7 +130,7 @@ def unpack(found: Iterable[File], target: Path) -> Path:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise UserError(f"cannot unpack the code to {target}: {error.strerror}") from None
         if not holds(target, identity(found)):
-            raise UserError(f"{target} is there and holds something else: remove it") from None
+            raise UserError(f"{target} exists and holds something else: remove it") from None
     return target
 
 
@@ -190,7 +194,7 @@ def remove(folder: Path) -> None:
 
 
 def check_identity(text: str) -> str:
-    """Raises `UserError` for what is no identity."""
+    """Raises `UserError` for anything that is not an identity."""
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         raise UserError(f"{text!r} is not the identity of code: expected 64 hex digits")
     return text

@@ -70,7 +70,7 @@ def environment(folder: Path, identity: str, env: dict[str, str], own: str = "")
     """The variables by which a rank finds the code.
 
     Args:
-        own: where `training` was found, if that is no place that every Python looks at.
+        own: where `training` was found, if not every Python looks there.
     """
     there = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     ours = [own] if own and own not in (*there, *sys.path[1:]) and Path(own, "training/contract.py").exists() else []

@@ -108,11 +108,11 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
             problem = error.strerror or str(error)
         now = time.monotonic()
         if now - began >= timeout:
-            raise NotMet(f"nobody has answered at {wanted.endpoint} for {timeout:g} s: {problem}")
+            raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
         if now - said >= SAID_EVERY:
             said = now
             say(
-                f"launch: nobody answers at {wanted.endpoint} yet ({problem}): {_waiting(now - began, timeout)}",
+                f"launch: no answer at {wanted.endpoint} yet ({problem}): {_waiting(now - began, timeout)}",
                 sys.stderr,
             )
         time.sleep(min(1.0, max(0.0, timeout - (now - began))))

@@ -54,7 +54,7 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
     module_name, colon, class_name = target.partition(":")
     if not colon:
         raise UserError(
-            f"unknown model {name!r}{settings.nearest(name, MODELS)} (a class of your own is written package.module:Class)"
+            f"unknown model {name!r}{settings.nearest(name, MODELS)} (your own class is written package.module:Class)"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `-m training` has it, a console script has not
@@ -76,7 +76,7 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"model {name} refuses its options {options}: {error}") from None
+        raise UserError(f"model {name} does not accept its options {options}: {error}") from None
 
 
 def batch_multiple(model: nn.Module) -> int:

@@ -30,7 +30,7 @@ class SmallMapConv2d(nn.Conv2d):
         super().__init__(*words, **options)
         if not _fits(self):
             raise ValueError(
-                "SmallMapConv2d takes groups=1, dilation=1 and a number of zeros as padding: use nn.Conv2d"
+                "SmallMapConv2d supports groups=1, dilation=1 and zero padding given as a number: use nn.Conv2d for others"
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Exporter:
             folders these are have theirs made after it. A rank that looked for its own leftovers would list the files of all.
 
     Raises:
-        UserError: LOCKSTEP_METRICS_PORT is no port.
+        UserError: LOCKSTEP_METRICS_PORT is not a port.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Exporter:
     def _warn(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            say(f"warning: rank {self._rank}: {message}; the run goes on", sys.stderr)
+            say(f"warning: rank {self._rank}: {message}; the run continues", sys.stderr)
 
     def close(self, code: int) -> None:
         """The attempt has ended: the last textfiles, then the end of the server."""
@@ -145,7 +145,7 @@ def _default_address(world: World) -> str:
 
 
 def _is_unspecified(address: str) -> bool:
-    """0.0.0.0 or ::, on which a server can listen, and which is no address for clients."""
+    """0.0.0.0 or ::, on which a server can listen, and which clients cannot use as an address."""
     try:
         return ipaddress.ip_address(address).is_unspecified
     except ValueError:

@@ -21,7 +21,7 @@ from training.parallel.world import World
 
 @dataclass(slots=True)
 class _Copy:
-    """Numbers on their way to the host."""
+    """Numbers that are being copied to the host."""
 
     sums: torch.Tensor
     """float64 [2]: the sum of losses and the number of samples of the epoch so far."""

@@ -83,7 +83,7 @@ class RunDirectory:
                 different = configuration.differences(saved["config"], config)
                 if different:
                     raise UserError(
-                        f"{path} holds a run of another config ({'; '.join(different)}): "
+                        f"{path} holds a run with another config ({'; '.join(different)}): "
                         "choose another --run-dir, undo the change, or start over with --fresh"
                     )
             elif (path / contract.CHECKPOINTS).exists():
@@ -168,7 +168,7 @@ class RunDirectory:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            say(f"warning: {self.path}: {message}; the run goes on", sys.stderr)
+            say(f"warning: {self.path}: {message}; the run continues", sys.stderr)
 
     def close(self) -> None:
         """Calls what is in `at_close`, and gives the lock back."""
@@ -210,7 +210,7 @@ def _patience() -> float:
 
 
 def _locked(path: Path, seconds: float) -> filelock.FileLock:
-    """Takes the lock of the directory that has this name, not of one that was moved aside while we waited for it.
+    """Takes the lock of the directory that has this name, not of one that was renamed while we waited for it.
 
     Raises `filelock.Timeout`, `OSError`.
     """
@@ -238,7 +238,9 @@ def _begun_otherwise(path: Path, word: str) -> bool:
 def _move_aside(path: Path) -> None:
     """Renames a run that nobody is using. Raises `UserError` for a folder that holds something else."""
     if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
-        raise UserError(f"{path} holds no run of ours, so --fresh leaves it alone: choose another --run-dir")
+        raise UserError(
+            f"{path} does not hold a run of Lockstep, so --fresh does not move it: choose another --run-dir"
+        )
     lock = _locked(path, 10)
     try:
         _rename_aside(path)

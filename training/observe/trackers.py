@@ -1,7 +1,7 @@
 """Sends the numbers of a run's events to TensorBoard and Weights & Biases. Off by default; rank 0 only.
 
 Both listen to the run's events, so they show what events.jsonl holds, under the names of the speedruns' logs: `elapsed`,
-`train_loss`, `val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run goes on.
+`train_loss`, `val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Listener:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
             self._tracker = None
-            say(f"warning: {self._name} is off: {error}; the run goes on", sys.stderr)
+            say(f"warning: {self._name} is off: {error}; the run continues", sys.stderr)
 
 
 def _tensorboard(config: RunSettings, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001

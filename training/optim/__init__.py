@@ -82,12 +82,12 @@ def _start_momentum(sgd: torch.optim.Optimizer, *_: object) -> None:
 
 
 def learning_rate(optim: Optim, when: float) -> float:
-    """The rate of the weights where the schedule stands at `when`, in its own unit; a part of an epoch counts."""
+    """The rate of the weights at the point `when` of the schedule, in its own unit; a part of an epoch counts."""
     return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> None:
-    """Sets each group's rate for the step after which the schedule stands at `when`."""
+    """Sets each group's rate for the step after which the schedule is at `when`."""
     lr = learning_rate(optim, when)
     for group in optimizer.param_groups:
         own = optim.groups.get(group.get("part", ""))

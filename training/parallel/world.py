@@ -51,7 +51,7 @@ def detect(env: Mapping[str, str]) -> World:
     """Reads the launcher's variables: torchrun's, SLURM's (inside a step), Open MPI's, PMI's.
 
     Raises:
-        UserError: a variable is missing, is no number, or contradicts another.
+        UserError: a variable is missing, is not a number, or contradicts another.
     """
     processes = env.get("PET_NPROC_PER_NODE", "")
     if processes.isdigit() and int(processes) > 1 and "TORCHELASTIC_RUN_ID" not in env:
@@ -139,7 +139,7 @@ def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str,
         if local_size < size:
             raise UserError(
                 f"{names[1]}={size} and {names[3]}={local_size}: several nodes, but MASTER_ADDR is not set; "
-                "pass rank 0's host, e.g. mpiexec -x MASTER_ADDR=node1 …"
+                "pass the host of rank 0, e.g. mpiexec -x MASTER_ADDR=node1 …"
             )
         # Every rank of one mpiexec has the same parent on one node: that tells two runs on a machine apart.
         master = ("127.0.0.1", _port(env, 12000 + os.getppid() % 20000))
@@ -351,7 +351,7 @@ def _refuse_spawned_by_a_rank() -> None:
         rank, size = values[b"RANK"].decode(), values.get(b"WORLD_SIZE", b"?").decode()
         raise UserError(
             f"this process was spawned (mp.spawn) by rank {rank} of {size} of torchrun, which had started the ranks "
-            "already: start the script with plain python, or let torchrun start it and drop the spawn"
+            "already: start the script with plain python, or let torchrun start it and remove the spawn"
         )
 
 

@@ -55,7 +55,7 @@ def describe_failed_collective(world: World, step: int, error: BaseException) ->
     """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
     cause = (str(error) or type(error).__name__).splitlines()[0][:200]
     told = _about_the_missing(world, step, "failed", cause)
-    return told or f"step {step}: a collective failed, though every rank is there ({cause})"
+    return told or f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
 def _about_the_missing(world: World, step: int, what: str, cause: str) -> str:
@@ -155,6 +155,6 @@ def _missing(world: World, step: int, what: str) -> list[str]:
             store.wait([f"lockstep/{what}/{rank}"], timedelta(seconds=left))
         except (RuntimeError, ValueError):
             seen = f"lockstep/step/{rank}"
-            last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "never seen at a step"
+            last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
             missing.append(f"rank {rank} did not arrive ({last})")
     return missing

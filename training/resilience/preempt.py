@@ -74,7 +74,9 @@ class Signals:
 
     def _note(self, number: int) -> None:
         if self.meeting:
-            say(f"{signal.Signals(number).name} before the ranks had met: run the same command again", sys.stderr)
+            say(
+                f"{signal.Signals(number).name} before the ranks were connected: run the same command again", sys.stderr
+            )
             self._leave(EXIT_PREEMPTED)
         elif self.received is None:
             self.received, self._first = signal.Signals(number).name, self._now()

@@ -214,11 +214,11 @@ class Attempt:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
         if context.run is not None:
             (context.run.path / contract.STOP_FILE).unlink(missing_ok=True)  # it must not stop the next start, too
-        raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: run the same command again to go on")
+        raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: run the same command again to resume")
 
 
 def conclude(context: RunContext, signals: Signals | None, ending: Ending) -> int:
-    """The attempt has come to its end on all ranks: status, last metrics, report. Returns the exit code. Collective."""
+    """The attempt has ended on all ranks: status, last metrics, report. Returns the exit code. Collective."""
     world, run = context.world, context.run
     if signals is not None:
         signals.ignore()

@@ -127,7 +127,7 @@ class Epochs(Attempt):
             console.per_class(history.get("class_accuracy", {}))
         if not saved:
             return Ending(
-                EXIT_FAILED, "trained to the end, but the last checkpoint could not be saved (see the warnings)"
+                EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)"
             )
         loss, classes = history.get("train_loss"), len(prepared.manifest.classes)
         if loss is not None and loss > 2 * math.log(max(classes, 2)):

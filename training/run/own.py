@@ -112,7 +112,7 @@ class OwnRun(RunContext):
                 if before.get(name) != about.get(name)
             ]
             raise UserError(
-                f"the run goes on after batch {kept} of an epoch that was cut otherwise ({'; '.join(different)}): "
+                f"the run goes on after batch {kept} of an epoch that was divided differently ({'; '.join(different)}): "
                 "undo the change, or start over in another run directory"
             )
         self.kept.data = about
@@ -168,7 +168,7 @@ class OwnRun(RunContext):
             attempt.save(accuracy)
 
     def log(self, numbers: Mapping[str, float]) -> None:
-        """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for what is no number."""
+        """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for a value that is not a number."""
         told = {}
         for name, value in numbers.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
@@ -188,7 +188,7 @@ class OwnRun(RunContext):
         self.event("log", step=self.kept.steps, epoch=self.state.cursor.epoch, **{"values": told})
 
     def finish(self, attempt: Attempt, began: float) -> Ending:
-        """The script has come to its end: the last save, and the summary. Raises `Ended`."""
+        """The script has ended: the last save, and the summary. Raises `Ended`."""
         if attempt.saver.steps_since:
             attempt.save()
         trained, history = max(self.state.clock.trained, 1e-9), self.state.history
@@ -207,7 +207,7 @@ class OwnRun(RunContext):
             self.run.summary(summary)
         self.event("done", **summary)
         if not saved:
-            return Ending(EXIT_FAILED, "came to its end, but the last checkpoint could not be saved (see the warnings)")
+            return Ending(EXIT_FAILED, "finished, but the last checkpoint could not be saved (see the warnings)")
         return Ending(EXIT_DONE, "complete")
 
 

@@ -123,7 +123,7 @@ class Step:
         """Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError` without a `backward`."""
         own, sync, part = self.own, self.replica.sync, self._part
         if not self.pending:
-            raise RuntimeError("update() without a backward(): there is no gradient")
+            raise RuntimeError("update() was called without backward(): there is no gradient")
         if part is not None and self._samples != part.samples:
             raise RuntimeError(
                 f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}"
@@ -168,7 +168,7 @@ class Step:
         total = torch.tensor(self._samples, dtype=torch.int64)
         dist.all_reduce(total)
         if not int(total):
-            raise RuntimeError("a step over no sample at all: every rank said samples=0")
+            raise RuntimeError("a step without samples: every rank gave samples=0")
         self.replica.sync.scale_gradients(torch.tensor(1.0 / int(total), device=self.own.world.device))
         return int(total)
 

@@ -217,9 +217,9 @@ def _check_same(model: nn.Module, world: World) -> None:
     if not same_on_all(drawn, world):
         other = broadcast_tree(drawn, world) != drawn
         raise RuntimeError(
-            f"init=seed gave rank {world.rank} other weights than rank 0: use init=broadcast"
+            f"init=seed gave rank {world.rank} different weights from rank 0: use init=broadcast"
             if other
-            else "init=seed gave a rank other weights than rank 0: use init=broadcast"
+            else "init=seed gave a rank different weights from rank 0: use init=broadcast"
         )
 
 

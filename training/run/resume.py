@@ -65,5 +65,5 @@ def misfits_explained() -> Iterator[None]:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise UserError(
             f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
-            "go on with the code that wrote it, or start over in another run directory"
+            "resume with the code that wrote it, or start over in another run directory"
         ) from error

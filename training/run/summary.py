@@ -35,5 +35,5 @@ def say_complete(prepared: Prepared) -> None:
     reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
     prepared.console.line(
         f"The run is complete: {prepared.config.epochs} epochs, {prepared.steps_done} steps{reached}. "
-        "Raise epochs to go on, or start over with --fresh (FRESH=1 make train)."
+        "Raise epochs to continue, or start over with --fresh (FRESH=1 make train)."
     )

@@ -39,7 +39,7 @@ def from_words(words: list[str]) -> GradientSync:
     Raises `UserError` for a name or an option that is unknown.
     """
     if not words:
-        raise UserError(f"name a strategy, one of {', '.join(STRATEGIES)}, and its options as NAME=VALUE")
+        raise UserError(f"no strategy is given: name one of {', '.join(STRATEGIES)}, and its options as NAME=VALUE")
     options = {}
     for word in words[1:]:
         option, equals, value = word.partition("=")

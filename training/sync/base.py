@@ -79,12 +79,12 @@ class GradientSync(ABC):
         """For strategies that give an optimizer a part of the parameters at a time."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise self.refuse(
-                "needs an optimizer that treats each parameter by itself, and LBFGS mixes them",
-                "take another optimizer, or sync.name=ddp",
+                "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
+                "use another optimizer, or sync.name=ddp",
             )
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
+        """Sets all gradients to None."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -101,7 +101,7 @@ class GradientSync(ABC):
         """
 
     def abandon(self) -> None:
-        """The gradients that `synchronize` brought are not used: forgets them, and what they left in the strategy."""
+        """Discards the gradients of this step, and what the strategy keeps of them."""
         self.zero_grad()
 
     def scale_gradients(self, factor: torch.Tensor) -> None:

@@ -116,7 +116,7 @@ class Reducer:
                 "a wrapped module, backward_passes_per_step of Horovod's optimizer), and synchronize() after it"
             )
         if grad.is_sparse:
-            raise UserError(f"{self.names[parameter]} has a sparse gradient, which is not summed: use sparse=False")
+            raise UserError(f"{self.names[parameter]} has a sparse gradient, which cannot be summed: use sparse=False")
         if view is not None and grad is not view:  # autograd's own tensor, or one that somebody put there
             view.copy_(grad)
             parameter.grad = view

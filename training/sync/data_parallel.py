@@ -22,10 +22,13 @@ class DataParallel(GradientSync):
     def _refuse(self, world: World, compiled: bool) -> None:
         if world.size > 1:
             raise self.refuse(
-                f"has no ranks, and was started on {world.size}", "start one process, or use sync.name=ddp"
+                f"works in one process, and was started on {world.size} ranks",
+                "start one process, or use sync.name=ddp",
             )
         if compiled:
-            raise self.refuse("replicates the module in every step, which compile=true cannot follow", "leave one out")
+            raise self.refuse(
+                "replicates the module in every step, which does not work with compile=true", "leave one out"
+            )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self._refuse(world, is_compiled(model))

@@ -108,7 +108,7 @@ class Ddp(GradientSync):
         names = [name for parameter, name in self._names.items() if parameter in self.watch.missing]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise self.refuse(
-            f"needs a gradient of every parameter in each step, and {shown} got none",
+            f"needs a gradient for every parameter in each step, and {shown} got none",
             "set sync.options={find_unused: true}, or use sync.name=flat, where such a gradient counts as zero",
         )
 

@@ -78,9 +78,7 @@ class Fsdp(GradientSync):
 
     def _refuse(self, compiled: bool) -> None:
         if compiled:
-            raise self.refuse(
-                "is not shown to work with compile=true here", "set compile=false, or use sync.name=zero1"
-            )
+            raise self.refuse("is not tested with compile=true", "set compile=false, or use sync.name=zero1")
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self._refuse(is_compiled(model))

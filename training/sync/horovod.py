@@ -69,7 +69,7 @@ def init(comm: Any = None, process_sets: Any = None) -> tuple[int, torch.device]
     """
     global _world
     if comm is not None or process_sets is not None:
-        raise ValueError("only the ranks of the whole launch are there: leave out comm and process_sets")
+        raise ValueError("only groups of all ranks are supported: leave out comm and process_sets")
     if _world is None and dist.is_initialized():  # by the script itself
         if torch.device("cpu") not in dist.distributed_c10d._get_default_group()._device_types:
             raise ValueError(
@@ -190,7 +190,7 @@ def DistributedOptimizer(
         raise ValueError(f"gradients are reduced by Average or Sum, not {op}")
     if num_groups or groups is not None or sparse_as_dense:
         raise ValueError(
-            "num_groups, groups and sparse_as_dense are not there: every parameter travels by itself, dense"
+            "num_groups, groups and sparse_as_dense are not supported: every parameter is sent by itself, dense"
         )
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
@@ -217,7 +217,7 @@ def partition_dataset(
 
 def _refuse_compression(compression: Any) -> None:
     if compression is not None:
-        raise ValueError("only Compression.none is there; sync.name=bf16_compress and powersgd compress")
+        raise ValueError("only Compression.none is supported; sync.name=bf16_compress and powersgd compress")
 
 
 class _AllReduce(torch.autograd.Function):

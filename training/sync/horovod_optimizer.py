@@ -65,7 +65,7 @@ class _Distributed:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         raise ValueError(
-            "parameters that come after DistributedOptimizer() are not reduced: add the group to the optimizer before wrapping it"
+            "parameters that are added after DistributedOptimizer() are not reduced: add the group to the optimizer before wrapping it"
         )
 
     def step(self, closure: Any = None) -> Any:

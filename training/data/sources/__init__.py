@@ -132,7 +132,7 @@ def _load_ours(name: str, root: Path, download: bool, options: dict[str, Any]) -
         return source(root, download, **options)
     except PermissionError as error:
         raise UserError(
-            f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) the right to"
+            f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) permission to read it"
         ) from None
 
 
@@ -150,6 +150,8 @@ def load_once(name: str, root: Path, download: bool, options: dict[str, Any]) ->
         with filelock.FileLock(root / f".{name}.lock", timeout=1800):
             return load(name, root, True, options)
     except filelock.Timeout:
-        raise UserError(f"another process has downloaded {name} to {root} for half an hour: see what it does") from None
+        raise UserError(
+            f"another process has downloaded {name} to {root} for half an hour: check that process"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot download {name} to {root}: {error.strerror}") from None

@@ -74,8 +74,8 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: 
     held = held_out(len(train.labels), options.held_out if test is None else 0)
     if test is None and not 0 < held.sum() < len(held):
         raise UserError(
-            f"{root / options.train}: held_out={options.held_out:g} of {len(held)} samples leaves none to "
-            f"{'train' if held.any() else 'test'} on: change data.options.held_out, or name a file in data.options.test"
+            f"{root / options.train}: held_out={options.held_out:g} of {len(held)} samples leaves none for "
+            f"{'training' if held.any() else 'testing'}: change data.options.held_out, or name a file in data.options.test"
         )
 
     def pieces(split: str) -> Generator[Piece, None, None]:
@@ -135,9 +135,9 @@ def _open(root: Path, name: str, labels: str | None) -> _Table:
     elif suffix == ".safetensors":
         table = _safetensors(path)
     else:
-        raise UserError(f"{path}: its name ends in none of .npz, .npy, .safetensors")
+        raise UserError(f"{path}: its name does not end in one of .npz, .npy, .safetensors")
     if not table.labels.size:
-        raise UserError(f"{path} holds no sample")
+        raise UserError(f"{path} has no samples")
     return table
 
 
@@ -154,7 +154,7 @@ def _npz(path: Path) -> _Table:
         about = archive.getinfo(found)
         if about.compress_type != zipfile.ZIP_STORED and about.file_size > MOST_PACKED:
             raise UserError(
-                f"{path}: {found} unpacks to {about.file_size} bytes, at most {MOST_PACKED} are: use np.savez, or .npy"
+                f"{path}: {found} has {about.file_size} bytes unpacked, at most {MOST_PACKED} are: use np.savez, or .npy"
             )
         return archive.open(about), about.file_size
 
@@ -221,19 +221,19 @@ def _bytes(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
 
 
 def _head(file: IO[bytes], size: int | None, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """(shape, type) of an .npy file of `size` bytes, which then stands at its first element."""
+    """(shape, type) of an .npy file of `size` bytes, which is then at its first element."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
-        raise UserError(f"{path} is of .npy version {version}, expected (1, 0) or (2, 0): it is no plain array")
+        raise UserError(f"{path} is of .npy version {version}, expected (1, 0) or (2, 0): it is not a plain array")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, kind = read(file)
     if kind.kind not in "uif":
-        what = "Python objects, which are not opened" if kind.hasobject else f"{kind}, expected whole numbers or floats"
+        what = "Python objects, which are not read" if kind.hasobject else f"{kind}, expected whole numbers or floats"
         raise UserError(f"{path} holds {what}")
     if fortran and len(shape) > 1:
-        raise UserError(f"{path} is in Fortran's order: save np.ascontiguousarray of it")
+        raise UserError(f"{path} is in Fortran order: save np.ascontiguousarray of it")
     if min(shape, default=0) < 0:
-        raise UserError(f"{path} says that it has the shape {list(shape)}: it is corrupt")
+        raise UserError(f"{path} has the shape {list(shape)} in its header: it is corrupt")
     if size is not None and file.tell() + math.prod(shape) * kind.itemsize != size:
         raise UserError(
             f"{path} says that it holds {kind} {list(shape)}, and has {size} bytes: it is cut off or corrupt"

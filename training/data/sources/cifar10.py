@@ -62,12 +62,12 @@ def _cifar10_binary(folder: Path) -> Raw:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         if len(data) == 0 or len(data) % _RECORD:
             raise UserError(
-                f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off or no CIFAR-10"
+                f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off, or not CIFAR-10"
             )
         records = data.reshape(-1, _RECORD)
         labels = records[:, 0].astype(np.int64)
         if labels.max() > 9:
-            raise UserError(f"{path} has a label {labels.max()}, expected 0 … 9: it is corrupt or no CIFAR-10")
+            raise UserError(f"{path} has a label {labels.max()}, expected 0 … 9: it is corrupt, or not CIFAR-10")
         return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
     batches = [read(f"data_batch_{number}.bin") for number in range(1, 6)]
@@ -87,7 +87,7 @@ def _cifar10_python(folder: Path) -> Raw:
         found = hashlib.md5(data, usedforsecurity=False).hexdigest()
         if found != md5:
             raise UserError(
-                f"{path} has md5 {found}, expected the official {md5}: it is a pickle, so another file is not opened; "
+                f"{path} has md5 {found}, expected the official {md5}: it is a pickle, so a file with another content is not opened; "
                 "download it again, or use the binary format (cifar-10-batches-bin/)"
             )
         return _read_batch(data)
@@ -106,7 +106,7 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.allowed:
-            raise UserError(f"a CIFAR-10 batch asks for {module}.{name}, which the official files do not")
+            raise UserError(f"a CIFAR-10 batch asks for {module}.{name}, which the official files do not ask for")
         if name == "_reconstruct":
             from numpy._core.multiarray import _reconstruct
 

@@ -64,18 +64,18 @@ def listed(folder: Path, classes: list[str] | None = None) -> Listing:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {folder} ({reason}): expected a folder with one folder for each class") from None
     if not found:
-        raise UserError(f"{folder} has no folder: expected one for each class, with its images")
+        raise UserError(f"{folder} has no folders: expected one for each class, with its images")
     if classes is not None and (unknown := sorted(set(found) - set(classes))):
-        raise UserError(f"{folder} has a class {shown(unknown[0])}, which the training folder has not")
+        raise UserError(f"{folder} has a class {shown(unknown[0])}, which the training folder does not have")
     if bad := [name for name in found if not name.isprintable()]:
         raise UserError(f"{folder} has a class folder {shown(bad[0])}: rename it, its name cannot be printed")
     listing = Listing(classes if classes is not None else found)
     for name in os.listdir(inside):
         if Path(name).suffix.lower() in KINDS and name not in found:
-            listing.refused[shown(name)] = "it lies in no class folder"
+            listing.refused[shown(name)] = "it is not in a class folder"
     for name in found:
         if not _add(inside, name, listing.classes.index(name), listing):
-            raise UserError(f"{folder / name} has no image: remove the folder, or fill it")
+            raise UserError(f"{folder / name} has no images: remove the folder, or put images into it")
     listing.entries.sort()
     listing.refused = dict(sorted(listing.refused.items()))
     return listing
@@ -91,7 +91,7 @@ def _add(inside: Path, name: str, label: int, listing: Listing) -> int:
         own = left.pop()
         path = inside / own
         if path.is_symlink():
-            raise UserError(f"{path} is a link to a folder: put the folder itself there")
+            raise UserError(f"{path} is a link to a folder: replace it by the folder itself")
         try:
             entries = list(os.scandir(path))
         except OSError as error:
@@ -111,9 +111,9 @@ def _add_file(inside: Path, name: str, label: int, listing: Listing) -> None:
     path = inside / name
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
-        listing.refused[shown(name)] = f"its name ends in none of {', '.join(KINDS)}"
+        listing.refused[shown(name)] = f"its name does not end in one of {', '.join(KINDS)}"
     elif path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
-        listing.refused[shown(name)] = "it is a link out of the folder"
+        listing.refused[shown(name)] = "it is a link that leads out of the folder"
     else:
         digest = hashlib.sha256(os.fsencode(name)).digest()
         listing.entries.append(Entry(digest, name, label, path, kind))

@@ -91,7 +91,7 @@ def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None)
             head = file.read(4 + 4 * dimensions)
             if head[:4] != bytes([0, 0, _UINT8, dimensions]) or len(head) < 4 + 4 * dimensions:
                 raise UserError(
-                    f"{path} is no idx file of uint8 in {dimensions} dimensions: it is corrupt or another file"
+                    f"{path} is not an idx file of uint8 in {dimensions} dimensions: it is corrupt or another file"
                 )
             shape = [int(size) for size in np.frombuffer(head, ">i4", offset=4)]
             size = math.prod(shape)
@@ -104,5 +104,5 @@ def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None)
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) != size:
         found = "more" if len(data) > size else len(data)
-        raise UserError(f"{path} has {found} bytes of data, its head says {shape} = {size}: it is cut off or corrupt")
+        raise UserError(f"{path} has {found} bytes of data, its header says {shape} = {size}: it is cut off or corrupt")
     return np.frombuffer(bytearray(data), np.uint8).reshape(shape)

@@ -37,7 +37,7 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
 
     Raises:
         UserError: there is no such function, it takes no `split`, or not these options; while it is read, for a piece
-            that is none. What the function itself raises goes through.
+            that is not one. What the function itself raises goes through.
     """
     function, module = _function(name)
     known = inspect.signature(function).parameters
@@ -113,10 +113,10 @@ def _function(name: str) -> tuple[Callable[..., Any], Any]:
     except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
         raise UserError(f"cannot import the source {name}: {error}") from None
     if not inspect.isfunction(function) or "split" not in inspect.signature(function).parameters:
-        raise UserError(f"the source {name} is no function with a parameter `split`, so it is not called")
+        raise UserError(f"the source {name} is not a function with a parameter `split`")
     if function.__module__ != module_name:
         raise UserError(
-            f"the source {name} is defined in {function.__module__}: name it there, so that a change of it is seen"
+            f"the source {name} is defined in {function.__module__}: name it there, so that changes of its code are noticed"
         )
     return function, module
 

@@ -35,8 +35,8 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
         }
         if not splits["test"] or not splits["train"]:
             raise UserError(
-                f"{folder}: held_out={options.held_out} of {total} images leaves none to "
-                f"{'test' if splits['train'] else 'train'} on: change data.options.held_out, or name a folder in data.options.test"
+                f"{folder}: held_out={options.held_out} of {total} images leaves none for "
+                f"{'testing' if splits['train'] else 'training'}: change data.options.held_out, or name a folder in data.options.test"
             )
     else:
         other = _folder(root, options.test)
@@ -73,6 +73,6 @@ def _folder(root: Path, name: str) -> Path:
     folder = root / name
     if (root / "shards").resolve().is_relative_to(folder.resolve()):
         raise UserError(
-            f"{folder} is where shards are cached (data.root={root}): set data.root to the folder above, and name this one"
+            f"{folder} is the folder where shards are cached (data.root={root}): set data.root to its parent folder"
         )
     return folder

@@ -57,7 +57,7 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
                 if options.test is None and (_share(name) < options.held_out) != (split == "test"):
                     continue
                 if content is None:
-                    bound.add(name, "it has no bytes: only images within the file are read")
+                    bound.add(name, "it has no bytes: only images inside the Parquet file are read")
                     continue
                 yield Item(content, label, name)
 

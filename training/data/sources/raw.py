@@ -85,7 +85,7 @@ def download(dataset: Callable[..., Any], name: str, root: Path, files: str) -> 
     except (OSError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no {name} below {root}, and the download failed ({reason}): put {files} there, or point data.root at them"
+            f"no {name} below {root}, and the download failed ({reason}): put {files} there, or set data.root to their folder"
         ) from None
     finally:
         socket.setdefaulttimeout(previous)

@@ -35,10 +35,10 @@ def write(runs: Sequence[Path], out: Path) -> None:
     """Writes the report of some run directories.
 
     Raises:
-        UserError: one of them holds no run, or `out` is somebody else's file or cannot be written.
+        UserError: one of them does not hold a run, or `out` is somebody else's file or cannot be written.
     """
     if os.path.lexists(out) and not _is_report(out):
-        raise UserError(f"{out} exists and is no report: choose another --out")
+        raise UserError(f"{out} exists and is not a report: choose another --out")
     text = page([record.read(path) for path in runs])
     try:
         files.publish(out, text.encode("utf-8", "replace"))

@@ -205,7 +205,7 @@ def _timeline(runs: Sequence[RunRecord], names: list[str]) -> Chart:
 
 
 def _curve(label: str, number: int, points: Points, dashed: bool = False) -> Line:
-    """A line of the points that are numbers, and of no more than can be told apart."""
+    """A line through the points that are numbers, with no more points than can be seen."""
     points = sorted(point for point in points if all(number_of(value) is not None for value in point))
     return Line(label, number, thinned(points, _POINTS, lambda point: float(point[1])), dashed)
 

@@ -69,10 +69,10 @@ class RunRecord:
 
 
 def read(path: Path) -> RunRecord:
-    """Raises `UserError` where `path` is no run directory."""
+    """Raises `UserError` where `path` is not a run directory."""
     run_file = path / contract.RUN_FILE
     if not run_file.is_file():
-        raise UserError(f"{path} holds no run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
+        raise UserError(f"{path} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
     path = path.resolve()
     return RunRecord(
         path.name, path, settings.read_yaml(run_file), _mapping(path / contract.STATUS_FILE),

@@ -1,0 +1,83 @@
+"""Looks for phrases that tests/words.yaml replaces: in code, documentation and templates. Part of `make lint`.
+
+python -m tests.words [FILE …]      # default: every file of the repository that people read
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+READ = (
+    ".md",
+    ".py",
+    ".yaml",
+    ".yml",
+    ".sh",
+    ".toml",
+    ".j2",
+    ".sbatch",
+    "Makefile",
+    "Dockerfile",
+    "Dockerfile.cpu",
+    ".lockstepignore",
+)
+TESTS = ("tests/", "benchmarks/")
+"""What users do not meet. Their README is read."""
+OLD_PAGES = ("docs/architecture.md", "docs/containers.md", "docs/kubernetes.md", "docs/slurm.md", "docs/sync.md")
+"""Written before the list. A page that is written anew leaves this tuple; what is found in the others is only counted."""
+
+
+@cache
+def phrases() -> list[tuple[re.Pattern[str], str, str]]:
+    """(pattern, what to write instead, example)."""
+    rows = yaml.safe_load((ROOT / "tests/words.yaml").read_text(encoding="utf-8"))
+    space = r"\s+(?:#:?\s+)?"  # over the end of a line, in a comment too
+    return [
+        (re.compile(row["find"].replace(" ", space), re.IGNORECASE | re.MULTILINE), row["say"], row["example"])
+        for row in rows
+    ]
+
+
+def found(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, phrase, what to write instead)."""
+    for pattern, say, _ in phrases():
+        for match in pattern.finditer(text):
+            yield text.count("\n", 0, match.start()) + 1, " ".join(match[0].split()), say
+
+
+def pages() -> list[str]:
+    """Files that people read, relative to the repository."""
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    if not listed:  # no history here: the files as they lie
+        listed = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*")) if ".venv" not in path.parts]
+    return [
+        name for name in listed
+        if name.endswith(READ) and (not name.startswith(TESTS) or name.endswith("README.md")) and (ROOT / name).is_file()
+    ]  # fmt: skip
+
+
+def main(names: list[str]) -> int:
+    bad = old = 0
+    for name in names or pages():
+        for line, phrase, say in found((ROOT / name).read_text(encoding="utf-8")):
+            if name in OLD_PAGES:
+                old += 1
+                continue
+            bad += 1
+            print(f"{name}:{line}: {phrase!r}: write {say!r} (tests/words.yaml)")
+    if old:
+        print(f"words: {old} in pages that are not written anew yet (OLD_PAGES in tests/words.py)")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
