@@ -26,7 +26,8 @@ LANGUAGES = {
     "": "",
 }
 _PICTURE = re.compile(
-    r"<picture>.*?srcset=\"([^\"]+)\".*?<img alt=\"([^\"]*)\" src=\"([^\"]+)\"[^>]*>.*?</picture>", re.DOTALL
+    r"<picture>.*?srcset=\"([^\"]+)\".*?<img alt=\"([^\"]*)\" src=\"([^\"]+)\"(?: (width=\"[^\"]+\"))?>.*?</picture>",
+    re.DOTALL,
 )
 
 
@@ -45,12 +46,19 @@ def place(file: str) -> str:
     path = PurePosixPath(file)
     if path.parts[0] == "docs":
         return str(path.relative_to("docs"))
+    if path.name == "README.md":  # an index page would take its section's place in the navigation
+        return f"source/{path.parent}.md"
     return f"source/{file}" if path.suffix == ".md" else f"source/{file}.md"
 
 
 def pictures(text: str) -> str:
     """`<picture>` of light and dark, as two images of which the site's theme shows one."""
-    return _PICTURE.sub(lambda it: f"![{it[2]}]({it[3]}#only-light)\n![{it[2]}]({it[1]}#only-dark)", text)
+
+    def two(it: re.Match[str]) -> str:
+        size = f"{{ {it[4]} }}" if it[4] else ""
+        return f"![{it[2]}]({it[3]}#only-light){size}\n![{it[2]}]({it[1]}#only-dark){size}"
+
+    return _PICTURE.sub(two, text)
 
 
 def source_page(file: str) -> str:
