@@ -31,6 +31,10 @@ _PICTURE = re.compile(
 )
 
 
+LIST = "<!-- pages -->"
+"""Where a section's first page lists the others."""
+
+
 def written() -> dict[str, str]:
     """The pages that people write: path on the site → file in the repository."""
     pages = {
@@ -92,7 +96,19 @@ def pages() -> dict[str, str]:
             return links.relative(page, there)
 
         found[page] = text if file.endswith(".py") else links.rewrite(text, change)
-    return found
+    return {page: text.replace(LIST, listed(page, found)) if LIST in text else text for page, text in found.items()}
+
+
+def title(text: str) -> str:
+    """A page's first heading."""
+    found = re.search(r"^# (.+)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def listed(page: str, texts: dict[str, str]) -> str:
+    """The other pages of a page's section, as a list of links."""
+    section = next(pages for entry in nav.navigation(texts) for pages in entry.values() if page in pages)
+    return "\n".join(f"- [{title(texts[one])}]({links.relative(page, one)})" for one in section if one != page)
 
 
 def write(out: Path) -> None:
