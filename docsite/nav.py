@@ -18,12 +18,31 @@ TOPICS = (
     "guarantees.md",
 )
 """Pages in docs/ itself that describe one part of Lockstep each."""
-BEHIND = ("architecture.md", "exercises.md", "source/benchmarks/README.md")
+BEHIND = ("architecture.md", "exercises.md", "source/benchmarks.md")
 """Pages from elsewhere that belong to the explanations."""
 FIRST = {
-    "tutorials": ("train-in-two-minutes.md", "your-own-training.md", "to-slurm.md", "to-kubernetes.md", "watch-it.md"),
-    "how-to": ("resume-and-move.md", "preemption.md", "choose-a-strategy.md", "sweep.md", "debug-a-hang.md"),
-    "explanation": ("data-order.md", "consensus.md", "checkpoints.md", "two-workers.md"),
+    "tutorials": (
+        "index.md",
+        "train-in-two-minutes.md",
+        "your-own-training.md",
+        "to-slurm.md",
+        "to-kubernetes.md",
+        "watch-it.md",
+    ),
+    "how-to": (
+        "index.md",
+        "start-a-project.md",
+        "resume-and-move.md",
+        "preemption.md",
+        "debug-a-hang.md",
+        "look-inside.md",
+        "choose-a-strategy.md",
+        "check-your-gpus.md",
+        "sweep.md",
+        "rehearse-in-compose.md",
+        "slurm-from-a-laptop.md",
+    ),
+    "explanation": ("index.md", "data-order.md", "consensus.md", "checkpoints.md", "two-workers.md"),
     "reference": (
         "index.md",
         "commands.md",

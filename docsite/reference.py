@@ -49,7 +49,7 @@ API = {
     },
 }
 """What the API page shows, from the docstrings."""
-HEADER = "<!-- Made from the code by docsite/reference.py. -->\n\n"
+FOOTER = "\n<!-- Made from the code by docsite/reference.py. -->\n"
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def pages() -> dict[str, str]:
         "environment": environment(),
         "api": api(),
     }
-    return {f"reference/{name}.md": HEADER + text for name, text in made.items()}
+    return {f"reference/{name}.md": text + FOOTER for name, text in made.items()}
 
 
 def command_names() -> list[str]:

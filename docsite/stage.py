@@ -26,8 +26,13 @@ LANGUAGES = {
     "": "",
 }
 _PICTURE = re.compile(
-    r"<picture>.*?srcset=\"([^\"]+)\".*?<img alt=\"([^\"]*)\" src=\"([^\"]+)\"[^>]*>.*?</picture>", re.DOTALL
+    r"<picture>.*?srcset=\"([^\"]+)\".*?<img alt=\"([^\"]*)\" src=\"([^\"]+)\"(?: (width=\"[^\"]+\"))?>.*?</picture>",
+    re.DOTALL,
 )
+
+
+LIST = "<!-- pages -->"
+"""Where a section's first page lists the others."""
 
 
 def written() -> dict[str, str]:
@@ -45,12 +50,19 @@ def place(file: str) -> str:
     path = PurePosixPath(file)
     if path.parts[0] == "docs":
         return str(path.relative_to("docs"))
+    if path.name == "README.md":  # an index page would take its section's place in the navigation
+        return f"source/{path.parent}.md"
     return f"source/{file}" if path.suffix == ".md" else f"source/{file}.md"
 
 
 def pictures(text: str) -> str:
     """`<picture>` of light and dark, as two images of which the site's theme shows one."""
-    return _PICTURE.sub(lambda it: f"![{it[2]}]({it[3]}#only-light)\n![{it[2]}]({it[1]}#only-dark)", text)
+
+    def two(it: re.Match[str]) -> str:
+        size = f"{{ {it[4]} }}" if it[4] else ""
+        return f"![{it[2]}]({it[3]}#only-light){size}\n![{it[2]}]({it[1]}#only-dark){size}"
+
+    return _PICTURE.sub(two, text)
 
 
 def source_page(file: str) -> str:
@@ -84,7 +96,19 @@ def pages() -> dict[str, str]:
             return links.relative(page, there)
 
         found[page] = text if file.endswith(".py") else links.rewrite(text, change)
-    return found
+    return {page: text.replace(LIST, listed(page, found)) if LIST in text else text for page, text in found.items()}
+
+
+def title(text: str) -> str:
+    """A page's first heading."""
+    found = re.search(r"^# (.+)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def listed(page: str, texts: dict[str, str]) -> str:
+    """The other pages of a page's section, as a list of links."""
+    section = next(pages for entry in nav.navigation(texts) for pages in entry.values() if page in pages)
+    return "\n".join(f"- [{title(texts[one])}]({links.relative(page, one)})" for one in section if one != page)
 
 
 def write(out: Path) -> None:

@@ -13,13 +13,15 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 HARDWARE = {
     "on SLURM": "a SLURM of two nodes: tests/slurm/test_slurm_docs.py",
     "on Kubernetes": "the emulated Kubernetes: tests/kubernetes/test_k8s_docs.py",
-    "needs an engine": "a container engine",
+    "in Compose": "a container engine: tests/containers/test_compose_docs.py",
+    "needs an engine": "a container engine, and make's images",
     "needs a cluster": "a cluster, with its administrator's rights or its GPUs",
     "on a cluster": "a login node",
     "needs the internet": "a package index",
     "from DATA, or the internet": "a data set",
     "needs a GPU": "a GPU",
     "minutes": "minutes of time",
+    "by hand": "a person who presses Ctrl-C: tests/faults/test_signals.py sends the signals",
     "during a run": "a second terminal",
     "after a run": "programs that are not ours",
 }

@@ -30,8 +30,11 @@ def test_every_page_has_its_place(pages: dict[str, str]) -> None:
     assert nav.unplaced(pages) == []
     placed = [page for page in pages if "source/" not in page]
     assert len(placed) > 35
-    for name, there in nav.FIRST.items():
-        assert [page for page in there if f"{name}/{page}" not in pages] == [], name
+    for name in nav.FIRST:
+        assert f"{name}/index.md" in pages
+        for page in placed:  # a page that is new is listed without being named anywhere
+            if page.startswith(f"{name}/") and name != "reference" and not page.endswith("index.md"):
+                assert f"]({page.partition('/')[2]})" in pages[f"{name}/index.md"]
 
 
 def test_every_page_begins_with_its_title(pages: dict[str, str]) -> None:
