@@ -37,7 +37,7 @@ def where(found: type[Backend], spec: JobSpec | None, **place: str | None) -> di
         if value is not None and flag not in found.places:
             owner = next(other for name in registry.packages() if flag in (other := registry.backend(name)).places)
             flags = " and ".join(f"--{name}" for name in owner.places)
-            raise UserError(f"{flags} belong to {owner.name}, not to {found.name}")
+            raise UserError(f"{flags} belong{'s' * (len(owner.places) == 1)} to {owner.name}, not to {found.name}")
     said = {flag: setting(spec, name) for flag, name in found.places.items()} if spec is not None else {}
     return {flag: place.get(flag) or said.get(flag) for flag in found.places}
 

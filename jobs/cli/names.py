@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.cli import options
-from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
+from jobs.cli.options import Backend, Context, File, Host, Json, Name, Namespace, Profile
 from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
 
@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from jobs.status import Observer, Part, Status
 
 
-def _open(backend: str, namespace: str | None, context: str | None) -> JobBackend:
+def _open(backend: str, namespace: str | None, context: str | None, host: str | None) -> JobBackend:
     from jobs import connect  # and pydantic with it: `--help` does without
 
-    return connect.connect(backend, namespace=namespace, context=context)
+    return connect.connect(backend, namespace=namespace, context=context, host=host)
 
 
 def status(
-    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+    backend: Backend,
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    host: Host = None,
+    as_json: Json = False,
 ) -> None:
     """Say where a job stands, and why."""
-    report(name, _open(backend, namespace, context).status(name), as_json)
+    report(name, _open(backend, namespace, context, host).status(name), as_json)
 
 
 def teller(name: str) -> Observer:
@@ -80,12 +85,13 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for the job, and go on to its end.")] = False,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Print what the ranks wrote; with --json one object a line."""
     import json
 
-    for line in _open(backend, namespace, context).logs(name, rank, follow):
+    for line in _open(backend, namespace, context, host).logs(name, rank, follow):
         if as_json:
             print(json.dumps({"line": line}), flush=True)
         else:
@@ -98,31 +104,39 @@ def wait(
     timeout: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0)] = 86400,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
     report(
         name,
-        _open(backend, namespace, context).wait(name, timeout, teller(name)),
+        _open(backend, namespace, context, host).wait(name, timeout, teller(name)),
         as_json,
         waited=True,
     )
 
 
 def cancel(
-    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+    backend: Backend,
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    host: Host = None,
+    as_json: Json = False,
 ) -> None:
     """End a job, with time to save its state."""
-    found = _open(backend, namespace, context).cancel(name)
+    found = _open(backend, namespace, context, host).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
     else:
         say(_line(name, found))
 
 
-def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:
+def list_jobs(
+    backend: Backend, namespace: Namespace = None, context: Context = None, host: Host = None, as_json: Json = False
+) -> None:
     """List the jobs."""
-    rows = _open(backend, namespace, context).list()
+    rows = _open(backend, namespace, context, host).list()
     if as_json:
         show([row.plain() for row in rows])
     else:
@@ -134,6 +148,7 @@ def doctor(
     file: File = None,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     profile: Profile = None,
     as_json: Json = False,
 ) -> None:
@@ -144,7 +159,7 @@ def doctor(
     spec = None
     if file is not None or profile is not None:
         spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
-    found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context))
+    found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context, host=host))
     if as_json:
         show([item.plain() for item in found])
     else:
