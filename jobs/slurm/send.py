@@ -37,6 +37,7 @@ adopt() {{
 """submitit looks for files with the job's number in their names. A link keeps the name that SLURM was given."""
 
 COMMIT = f"""
+trap '' HUP PIPE
 umask 077
 root=$1 whole=$2 token=$3; shift 3
 command -v sbatch > /dev/null || exit {NO_SBATCH}
@@ -53,7 +54,7 @@ while read -r size name; do
 done
 if [ $came = no ]; then echo "it came in part only" >&2; exit 1; fi
 
-trap '' HUP INT TERM PIPE
+trap '' INT TERM
 put=
 back() {{
   for name in $put; do

@@ -1,21 +1,18 @@
 """The scripts that run on the cluster's side: POSIX sh and coreutils, and flock, find and tar where they are named.
 
 Each gets its words as `$1`, `$2`, … and its data as standard input. What a connection loses ends the data early, so each
-script counts or looks for the last line before it changes anything.
+script counts or looks for the last line before it changes anything. One that cleans up must survive that nobody hears it.
 """
 
 from __future__ import annotations
 
 WRITE = """
+trap '' PIPE
 new="$(dirname -- "$1")/.$(basename -- "$1").$$"
-if head -c "$2" > "$new" && [ "$(wc -c < "$new")" -eq "$2" ]; then
-  chmod 644 "$new"; sync -- "$new" 2> /dev/null
-  mv -f -- "$new" "$1" && exit 0
-else
-  echo "it is cut off" >&2
-fi
-rm -f -- "$new"
-exit 1
+trap 'rm -f -- "$new"' EXIT
+head -c "$2" > "$new" || exit 1
+if [ "$(wc -c < "$new")" -ne "$2" ]; then echo "it is cut off" >&2; exit 1; fi
+chmod 644 -- "$new" && { sync -- "$new" 2> /dev/null; mv -f -- "$new" "$1"; }
 """
 """$1: the file. $2: the number of bytes."""
 
@@ -97,6 +94,7 @@ own() { find . -name __pycache__ -prune -o "$@" -printf .; }
 """$1: a folder. $2: how many files it holds, $3 of them executable; their sums come as data."""
 
 UNPACK = """
+trap '' PIPE
 umask 077
 new="$(dirname -- "$1")/.$(basename -- "$1").$$"
 trap 'chmod -R u+w -- "$new" 2> /dev/null; rm -rf -- "$new" "$new.tar.gz"' EXIT

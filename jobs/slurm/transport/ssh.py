@@ -135,7 +135,9 @@ class Ssh(Transport):
         self, script: str, data: bytes = b"", seconds: float = SECONDS, env: Mapping[str, str] | None = None,
         stays: bool = False,
     ) -> Answer:  # fmt: skip
-        if self._session is not None and self._session.gone and not self._pinned:
+        if self._session is not None and self._session.gone:
+            if self._pinned:
+                raise Disconnected(f"the connection to {self.host} is lost")
             self.close()  # nothing is under way
         if self._session is None:
             self._connect()
