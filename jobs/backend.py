@@ -26,7 +26,7 @@ from typing_extensions import Self
 from jobs.code import pin
 from jobs.compare import differences
 from jobs.spec.model import JobSpec
-from jobs.status import GOES_ON, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
+from jobs.status import GOES_ON, Disconnected, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
 from jobs.terminal import warn
 from training import contract, files
 from training.contract import UserError
@@ -276,7 +276,7 @@ class Backend(abc.ABC):
         status: Status | None = None
         bad_since: float | None = None
         while True:
-            problem = ""
+            problem, way = "", None
             try:
                 with self.within(max(deadline - time.monotonic(), LOOK_SECONDS)):
                     job = self.find(name)
@@ -293,7 +293,7 @@ class Backend(abc.ABC):
                     status is None and (isinstance(error, LoggedOut) or not isinstance(error, Unreachable))
                 ):
                     raise
-                problem = str(error)
+                problem, way = str(error), error if isinstance(error, Disconnected) else None
                 if status is None and bad_since is None:
                     warn(f"{problem}; waiting")
             now = time.monotonic()
@@ -305,6 +305,8 @@ class Backend(abc.ABC):
                 self.pause(known, deadline - now)
                 continue
             status = status or Status("running", "")  # it was submitted, and nobody says otherwise
+            if lost and way is not None:
+                raise way
             if lost:
                 status = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
             elif problem:

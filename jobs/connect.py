@@ -37,7 +37,8 @@ def where(found: type[Backend], spec: JobSpec | None, **place: str | None) -> di
         if value is not None and flag not in found.places:
             owner = next(other for name in registry.packages() if flag in (other := registry.backend(name)).places)
             flags = " and ".join(f"--{name}" for name in owner.places)
-            raise UserError(f"{flags} are for {owner.name}, not for {found.name}")
+            verb = "is" if len(owner.places) == 1 else "are"
+            raise UserError(f"{flags} {verb} for {owner.name}, not for {found.name}")
     said = {flag: setting(spec, name) for flag, name in found.places.items()} if spec is not None else {}
     return {flag: place.get(flag) or said.get(flag) for flag in found.places}
 

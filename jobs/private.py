@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from training.contract import UserError
 
@@ -27,13 +27,16 @@ def make(folder: Path) -> Path:
 def check(folder: Path) -> None:
     """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
     found = folder.lstat()
-    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+    judge(folder, stat.S_ISDIR(found.st_mode), found.st_uid, stat.S_IMODE(found.st_mode), os.geteuid())
+
+
+def judge(folder: PurePath, is_folder: bool, owner: int, mode: int, me: int) -> None:
+    """`check`, from what is known of a folder, here or elsewhere."""
+    if not is_folder:
         raise UserError(
             f"{folder} is not a plain folder (a link?): jobs are run from the files in it; set LOCKSTEP_HOME"
         )
-    if found.st_uid != os.geteuid():
-        raise UserError(
-            f"{folder} belongs to user {found.st_uid}: jobs are run from the files in it; set LOCKSTEP_HOME"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise UserError(f"{folder} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it")
+    if owner != me:
+        raise UserError(f"{folder} belongs to user {owner}: jobs are run from the files in it; set LOCKSTEP_HOME")
+    if mode & 0o077:
+        raise UserError(f"{folder} can be changed by other users (mode {mode:o}): chmod 700 it")

@@ -99,3 +99,7 @@ class Unreachable(UserError):
 
 class LoggedOut(Unreachable):
     """It no longer knows who asks. Another login may come, for one who waits already."""
+
+
+class Disconnected(Unreachable):
+    """The way to who knows is broken, which says nothing of the job: however long that lasts, it is not lost."""

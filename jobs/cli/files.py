@@ -14,6 +14,7 @@ from jobs.cli.options import (
     Context,
     File,
     Gpus,
+    Host,
     Image,
     Json,
     NameFlag,
@@ -40,6 +41,7 @@ def render(
     nodes: Nodes = None,
     gpus: Gpus = None,
     namespace: Namespace = None,
+    host: Host = None,
     sets: Sets = None,
     profile: Profile = None,
     sweep: Sweep = None,
@@ -67,7 +69,7 @@ def render(
         image=image,
         nodes=nodes,
         gpus=gpus,
-        **options.flags(backend, namespace=namespace),
+        **options.flags(backend, namespace=namespace, host=host),
     )
     spec, code = pin.look(options.build(file, values, profile))
     for line in code.lines() if code is not None else []:
@@ -155,6 +157,7 @@ def submit(
     gpus: Gpus = None,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     sets: Sets = None,
     profile: Profile = None,
     sweep: Sweep = None,
@@ -184,7 +187,7 @@ def submit(
 
     found = registry.backend(backend)
     flags: dict[str, str | None] = {
-        **options.flags(backend, namespace=namespace, context=context),
+        **options.flags(backend, namespace=namespace, context=context, host=host),
         "run_dir": run_dir,
         # A word that no run was begun with.
         "fresh": uuid.uuid4().hex[:12] if fresh else None,
@@ -223,12 +226,13 @@ def diff(
     gpus: Gpus = None,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     sets: Sets = None,
     profile: Profile = None,
     as_json: Json = False,
 ) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
-    flags = options.flags(backend, namespace=namespace, context=context)
+    flags = options.flags(backend, namespace=namespace, context=context, host=host)
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
     from jobs import job as driver
@@ -248,6 +252,7 @@ def prepare(
     image: Image = None,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     recipe: Recipe = None,
     name: NameFlag = None,
     sets: Sets = None,
@@ -259,7 +264,7 @@ def prepare(
     from jobs import connect
 
     found = connect.cluster(backend, "prepare")
-    flags = options.flags(backend, namespace=namespace, context=context)
+    flags = options.flags(backend, namespace=namespace, context=context, host=host)
     spec = options.build(file, options.parse(sets, image=image, recipe=recipe, name=name, **flags), profile)
     text, objects = found.preparation(spec)
     if dry_run:

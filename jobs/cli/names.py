@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.cli import inside, options
-from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
+from jobs.cli.options import Backend, Context, File, Host, Json, Name, Namespace, Profile
 from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
@@ -18,17 +18,22 @@ if TYPE_CHECKING:
     from jobs.status import Observer, Part, Status
 
 
-def _open(backend: str, namespace: str | None, context: str | None) -> JobBackend:
+def _open(backend: str, namespace: str | None, context: str | None, host: str | None) -> JobBackend:
     from jobs import connect  # and pydantic with it: `--help` does without
 
-    return connect.connect(backend, namespace=namespace, context=context)
+    return connect.connect(backend, namespace=namespace, context=context, host=host)
 
 
 def status(
-    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+    backend: Backend,
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    host: Host = None,
+    as_json: Json = False,
 ) -> None:
     """Show the state of a job, and the reason for it."""
-    report(name, _open(backend, namespace, context).status(name), as_json)
+    report(name, _open(backend, namespace, context, host).status(name), as_json)
 
 
 def teller(name: str) -> Observer:
@@ -81,12 +86,13 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job has ended.")] = False,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Print the output of the ranks; with --json one object per line."""
     import json
 
-    for line in _open(backend, namespace, context).logs(name, rank, follow):
+    for line in _open(backend, namespace, context, host).logs(name, rank, follow):
         if as_json:
             print(json.dumps({"line": line}), flush=True)
         else:
@@ -99,31 +105,39 @@ def wait(
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
     report(
         name,
-        _open(backend, namespace, context).wait(name, timeout, teller(name)),
+        _open(backend, namespace, context, host).wait(name, timeout, teller(name)),
         as_json,
         waited=True,
     )
 
 
 def cancel(
-    backend: Backend, name: Name, namespace: Namespace = None, context: Context = None, as_json: Json = False
+    backend: Backend,
+    name: Name,
+    namespace: Namespace = None,
+    context: Context = None,
+    host: Host = None,
+    as_json: Json = False,
 ) -> None:
     """End a job. It gets the grace period to save its state."""
-    found = _open(backend, namespace, context).cancel(name)
+    found = _open(backend, namespace, context, host).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
     else:
         say(_line(name, found))
 
 
-def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:
+def list_jobs(
+    backend: Backend, namespace: Namespace = None, context: Context = None, host: Host = None, as_json: Json = False
+) -> None:
     """List the jobs."""
-    rows = _open(backend, namespace, context).list()
+    rows = _open(backend, namespace, context, host).list()
     if as_json:
         show([row.plain() for row in rows])
     else:
@@ -137,6 +151,7 @@ def doctor(
     file: File = None,
     namespace: Namespace = None,
     context: Context = None,
+    host: Host = None,
     profile: Profile = None,
     as_json: Json = False,
     only: Annotated[
@@ -151,7 +166,7 @@ def doctor(
     for flag, value in (("--out", out), ("--data-root", data_root), ("--seconds", seconds)):
         words += [flag, str(value)] if value is not None else []
     if backend == "gpu":
-        given = {"FILE": file, "--namespace": namespace, "--context": context, "--profile": profile}
+        given = {"FILE": file, "--namespace": namespace, "--context": context, "--host": host, "--profile": profile}
         for name, unwanted in given.items():
             if unwanted is not None:
                 raise UserError(f"doctor gpu looks at this machine, and {name} belongs to a cluster: leave it out")
@@ -164,7 +179,7 @@ def doctor(
     spec = None
     if file is not None or profile is not None:
         spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
-    found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context))
+    found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context, host=host))
     if as_json:
         show([item.plain() for item in found])
     else:

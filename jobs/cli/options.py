@@ -18,6 +18,7 @@ File = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value with stable fields.")]
 Namespace = Annotated[str | None, typer.Option(help="Kubernetes namespace.")]
 Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.")]
+Host = Annotated[str | None, typer.Option(help="Login node of a SLURM cluster, over ssh: slurm.host.")]
 NameFlag = Annotated[str | None, typer.Option("--name", help="Name of the job.")]
 Recipe = Annotated[str | None, typer.Option(help="A recipe of training.")]
 Image = Annotated[str | None, typer.Option(help="Container image.")]

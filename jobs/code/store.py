@@ -18,13 +18,14 @@ from training import files
 from training.contract import UserError
 from training.launch import archive
 
+FOLDER = "code"
 KEPT_SECONDS = 7 * 86400
 """How long a copy is kept that no job of this machine names."""
 
 
 def home() -> Path:
     """`$LOCKSTEP_HOME/code`; for SLURM it must lie on storage that the nodes share."""
-    return private.home().absolute() / "code"
+    return private.home().absolute() / FOLDER
 
 
 def keep(bundle: Bundle) -> None:

@@ -10,47 +10,49 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
-import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from pathlib import PurePath, PurePosixPath
+from typing import Any, ClassVar
 
 from jobs import command as commands
-from jobs import lock, records
+from jobs import records
 from jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
-from jobs.code import store
-from jobs.private import check, make
-from jobs.slurm import checks, logs, observe, query, render, rules
-from jobs.slurm.folder import ENDED, SUBMITIT, Folder, cancelled, ends, home, saved
+from jobs.slurm import checks, facts, logs, observe, query, render, rules
+from jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
 from jobs.slurm.query import ask
-from jobs.slurm.section import slurm
-from jobs.slurm.send import send
+from jobs.slurm.section import slurm, without_host
+from jobs.slurm.send import adopt, send
 from jobs.slurm.task import TrainingTask
+from jobs.slurm.transport import opening
+from jobs.slurm.transport.base import Place, Transport, parsed, writing
+from jobs.slurm.transport.local import LOCAL
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Part, Status, Submitted, Unreachable
 from jobs.terminal import warn
-from training import files
-from training.contract import ENV_SESSION, UserError
+from training import contract
+from training.contract import UserError
 
 
-def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
+def training_task(spec: JobSpec, prepared: bool = False, job: str = "", transport: Transport = LOCAL) -> TrainingTask:
     """The payload for one task of the job; plain values, importable on the nodes.
 
     Args:
         prepared: another job writes the shards before this one starts.
         job: identity of this submission.
+        transport: where the job's paths are.
     """
-    if spec.shard_folder is not None and not prepared and not Path(spec.shard_folder).exists():
+    if spec.shard_folder is not None and not prepared and not transport.exists(spec.shard_folder):
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
-    run_dir = spec.run_directory_here
+    place = transport.place()
+    run_dir = render.run_directory(spec, place)
     return TrainingTask(
-        words=commands.rank(spec, run_dir, str(Path.cwd())), run_dir=run_dir, ranks_per_node=spec.ranks,
+        words=commands.rank(spec, run_dir, str(place.here)), run_dir=run_dir, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port,
-        env=dict(spec.env) if spec.command is None else {**spec.env, ENV_SESSION: commands.handed(spec, run_dir)},
-        job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=render.code_folder(spec),
+        env=dict(spec.env) if spec.command is None else {**spec.env, contract.ENV_SESSION: commands.handed(spec, run_dir)},
+        job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=render.code_folder(spec, place),
     )  # fmt: skip
 
 
@@ -64,22 +66,34 @@ class SlurmBackend(Cluster):
     """
 
     name = "slurm"
+    places: ClassVar = {"host": "slurm.host"}
     carries_code = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
-    def __init__(self, folder: Path | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
-        self.folder, self.interval, self.lost_after = (folder or home()).absolute(), interval, lost_after
+    def __init__(
+        self, folder: PurePath | None = None, interval: float = 2.0, lost_after: float = 300.0,
+        transport: Transport = LOCAL,
+    ) -> None:  # fmt: skip
+        self.transport, self.interval, self.lost_after = transport, interval, lost_after
+        self.folder = transport.place().jobs if folder is None else transport.place().here / folder
+
+    @classmethod
+    def connect(cls, **place: str | None) -> SlurmBackend:
+        return cls(transport=opening.opened(place.get("host")))
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        return render.manifests(spec, home() / spec.name / SUBMITIT)
+        """No host is asked: what only one of its folders says is not known."""
+        place = opening.STAND_IN if opening.chosen(slurm(spec).host) is not None else None
+        return render.manifests(without_host(spec), _submitit(spec, place or LOCAL.place()), place)
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
-        """The batch script, and the same with its payload as plain values."""
-        folder = home() / spec.name / SUBMITIT
-        text = render.script(spec, folder, elements=len(runs))
-        return text, {"script": text, "parameters": render.parameters(spec, folder)}
+        """The batch script, and the same with its payload as plain values. Asks `slurm.host` for its folders."""
+        place = opening.opened(slurm(spec).host).place()
+        spec, folder = without_host(spec), _submitit(spec, place)
+        text = render.script(spec, folder, elements=len(runs), place=place)
+        return text, {"script": text, "parameters": render.parameters(spec, folder, place=place)}
 
     @classmethod
     def rules(cls) -> Rules[rules.Subject]:
@@ -87,27 +101,37 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        own = render.preparation(spec)
-        script = render.script(own, home() / own.name / SUBMITIT)
+        place = opening.opened(slurm(spec).host).place()
+        own = without_host(render.preparation(spec, place))
+        script = render.script(own, _submitit(own, place), place=place)
         return script, {"script": script}
 
     @classmethod
-    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the cluster is this machine's
-        return checks.check(spec)
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+        return checks.check(spec, place.get("host"))
+
+    def with_code(self, specs: Specs) -> Specs:
+        return super().with_code([without_host(spec) for spec in specs])
+
+    def drift(self, spec: JobSpec) -> Lines:
+        return super().drift(without_host(spec))
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return lock.held(self.folder, 60)
+        return self.transport.locked(self.folder, 60)
 
     def refuse(self, spec: JobSpec) -> None:
-        self.refuse_findings(spec, self.rules().apply(spec, render.manifests(spec, self.folder / spec.name / SUBMITIT)))
+        known, folder = facts.look(spec, self.transport), self.folder / spec.name / SUBMITIT
+        self.refuse_findings(
+            spec, self.rules().apply(spec, render.manifests(spec, folder, self.transport.place(), known))
+        )
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:  # noqa: ARG002 - its folder goes when SLURM has the new one
         return self._send(spec, [spec])[0]
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
-        own = render.preparation(spec)
-        if Path(str(spec.shard_folder)).exists():
+        own = render.preparation(spec, self.transport.place())
+        if self.transport.exists(str(spec.shard_folder)):
             return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
         return self.submit(own, "replace")
 
@@ -115,8 +139,8 @@ class SlurmBackend(Cluster):
         """The id of a job under way that prepares this one's shards."""
         if spec.recipe is None or spec.shards is None:
             return None
-        own = render.preparation(spec)
-        kept = Folder(self.folder / own.name)
+        own = render.preparation(spec, self.transport.place())
+        kept = self._kept(own.name)
         if kept.record() is None or kept.ended() is not None or self.status(own.name).final:
             return None
         return self.job_id(own.name)
@@ -127,7 +151,7 @@ class SlurmBackend(Cluster):
         whole = specs[0].model_copy(update={"name": name})
         self.refuse(whole)
         with self.exclusive():
-            if Folder(self.folder / name).record() is not None:
+            if self._kept(name).record() is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
             placed = [self.place(spec, mode) for spec in specs]
             new = [item[0] for item in placed if not isinstance(item, Submitted)]
@@ -143,29 +167,30 @@ class SlurmBackend(Cluster):
 
     def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
         folder = self.folder / spec.name
-        if folder.exists() and Folder(folder).record() is None:
+        if self.transport.exists(folder) and self._kept(spec.name).record() is None:
             raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
         return super().place(spec, mode)
 
     def find(self, name: str) -> Found | None:
         check_name(name)
-        record = Folder(self.folder / name).record()
+        record = self._kept(name).record()
         if record is None:
             return None
-        check(self.folder / name)
+        self.transport.check(self.folder / name)
         if record["job_id"] is None:
             # The command that submitted was killed before it had the answer; the job may be there.
-            known = query.mine(record["array_name"], record["comment"])
+            known = query.mine(self.transport, record["array_name"], record["comment"])
             if known is not None:
+                adopt(record, known, self.transport)
                 record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
-                Folder(self.folder / name).write(record)
+                self._kept(name).write(record)
         return Found(name, record["hash"], record["spec"], record)
 
     def no_such(self, name: str) -> UserError:
         return UserError(f"there is no SLURM job {name}: see `lockstep list slurm`")
 
     def taken(self) -> set[str]:
-        return {entry.name for entry in self.folder.iterdir()}
+        return set(self.transport.names(self.folder))
 
     def where(self, found: Found) -> str:
         return self._where(found.record)
@@ -174,7 +199,7 @@ class SlurmBackend(Cluster):
         return self.observe(found) if found.record["job_id"] is not None else _BROKEN_OFF
 
     def gone_on(self, found: Found, spec: JobSpec) -> Found:
-        if found.record["run_dir"] != spec.run_directory_here:
+        if found.record["run_dir"] != render.run_directory(spec, self.transport.place()):
             raise UserError(
                 f"{spec.name} has run in {found.record['run_dir']}: submit it from the folder it was submitted from, to "
                 "resume it, or with --replace to start over here"
@@ -183,40 +208,32 @@ class SlurmBackend(Cluster):
 
     def _send(self, whole: JobSpec, specs: Specs) -> Sent:
         """One sbatch for all of them: a job, or an array."""
-        submitit_folder = self.folder / whole.name / SUBMITIT
-        with _aside([self.folder / name for name in {whole.name, *(spec.name for spec in specs)}]):
-            return self._write_and_send(whole, specs, make(make(submitit_folder.parent) / SUBMITIT))
-
-    def _write_and_send(self, whole: JobSpec, specs: Specs, submitit_folder: Path) -> Sent:
-        written = []
+        place = self.transport.place()
         if whole.code is not None:
-            store.unpacked(commands.identity(whole))
+            self.transport.unpack(commands.identity(whole))
+        written: dict[str, dict[str, Any]] = {}
         for element, spec in enumerate(specs):
-            run_dir = spec.run_directory_here
-            Path(run_dir).parent.mkdir(parents=True, exist_ok=True)  # a container mounts it
-            written.append(
-                {
-                    "spec": spec.record(), "hash": spec.hash(), "run_dir": run_dir, "submitit": str(submitit_folder),
-                    "job_id": None, "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                    "since": time.time(), "comment": f"lockstep:{whole.hash()}", "array_name": whole.name,
-                    "element": element if len(specs) > 1 else None,
-                    "job": records.identity(spec.name),
-                }
-            )  # fmt: skip
-            Folder(make(self.folder / spec.name)).write(written[-1])
+            written[spec.name] = {
+                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, place),
+                "submitit": str(self.folder / whole.name / SUBMITIT), "job_id": None,
+                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "since": time.time(), "comment": f"lockstep:{whole.hash()}", "array_name": whole.name,
+                "element": element if len(specs) > 1 else None, "job": records.identity(spec.name),
+            }  # fmt: skip
+        with writing(self.folder):  # a container mounts the folders above the runs
+            self.transport.make_parents(*dict.fromkeys(str(record["run_dir"]) for record in written.values()))
         after = self._preparation(whole)
-        ids = send(
-            whole,
-            submitit_folder,
-            [training_task(spec, after is not None, str(record["job"])) for spec, record in zip(specs, written)],
-            after,
-        )
-        for spec, record, job_id in zip(specs, written, ids):
-            Folder(self.folder / spec.name).write({**record, "job_id": job_id})
-        return [
-            Submitted(spec.name, True, self._where({**record, "job_id": job_id}))
-            for spec, record, job_id in zip(specs, written, ids)
+        tasks = [
+            training_task(spec, after is not None, str(written[spec.name]["job"]), self.transport) for spec in specs
         ]
+        ids = send(whole, place, self.folder, written, tasks, after, self.transport)
+        return [
+            Submitted(name, True, self._where({**record, "job_id": job_id}))
+            for (name, record), job_id in zip(written.items(), ids)
+        ]
+
+    def _kept(self, name: str) -> Folder:
+        return Folder(self.folder / name, self.transport)
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
@@ -228,9 +245,9 @@ class SlurmBackend(Cluster):
         if record["job_id"] is None:
             sending = time.time() - record["since"] < observe.SETTLE_SECONDS
             return Status("pending", "is being submitted") if sending else _BROKEN_OFF
-        known = query.look(str(record["job_id"]))
-        kept = Folder(self.folder / found.name)
-        before = kept.ended()
+        known = query.look(self.transport, str(record["job_id"]))
+        notes = Notes(record, self.folder / found.name, self.transport)
+        before, kept = notes.ended, self._kept(found.name)
         parts = [Part(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
         if known is None:
@@ -243,28 +260,28 @@ class SlurmBackend(Cluster):
         told = observe.explain(
             spec,
             known,
-            ends(record),
-            records.said(Path(record["run_dir"]), record["job"]),
-            cancelled(record).exists(),
+            notes.ends,
+            notes.said,
+            notes.cancelled,
             record["since"],
             time.time(),
-            saved(record),
+            notes.saved,
         )
         plain = {key: value for key, value in told.plain().items() if key != "final"}
-        with contextlib.suppress(OSError):
-            if not told.final:
-                (kept.path / ENDED).unlink(missing_ok=True)  # somebody had SLURM run it again
+        with contextlib.suppress(OSError, Unreachable):
+            if before is not None and not told.final:
+                self.transport.remove(kept.path / ENDED)  # somebody had SLURM run it again
             elif (
-                before != plain
+                told.final and before != plain
             ):  # a job that has ended stays as it ended. SLURM forgets, without accounting in minutes
-                files.replace_json(kept.path / ENDED, plain)
+                self.transport.write(kept.path / ENDED, text(plain))
         return told
 
     def stop(self, found: Found) -> Status:
         name, record = found.name, found.record
         job_id = str(record["job_id"])
         try:
-            cancelled(record).touch()  # from here on no rank asks for a requeue
+            self.transport.touch(cancelled(record))  # from here on no rank asks for a requeue
         except OSError as error:
             warn(
                 f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may still ask for a requeue"
@@ -276,34 +293,44 @@ class SlurmBackend(Cluster):
             if (
                 status.state == "running"
                 and not signalled
-                and f"{job_id}.0" in ask("squeue", "-hs", "-j", job_id).stdout
+                and f"{job_id}.0" in ask(self.transport, "squeue", "-hs", "-j", job_id).stdout
             ):
                 signalled = (
-                    ask("scancel", "--signal=TERM", job_id).returncode == 0
+                    ask(self.transport, "scancel", "--signal=TERM", job_id).returncode == 0
                 )  # without a step nobody would hear it
             elif status.state != "running":
-                ask("scancel", "--state=PENDING", job_id)
+                ask(self.transport, "scancel", "--state=PENDING", job_id)
             time.sleep(min(self.interval, 0.5))
         if not status.final:
-            ask("scancel", job_id)
+            ask(self.transport, "scancel", job_id)
         return self.wait(name, 120)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
         ranks = [rank] if rank is not None else list(range(self.world(found, spec)))
         interval = min(self.interval, 1.0)
         return logs.lines(
-            found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final, interval
+            self.transport, found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final,
+            interval, self.lost_after if follow else 0,
         )  # fmt: skip
+
+    def summary(self, name: str) -> dict[str, Any]:
+        found = self.require(name)
+        path = PurePosixPath(found.record["run_dir"]) / contract.SUMMARY_FILE
+        value = self.transport.json(path)
+        if not isinstance(value, dict):
+            raise UserError(f"{path} is not there yet: {name} is {self.observe(found).state}")
+        return value
 
     def list(self) -> list[Listed]:
         rows = []
-        entries = sorted(self.folder.iterdir()) if self.folder.exists() else []
-        alive = query.under_way() if entries else set()
+        found = self.transport.files((self.folder, f"*/{JOB}"), (self.folder, f"*/{ENDED}"))
+        entries = sorted(path.parent for path in found if path.name == JOB and not path.parent.name.startswith("."))
+        alive = query.under_way(self.transport) if entries else set()
         for entry in entries:
-            record = Folder(entry).record()
-            if record is None or entry.name.startswith("."):
+            record = as_record(parsed(found[entry / JOB]))
+            if record is None:
                 continue
-            before = Folder(entry).ended()
+            before = as_ending(parsed(found.get(entry / ENDED)))
             ended = before is not None and str(record["job_id"]).split("_")[0] not in alive
             try:
                 state = before["state"] if before is not None and ended else self.status(entry.name).state
@@ -318,7 +345,7 @@ class SlurmBackend(Cluster):
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         """What `scontrol update` has changed in the waiting or running job."""
         job_id = str(found.record["job_id"])
-        shown = ask("scontrol", "show", "job", "-o", job_id).stdout
+        shown = ask(self.transport, "scontrol", "show", "job", "-o", job_id).stdout
         wanted = {
             "JobName": found.record["array_name"],
             "Partition": slurm(spec).partition,
@@ -339,25 +366,8 @@ class SlurmBackend(Cluster):
 _BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
 
-@contextlib.contextmanager
-def _aside(places: list[Path]) -> Iterator[None]:
-    """What lies at `places` is gone when the block succeeds, and back when it does not. Raises `UserError`."""
-    moved = {place: place.with_name(f".{place.name}.replaced") for place in places if place.exists()}
-    try:
-        for place, away in moved.items():
-            shutil.rmtree(away, ignore_errors=True)
-            place.rename(away)
-        yield
-    except BaseException as error:
-        for place in places:
-            shutil.rmtree(place, ignore_errors=True)
-        for place, away in moved.items():
-            away.rename(place)
-        if isinstance(error, OSError):
-            raise UserError(f"cannot keep the job in {places[0].parent}: {error.strerror}; set LOCKSTEP_HOME") from None
-        raise
-    for away in moved.values():
-        shutil.rmtree(away, ignore_errors=True)
+def _submitit(spec: JobSpec, place: Place) -> PurePath:
+    return place.jobs / spec.name / SUBMITIT
 
 
 BACKEND = SlurmBackend

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import secrets
 import shlex
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from jobs.checks.check import Check
-from jobs.private import make
 from jobs.slurm import render
-from jobs.slurm.folder import home
 from jobs.slurm.query import ask, one_line
-from jobs.slurm.section import Slurm, slurm
+from jobs.slurm.section import Slurm, slurm, without_host
+from jobs.slurm.transport import opening
+from jobs.slurm.transport.base import Transport
 from jobs.spec.model import JobSpec
 from jobs.status import Unreachable
 from training import contract
@@ -30,18 +28,33 @@ PROGRAM = (
 """What a task imports, its version, and whether it sees our files."""
 
 
-def check(spec: JobSpec | None) -> list[Check]:
-    """The checks in order; a controller that does not answer ends them."""
+TOOLS = ("sbatch", "squeue", "sacct", "scancel", "scontrol", "srun", "flock", "tar", "sha256sum", "find")
+"""What must be on a login node that is reached over ssh."""
+
+
+def check(spec: JobSpec | None, host: str | None = None) -> list[Check]:
+    """The checks in order; a host or controller that does not answer ends them."""
+    transport = opening.opened(host or (slurm(spec).host if spec is not None else None))
+    spec = without_host(spec) if spec is not None else None
+    found: list[Check] = []
+    if transport.host is not None:
+        try:
+            found.extend(_login(transport))
+        except UserError as error:
+            return [Check("connection", "missing", str(error))]
+        if found[-1].result == "missing":
+            return found
     try:
-        version = ask("sinfo", "--version").stdout.strip()
-        ask("sbatch", "--version")
-        ping = ask("scontrol", "ping")
+        version = ask(transport, "sinfo", "--version").stdout.strip()
+        ask(transport, "sbatch", "--version")
+        ping = ask(transport, "scontrol", "ping")
     except UserError as error:
-        return [Check("cluster", "missing", str(error))]
+        return [*found, Check("cluster", "missing", str(error))]
     if ping.returncode != 0 or " UP" not in ping.stdout:
-        return [Check("cluster", "missing", f"the controller does not answer: {one_line(ping.stdout + ping.stderr)}")]
-    found = [Check("cluster", "ok", f"{version}, {one_line(ping.stdout)}")]
-    looks: list[Callable[[JobSpec | None], Iterator[Check]]] = [
+        said = one_line(ping.stdout + ping.stderr)
+        return [*found, Check("cluster", "missing", f"the controller does not answer: {said}")]
+    found.append(Check("cluster", "ok", f"{version}, {one_line(ping.stdout)}"))
+    looks: list[Callable[[JobSpec | None, Transport], Iterator[Check]]] = [
         _partition,
         _gpus,
         _account,
@@ -52,26 +65,39 @@ def check(spec: JobSpec | None) -> list[Check]:
     for look in looks:
         name = look.__name__.strip("_")
         try:
-            found.extend(look(spec))
+            found.extend(look(spec, transport))
         except (UserError, OSError) as error:
             found.append(Check(name, "cannot tell", one_line(str(error))))
     return found
 
 
-def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
+def _login(transport: Transport) -> Iterator[Check]:
+    place = transport.place()
+    yield Check("connection", "ok", f"{transport.host}, as {place.user}; LOCKSTEP_HOME there is {place.lockstep}")
+    told = transport.shell('for name; do command -v "$name" > /dev/null || printf "%s " "$name"; done', *TOOLS)
+    lacking = told.stdout.decode(errors="replace").split()
+    if "sacct" in lacking:
+        lacking.remove("sacct")  # a cluster may keep no accounts
+    if lacking:
+        yield Check("tools", "missing", f"not on the PATH {transport.where}: {', '.join(lacking)}")
+    else:
+        yield Check("tools", "ok", f"{', '.join(TOOLS)} are {transport.where}")
+
+
+def _rows(spec: JobSpec | None, transport: Transport, form: str) -> list[list[str]]:
     """sinfo's rows for the job's partition, or for the default one."""
     partition = slurm(spec).partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
-    told = ask("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
+    told = ask(transport, "sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
     rows = [line.split("|") for line in told.stdout.splitlines()]
     return rows if wanted else [row for row in rows if row[0].endswith("*")]
 
 
-def _partition(spec: JobSpec | None) -> Iterator[Check]:
-    rows = _rows(spec, "%a|%l|%T|%N")
+def _partition(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
+    rows = _rows(spec, transport, "%a|%l|%T|%N")
     name = slurm(spec).partition if spec is not None else None
     if not rows:
-        known = sorted({line.strip(" *") for line in ask("sinfo", "-h", "-o", "%P").stdout.splitlines()})
+        known = sorted({line.strip(" *") for line in ask(transport, "sinfo", "-h", "-o", "%P").stdout.splitlines()})
         wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
         yield Check("partition", "missing", f"{wanted}; there are {', '.join(known) or 'none'}")
         return
@@ -99,8 +125,8 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def _gpus(spec: JobSpec | None) -> Iterator[Check]:
-    rows = _rows(spec, "%G|%N")
+def _gpus(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
+    rows = _rows(spec, transport, "%G|%N")
     wanted = spec.gpus if spec is not None else 0
     kind = slurm(spec).gpu_type if spec is not None else None
     counts = [_gpus_in(row[1], kind) for row in rows]
@@ -122,8 +148,10 @@ def _gpus_in(gres: str, kind: str | None) -> int:
     return sum(int(count) for name, count in found if kind is None or name == kind)
 
 
-def _account(spec: JobSpec | None) -> Iterator[Check]:
-    told = ask("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
+def _account(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
+    told = ask(
+        transport, "sacctmgr", "-n", "-P", "show", "assoc", f"user={transport.place().user}", "format=Account,QOS"
+    )
     if told.returncode != 0:
         yield Check("account", "cannot tell", "the cluster has no accounting (no slurmdbd)")
         return
@@ -139,26 +167,26 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
             yield Check(what, "ok" if wanted in known else "missing", f"{wanted}; yours: {listed}")
 
 
-def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001
-    told = ask("sacct", "-X", "-n", "-S", "now")
+def _accounting(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:  # noqa: ARG001
+    told = ask(transport, "sacct", "-X", "-n", "-S", "now")
     if told.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
     else:
-        age = _setting("MinJobAge") or "?"
+        age = _setting(transport, "MinJobAge") or "?"
         detail = f"sacct does not answer: jobs that ended are known for {age}, then from their own files only"
         yield Check("accounting", "warning", detail)
 
 
-def _preemption(spec: JobSpec | None) -> Iterator[Check]:
-    mode = _setting("PreemptMode")
-    if mode == "OFF" or _setting("PreemptType") in ("preempt/none", "(null)"):
+def _preemption(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
+    mode = _setting(transport, "PreemptMode")
+    if mode == "OFF" or _setting(transport, "PreemptType") in ("preempt/none", "(null)"):
         yield Check("preemption", "ok", "off: no job is preempted")
-    elif "preempt_send_user_signal" in _setting("SlurmctldParameters"):
+    elif "preempt_send_user_signal" in _setting(transport, "SlurmctldParameters"):
         yield Check("preemption", "ok", f"{mode}, the job gets a signal before (preempt_send_user_signal)")
     else:
         detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job gets SIGTERM only"
         yield Check("preemption", "warning", f"{detail}, and GraceTime must be long enough to save")
-    allowed = re.match(r"\d+", _setting("KillWait"))
+    allowed = re.match(r"\d+", _setting(transport, "KillWait"))
     if allowed and int(allowed[0]) < 10:
         yield Check(
             "kill wait", "warning", f"KillWait {allowed[0]} s is short: a job that has not saved by then is killed"
@@ -167,25 +195,27 @@ def _preemption(spec: JobSpec | None) -> Iterator[Check]:
         yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to resume")
 
 
-def _setting(name: str) -> str:
-    match = re.search(rf"^{name}\s*=\s*(.*)$", ask("scontrol", "show", "config").stdout, re.M)
+def _setting(transport: Transport, name: str) -> str:
+    match = re.search(rf"^{name}\s*=\s*(.*)$", ask(transport, "scontrol", "show", "config").stdout, re.M)
     return match[1].strip() if match else ""
 
 
-def _folder(spec: JobSpec | None) -> Iterator[Check]:
+def _folder(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
     """Writes a file here and has a node read it, with the interpreter, and in the image, that the job will use."""
-    places = [make(home())]
+    place = transport.place()
+    transport.make(place.jobs)
+    places = [place.jobs]
     if spec is not None:
-        run = Path(spec.run_directory_here).parent
-        run.mkdir(parents=True, exist_ok=True)
+        run = PurePosixPath(render.run_directory(spec, place)).parent
+        transport.make_parents(run / "any")
         places.append(run)
     word = secrets.token_hex(8)
-    files = [place / f".doctor-{word}" for place in places]
+    files = [folder / f".doctor-{word}" for folder in places]
     for file in files:
-        file.write_text(word, encoding="utf-8")
+        transport.write(file, word.encode())
     own = slurm(spec) if spec is not None else Slurm()
-    python = render.interpreter(spec) if spec is not None else sys.executable
-    options, words = render.container(spec, home()) if spec is not None else ([], [])
+    python = render.interpreter(spec, place) if spec is not None else place.python
+    options, words = render.container(spec, place.jobs, place) if spec is not None else ([], [])
     where = f"{python} in {own.image or spec.image}" if spec is not None and own.container is not None else python
     flags = (("-p", own.partition), ("-A", own.account), ("--qos", own.qos))
     options += [word for flag, value in flags if value for word in (flag, value)]
@@ -197,7 +227,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
         told = ask(
-            "srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
+            transport, "srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
             *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:
@@ -205,7 +235,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
         return
     finally:
         for file in files:
-            file.unlink(missing_ok=True)
+            transport.remove(file)
     seen = ", ".join(map(str, places))
     version, *read = told.stdout.split() or [""]
     if told.returncode == 0 and read == [word] * len(files):

@@ -8,23 +8,19 @@ The nodes unpickle what lies in submitit/. So every folder is ours, mode 0700, a
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from jobs import private, records
+from jobs import records
 from jobs.records import fits
 from jobs.slurm.task import note
-from training import files
+from jobs.slurm.transport.base import Transport, parsed
+from jobs.slurm.transport.local import LOCAL
+from training import contract, files
 
 JOB = "job.json"
 ENDED = "ended.json"
 SUBMITIT = "submitit"
-
-
-def home() -> Path:
-    """`$LOCKSTEP_HOME/slurm`: it must lie on storage that the nodes share."""
-    return private.home().absolute() / "slurm"
-
 
 _RECORD: dict[str, Any] = {
     "spec": dict, "hash": str, "run_dir": str, "submitit": str, "job_id": (str, type(None)), "created": str,
@@ -34,48 +30,81 @@ _ENDING: records.Shape = {"state": str, "reason": str, "ranks": list, "exit_code
 _PART: records.Shape = {"name": str, "ranks": list, "state": str, "reason": str, "restarts": int}
 
 
+def text(value: dict[str, Any]) -> bytes:
+    """A record as it lies in its file."""
+    return (files.json_text(value, indent=1) + "\n").encode()
+
+
 class Folder:
     """One job's folder."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: PurePath, transport: Transport = LOCAL) -> None:
+        self.path, self.transport = path, transport
 
     def record(self) -> dict[str, Any] | None:
         """job.json; its `job_id` is None until sbatch has answered. None where there is none, or it is damaged."""
-        value = files.read_json(self.path / JOB)
-        return {"element": None, **value} if fits(value, _RECORD) else None
+        return as_record(self.transport.json(self.path / JOB))
 
     def write(self, record: dict[str, Any]) -> None:
-        files.replace_json(self.path / JOB, record)
+        self.transport.write(self.path / JOB, text(record))
 
     def ended(self) -> dict[str, Any] | None:
-        value = records.read(self.path / ENDED, _ENDING)
-        whole = value is not None and all(fits(part, _PART) and part.keys() == _PART.keys() for part in value["ranks"])
-        return value if whole else None
+        return as_ending(self.transport.json(self.path / ENDED))
 
 
-def ends(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
-    found: dict[int, dict[str, Any]] = {}
-    folder, job_id = Path(record["submitit"]), str(record["job_id"])
-    for path in folder.glob(f"{job_id}_*_end.json"):
-        match = re.fullmatch(rf"{re.escape(job_id)}_(\d+)_end\.json", path.name)
-        value = records.read(path, records.NOTE)
-        if match and value is not None:
-            found[int(match[1])] = value
-    return found
+def as_record(value: Any) -> dict[str, Any] | None:
+    return {"element": None, **value} if fits(value, _RECORD) else None
 
 
-def saved(record: dict[str, Any]) -> set[int]:
-    """The starts after which the job had saved and got further: they do not count against `max_restarts`."""
-    mark = f"{record['job_id']}_saved_"
-    found = (path.name.removeprefix(mark) for path in Path(record["submitit"]).glob(f"{mark}*"))
-    return {int(number) for number in found if number.isdecimal()}
+def as_ending(value: Any) -> dict[str, Any] | None:
+    whole = fits(value, _ENDING) and all(fits(part, _PART) and part.keys() == _PART.keys() for part in value["ranks"])
+    return value if whole else None
 
 
-def cancelled(record: dict[str, Any]) -> Path:
-    return note(Path(record["submitit"]), str(record["job_id"]), "cancelled")
+class Notes:
+    """What the ranks and their tasks have left of one job, all of it read at once."""
+
+    def __init__(self, record: dict[str, Any], folder: PurePath, transport: Transport = LOCAL) -> None:
+        job_id, self._submitit = str(record["job_id"]), PurePosixPath(record["submitit"])
+        marks = [f"{job_id}_{what}" for what in ("*_end.json", "saved_*", "cancelled")]
+        self._id, self._record, self._run = job_id, record, PurePosixPath(record["run_dir"])
+        self._found = transport.files(
+            (folder, ENDED), (self._run, contract.STATUS_FILE), *((self._submitit, mark) for mark in marks)
+        )
+        self.ended = as_ending(parsed(self._found.get(PurePosixPath(folder / ENDED))))
+
+    @property
+    def said(self) -> dict[str, Any] | None:
+        """status.json of this very job, which is trusted above exit codes; not one of another run in the same folder."""
+        value = parsed(self._found.get(self._run / contract.STATUS_FILE))
+        return value if fits(value, records.STATUS) and value.get("job") == self._record["job"] else None
+
+    @property
+    def ends(self) -> dict[int, dict[str, Any]]:
+        """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
+        found: dict[int, dict[str, Any]] = {}
+        for path, data in self._found.items():
+            match = re.fullmatch(rf"{re.escape(self._id)}_(\d+)_end\.json", path.name)
+            value: Any = parsed(data) if match and path.parent == self._submitit else None
+            if match and fits(value, records.NOTE):
+                found[int(match[1])] = value
+        return found
+
+    @property
+    def saved(self) -> set[int]:
+        """The starts after which the job had saved and got further: they do not count against `max_restarts`."""
+        mark = f"{self._id}_saved_"
+        found = [path.name.removeprefix(mark) for path in self._found if path.name.startswith(mark)]
+        return {int(number) for number in found if number.isdecimal()}
+
+    @property
+    def cancelled(self) -> bool:
+        return PurePosixPath(cancelled(self._record)) in self._found
 
 
-def log(record: dict[str, Any], rank: int) -> Path:
-    return Path(record["submitit"]) / f"{record['job_id']}_{rank}_log.out"
+def cancelled(record: dict[str, Any]) -> PurePath:
+    return note(PurePosixPath(record["submitit"]), str(record["job_id"]), "cancelled")
+
+
+def log(record: dict[str, Any], rank: int) -> PurePath:
+    return PurePosixPath(record["submitit"]) / f"{record['job_id']}_{rank}_log.out"

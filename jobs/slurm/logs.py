@@ -5,51 +5,51 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from jobs.slurm.folder import log
-from jobs.status import Unreachable
+from jobs.slurm.transport.base import Transport
+from jobs.status import Disconnected, Unreachable
 
-_PIECE = 1 << 20
 _NOISE = re.compile(r"submitit [A-Z]+ \(\d{4}-")
 
 
 def lines(
-    record: dict[str, Any], ranks: list[int], prefix: bool, ended: Callable[[], bool], interval: float
+    transport: Transport, record: dict[str, Any], ranks: list[int], prefix: bool, ended: Callable[[], bool],
+    interval: float, lost_after: float,
 ) -> Iterator[str]:  # fmt: skip
-    """Lines without submitit's own, with `[rank N]` before them where `prefix` says so, until the job has ended."""
+    """Lines without submitit's own, with `[rank N]` before them where `prefix` says so, until the job has ended.
+
+    A connection that was lost is taken up again where it was, for `lost_after` seconds. Raises `Unreachable` then.
+    """
+    files = {rank: log(record, rank) for rank in ranks}
     read = dict.fromkeys(ranks, 0)
     rests = dict.fromkeys(ranks, b"")
+    heard = time.monotonic()
     while True:
         try:
             over = ended()  # asked before reading, so that nothing is missed
         except Unreachable:
             over = False
+        try:
+            found = transport.since({files[rank]: read[rank] for rank in ranks})
+            heard = time.monotonic()
+        except Disconnected:
+            if time.monotonic() - heard >= lost_after:
+                raise
+            time.sleep(interval)
+            continue
+        more = any(found.values())
         for rank in ranks:
-            for more in _since(log(record, rank), read[rank]):
-                read[rank] += len(more)
-                *whole, rests[rank] = (rests[rank] + more).split(b"\n")
-                yield from _told(whole, rank, prefix)
-            if over and rests[rank]:
-                yield from _told([rests[rank]], rank, prefix)
-        if over:
+            new = found[files[rank]]
+            read[rank] += len(new)
+            *whole, rests[rank] = (rests[rank] + new).split(b"\n")
+            if over and not more and rests[rank]:
+                whole.append(rests[rank])
+            for line in (raw.decode(errors="replace") for raw in whole):
+                if not _NOISE.match(line):
+                    yield f"[rank {rank}] {line}" if prefix else line
+        if over and not more:
             return
-        time.sleep(interval)
-
-
-def _told(lines: list[bytes], rank: int, prefix: bool) -> Iterator[str]:
-    for line in (raw.decode(errors="replace") for raw in lines):
-        if not _NOISE.match(line):
-            yield f"[rank {rank}] {line}" if prefix else line
-
-
-def _since(path: Path, offset: int) -> Iterator[bytes]:
-    """What a file has got since `offset`, in pieces; nothing while it is not there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            while piece := file.read(_PIECE):
-                yield piece
-    except OSError:
-        return
+        if not more:
+            time.sleep(interval)

@@ -5,16 +5,14 @@ Never what submitit cached: it calls a requeued job done, and keeps that for goo
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import time
 from dataclasses import dataclass
 
+from jobs.slurm.transport.base import SECONDS, Told, Transport
 from jobs.status import Unreachable
 from training.contract import UserError
 
-SECONDS = 60
 _UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
 
 
@@ -35,34 +33,24 @@ class Found:
     comment: str = ""
 
 
-def ask(*command: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
-    """Runs a SLURM command. Raises `UserError` where it is not installed or does not end."""
-    env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
-    try:
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
-        )
-    except FileNotFoundError:
-        raise UserError(f"{command[0]} is not installed here: submit from a node of a SLURM cluster") from None
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]}: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise Unreachable(f"{command[0]} did not answer for {seconds:g} s") from None
+def ask(transport: Transport, *command: str, seconds: float = SECONDS) -> Told:
+    """Runs a SLURM command. Raises `UserError` where it is not installed, `Unreachable` where it does not end."""
+    return transport.run(*command, seconds=seconds, env={"SLURM_TIME_FORMAT": "%s"})
 
 
-def look(job_id: str) -> Found | None:
+def look(transport: Transport, job_id: str) -> Found | None:
     """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`."""
-    shown = ask("scontrol", "show", "job", "-o", job_id)
+    shown = ask(transport, "scontrol", "show", "job", "-o", job_id)
     if shown.returncode == 0:
         found = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
         if found:
             return found[0]
     elif not _UNKNOWN_JOB.search(shown.stderr):
-        past = history(job_id)  # its answer holds where the job has ended
+        past = history(transport, job_id)  # its answer holds where the job has ended
         if past is not None and past.ended is not None:
             return past
         raise Unreachable(f"the SLURM controller does not answer: {one_line(shown.stderr)}")
-    past = history(job_id)
+    past = history(transport, job_id)
     # Where the controller has forgotten it, a job that the accounting calls running is none that can end.
     return past if past is not None and past.ended is not None else None
 
@@ -86,10 +74,10 @@ def read(line: str) -> Found | None:
     )  # fmt: skip
 
 
-def history(job_id: str) -> Found | None:
+def history(transport: Transport, job_id: str) -> Found | None:
     """What the accounting remembers; None without accounting, or where it has not heard of the job yet."""
     try:
-        told = ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State,ExitCode,NodeList,Partition,End")
+        told = ask(transport, "sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State,ExitCode,NodeList,Partition,End")
     except UserError:
         return None
     if told.returncode != 0 or not told.stdout.strip():
@@ -100,9 +88,9 @@ def history(job_id: str) -> Found | None:
     return Found(job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended)
 
 
-def mine(name: str, comment: str) -> str | None:
+def mine(transport: Transport, name: str, comment: str) -> str | None:
     """The id of a job (or array) of this user with that name and comment: one whose answer to sbatch was lost."""
-    told = ask("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k")
+    told = ask(transport, "squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k")
     for line in told.stdout.splitlines() if told.returncode == 0 else []:
         job_id, _, said = line.partition("|")
         if said == comment:
@@ -110,9 +98,9 @@ def mine(name: str, comment: str) -> str | None:
     return None
 
 
-def under_way() -> set[str]:
+def under_way(transport: Transport) -> set[str]:
     """The ids of this user's jobs and arrays that wait or run. Raises `Unreachable`."""
-    told = ask("squeue", "-h", "--me", "-o", "%F")
+    told = ask(transport, "squeue", "-h", "--me", "-o", "%F")
     if told.returncode != 0:
         raise Unreachable(f"the SLURM controller does not answer: {one_line(told.stderr)}")
     return set(told.stdout.split())

@@ -11,13 +11,14 @@ import json
 import math
 import re
 import shlex
-import sys
-from pathlib import Path
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from jobs import command as commands
-from jobs.code import store
+from jobs.slurm import facts
 from jobs.slurm.section import slurm
+from jobs.slurm.transport.base import Place
+from jobs.slurm.transport.local import LOCAL
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
 from training.config import settings
@@ -47,17 +48,18 @@ OWN = {
 """What `slurm.patch` may not touch, and what to use instead."""
 
 
-def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[str, Any]:
+def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place: Place | None = None) -> dict[str, Any]:
     """Arguments of submitit's `AutoExecutor.update_parameters`.
 
     Args:
         folder: where submitit keeps this job's script, payload and logs; the nodes must see it.
         after: id of a job that must have succeeded first.
+        place: the cluster's folders; None: this machine is one of it.
 
     Raises:
         UserError: a path or a value of `slurm.patch` that must not stand in a script.
     """
-    settings = slurm(spec)
+    settings, place = slurm(spec), place or LOCAL.place()
     cpus = max(1, int(spec.cpus // spec.ranks))
     more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
     for name, value in (("reservation", settings.reservation), ("licenses", settings.licenses)):
@@ -67,7 +69,7 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         more["kill-on-invalid-dep"] = "yes"
     values: dict[str, Any] = {
         "name": spec.name,
-        "timeout_min": math.ceil(spec.deadline_seconds / 60),
+        "timeout_min": minutes(spec),
         "nodes": spec.nodes,
         "tasks_per_node": spec.ranks,
         "cpus_per_task": cpus,
@@ -83,10 +85,10 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
         "slurm_exclusive": True if settings.exclusive else None,
         "slurm_dependency": f"afterok:{after}" if after is not None else None,
         "slurm_array_parallelism": settings.array_parallelism,
-        "slurm_setup": _setup(spec, folder),
+        "slurm_setup": _setup(spec, folder, place),
         "slurm_teardown": _teardown(spec, folder),
         # Since 22.05 srun does not use the value of sbatch; without it all ranks of a node share one core.
-        "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *container(spec, folder)[0]],
+        "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *container(spec, folder, place)[0]],
     }
     if spec.gpus and settings.gpu_type:
         values["slurm_gres"] = f"gpu:{settings.gpu_type}:{spec.gpus}"
@@ -98,22 +100,22 @@ def parameters(spec: JobSpec, folder: Path, after: str | None = None) -> dict[st
     return wckey | {name: value for name, value in values.items() if value is not None}
 
 
-def interpreter(spec: JobSpec) -> str:
+def interpreter(spec: JobSpec, place: Place) -> str:
     """The Python that runs the tasks: on the node, or in the image."""
-    return slurm(spec).python or (sys.executable if slurm(spec).container is None else "python")
+    return slurm(spec).python or (place.python if slurm(spec).container is None else "python")
 
 
-def python(spec: JobSpec, folder: Path) -> str:
+def python(spec: JobSpec, folder: PurePath, place: Place) -> str:
     """The shell words before `-u -m submitit.core._submit` on a node."""
-    held = ["sh", "-c", HOLD, "held", interpreter(spec)]
-    return shlex.join([*container(spec, folder)[1], *held])
+    held = ["sh", "-c", HOLD, "held", interpreter(spec, place)]
+    return shlex.join([*container(spec, folder, place)[1], *held])
 
 
-def container(spec: JobSpec, folder: Path) -> tuple[list[str], list[str]]:
+def container(spec: JobSpec, folder: PurePath, place: Place) -> tuple[list[str], list[str]]:
     """What has a program run in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
     settings = slurm(spec)
     image = str(settings.image or spec.image)
-    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
+    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder, place))
     if settings.container == "pyxis":
         return [f"--container-image={image}", f"--container-mounts={mounts}"], []
     if settings.container == "apptainer":
@@ -122,7 +124,9 @@ def container(spec: JobSpec, folder: Path) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:
+def script(
+    spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1, place: Place | None = None
+) -> str:
     """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -131,8 +135,9 @@ def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int 
         def affinity(cls) -> int:
             return 2  # to write a script no srun is needed
 
-    writer = Writer(folder, python=python(spec, folder))
-    values = parameters(spec, folder, after)
+    place = place or LOCAL.place()
+    writer = Writer(str(folder), python=python(spec, folder, place))
+    values = parameters(spec, folder, after, place)
     generic = {name: value for name, value in values.items() if not name.startswith("slurm_")}
     own = {name.removeprefix("slurm_"): value for name, value in values.items() if name.startswith("slurm_")}
     stderr = {"stderr_to_stdout": generic.pop("stderr_to_stdout")}
@@ -145,12 +150,35 @@ def script(spec: JobSpec, folder: Path, after: str | None = None, elements: int 
     return writer._make_submission_file_text(writer._submitit_command_str, "")
 
 
-def manifests(spec: JobSpec, folder: Path) -> list[dict[str, Any]]:
-    """The script and its parameters as an object, which lint reads."""
-    return [{"kind": "Slurm", "parameters": parameters(spec, folder), "script": script(spec, folder)}]
+def manifests(
+    spec: JobSpec, folder: PurePath, place: Place | None = None, known: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The script and its parameters as an object, which lint reads. `known`: the facts of that place."""
+    known = facts.look(spec, LOCAL) if place is None else known
+    place = place or LOCAL.place()
+    values, text = parameters(spec, folder, None, place), script(spec, folder, place=place)
+    return [
+        {
+            "kind": "Slurm",
+            "parameters": values,
+            "script": text,
+            "run_dir": run_directory(spec, place),
+            "facts": known or {},
+        }
+    ]
 
 
-def checked_path(path: Path) -> str:
+def minutes(spec: JobSpec) -> int:
+    """The time limit, as SLURM counts."""
+    return math.ceil(spec.deadline_seconds / 60)
+
+
+def run_directory(spec: JobSpec, place: Place) -> str:
+    """The run directory, on the cluster's side."""
+    return place.resolve(spec.run_dir or f"runs/jobs/{spec.name}")
+
+
+def checked_path(path: PurePath) -> str:
     """A path that may stand in an #SBATCH line. Raises `UserError`."""
     if not PATH.fullmatch(str(path)):
         raise UserError(
@@ -160,14 +188,14 @@ def checked_path(path: Path) -> str:
     return str(path)
 
 
-def preparation(spec: JobSpec) -> JobSpec:
+def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
     """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /shared/shards")
     limit, spec = min(spec.deadline_seconds, 6 * 3600), spec.on_cpu()
     return JobSpec.of(
         {
-            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter(spec)),
+            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter(spec, place or LOCAL.place())),
             "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
             "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
             "run_dir": spec.shards, "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
@@ -175,10 +203,10 @@ def preparation(spec: JobSpec) -> JobSpec:
     )  # fmt: skip
 
 
-def _setup(spec: JobSpec, folder: Path) -> list[str]:
+def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
     lines = [
-        f"# each task: {json.dumps(commands.rank(spec, spec.run_directory_here, str(Path.cwd())))[:2000]}",
-        *([f"# its code: {checked_path(Path(code_folder(spec)))}"] if spec.code is not None else []),
+        f"# each task: {json.dumps(commands.rank(spec, run_directory(spec, place), str(place.here)))[:2000]}",
+        *([f"# its code: {checked_path(PurePosixPath(code_folder(spec, place)))}"] if spec.code is not None else []),
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "restarts=${SLURM_RESTART_COUNT:-0}",
@@ -198,7 +226,7 @@ def _setup(spec: JobSpec, folder: Path) -> list[str]:
     return lines + list(slurm(spec).setup)
 
 
-def _teardown(spec: JobSpec, folder: Path) -> list[str]:
+def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
     note = f"{folder}/${{job}}"
     return [
         "code=$?",
@@ -214,15 +242,15 @@ def _teardown(spec: JobSpec, folder: Path) -> list[str]:
     ]
 
 
-def code_folder(spec: JobSpec) -> str:
+def code_folder(spec: JobSpec, place: Place) -> str:
     """The copy of the job's code, which the nodes must see; "" without one."""
-    return str(store.folder(commands.identity(spec))) if spec.code is not None else ""
+    return str(place.code(commands.identity(spec))) if spec.code is not None else ""
 
 
-def _mounts(spec: JobSpec, folder: Path) -> list[str]:
-    run = Path(spec.run_directory_here).parent
+def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
+    run = PurePosixPath(run_directory(spec, place)).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
-    own += [f"{code}:{code}:ro"] if (code := code_folder(spec)) else []
+    own += [f"{code}:{code}:ro"] if (code := code_folder(spec, place)) else []
     return list(dict.fromkeys([*own, *slurm(spec).mounts]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from jobs.checks import rule as checks
 from jobs.checks.rule import SECRET
@@ -54,7 +54,7 @@ def time_to_train(subject: Subject) -> Iterator[str]:
 @rule("LS103", "warning")
 def shared_run(subject: Subject) -> Iterator[str]:
     """A run directory on a node's own disk is gone when the job is started again elsewhere."""
-    path = subject.spec.run_directory_here
+    path = str(get(subject.job, "run_dir"))
     if _is_node_local(path):
         yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see"
 
@@ -64,7 +64,7 @@ def shared_folder(subject: Subject) -> Iterator[str]:
     """The nodes read the job's payload and write its logs."""
     output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(output):
-        yield f"{Path(output).parent} is usually local to a machine: set LOCKSTEP_HOME to a folder that all nodes see"
+        yield f"{PurePosixPath(output).parent} is usually local to a machine: set LOCKSTEP_HOME to a folder that all nodes see"
 
 
 @rule("LS105", "warning")
@@ -122,8 +122,8 @@ def image_unused(subject: Subject) -> Iterator[str]:
 @rule("LS112", "warning")
 def unprepared(subject: Subject) -> Iterator[str]:
     """Without prepared shards, every node makes its own copy of the data."""
-    folder = subject.spec.shard_folder
-    if folder is not None and not Path(folder).exists():
+    folder = get(subject.job, "facts", "no_shards")
+    if folder:
         yield f"{folder} does not exist: the job makes the shards itself, unless `lockstep prepare slurm` makes them first"
 
 
@@ -147,15 +147,14 @@ def memory_of_ranks(subject: Subject) -> Iterator[str]:
 @rule("LS115")
 def image_without_submitit(subject: Subject) -> Iterator[str]:
     """A task in the image is submitit's. What a folder holds shows from here; of a file or a name `doctor` finds out."""
-    image = slurm(subject.spec).image or subject.spec.image
-    if slurm(subject.spec).container is None or not image:
-        return
-    places = ("opt/venv", "usr", "usr/local", "opt/conda")
-    try:
-        inside = Path(image) if (Path(image) / "usr").is_dir() else None
-        packages = [path for place in places if inside for path in inside.glob(f"{place}/lib/python3*/*-packages/")]
-        lacks = packages and not any((path / "submitit").is_dir() for path in packages)
-    except OSError:  # a name that is not a path, or one that only the nodes may read
-        return
-    if lacks:
+    image = get(subject.job, "facts", "no_submitit")
+    if image:
         yield f"{image} does not have submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"
+
+
+@rule("LS116", "warning")
+def interpreter_elsewhere(subject: Subject) -> Iterator[str]:
+    """Over ssh the nodes' Python is not the one that submits."""
+    settings = slurm(subject.spec)
+    if settings.host and not (settings.python or settings.container or settings.modules or settings.setup):
+        yield "the python3 of the nodes must have Lockstep, because slurm.host is set and slurm.python is not: set slurm.python"

@@ -16,6 +16,7 @@ from jobs.spec.types import (
     Module,
     Mount,
     ShellLine,
+    SshHost,
     Values,
     Word,
 )
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 class Slurm(Section):
     EARLIER: ClassVar = {1: {"wckey": "lockstep"}}
 
+    host: SshHost | None = None
+    """Login node that is reached over ssh, as ~/.ssh/config knows it, e.g. `login.example`; paths are then of that side.
+    Null: this machine is one of the cluster. No part of what the job is."""
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
@@ -70,3 +74,12 @@ SECTION = Slurm
 def slurm(spec: JobSpec) -> Slurm:
     """The section of a spec."""
     return spec.section(Slurm)
+
+
+def without_host(spec: JobSpec) -> JobSpec:
+    """The same job: whence it is submitted is no part of it."""
+    return (
+        spec
+        if slurm(spec).host is None
+        else spec.model_copy(update={"slurm": slurm(spec).model_copy(update={"host": None})})
+    )

@@ -1,60 +1,156 @@
-"""Hands a job, or the elements of an array, to sbatch: submitit writes the script and the payloads."""
+"""Hands a job, or the elements of an array, to sbatch: submitit writes the script and the payloads.
+
+All that a job needs is sent first, beside its place. One script, on the cluster's side, then puts it there, calls sbatch and
+notes the answer: a connection that breaks leaves nothing of the job, or all of it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
+import pickle
+import secrets
+from pathlib import PurePath
+from typing import Any
 
 from jobs.slurm import query, render
+from jobs.slurm.folder import JOB, SUBMITIT, text
 from jobs.slurm.task import TrainingTask
+from jobs.slurm.transport.base import Place, Transport
 from jobs.spec.model import JobSpec
+from jobs.status import Disconnected
 from training.contract import OF_A_JOB, UserError
 
+SECONDS = 300.0
+"""For all of it. sbatch itself tries for minutes where the controller is busy."""
+REFUSED, NO_SBATCH, NO_NUMBER = 3, 4, 5
+NEW = "new"
+"""Stands in the names of the files for the job's number until sbatch has given one."""
 
-def send(spec: JobSpec, folder: Path, tasks: list[TrainingTask], after: str | None) -> list[str]:
-    """Submits and returns the job's ids, one a task. Raises `UserError` with what sbatch says."""
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+ADOPT = f"""
+adopt() {{
+  for file in {NEW}_*; do
+    if [ -e "$file" ] && [ ! -L "$file" ]; then mv -f -- "$file" "$1${{file#{NEW}}}" || return 1; fi
+  done
+  ln -sf -- "$1_submission.sh" {NEW}_submission.sh
+}}
+"""
+"""submitit looks for files with the job's number in their names. A link keeps the name that SLURM was given."""
+
+COMMIT = f"""
+trap '' HUP PIPE
+umask 077
+root=$1 whole=$2 token=$3; shift 3
+command -v sbatch > /dev/null || exit {NO_SBATCH}
+cd -- "$root" || exit 1
+rm -rf -- ".$whole".??????
+stage=$(mktemp -d -- ".$whole.XXXXXX") || exit 1
+trap 'rm -rf -- "$root/$stage"' EXIT
+for name; do mkdir -- "$stage/$name" || exit 1; done
+mkdir -- "$stage/$whole/{SUBMITIT}" || exit 1
+came=no
+while read -r size name; do
+  if [ "$size" = end ]; then came=yes; break; fi
+  head -c "$size" > "$stage/$name" || exit 1
+done
+if [ $came = no ]; then echo "it came in part only" >&2; exit 1; fi
+
+trap '' INT TERM
+put=
+back() {{
+  for name in $put; do
+    rm -rf -- "$name"
+    if [ -e ".$name.replaced" ]; then mv -T -- ".$name.replaced" "$name"; fi
+  done
+}}
+for name; do
+  rm -rf -- ".$name.replaced"
+  if [ -e "$name" ]; then mv -T -- "$name" ".$name.replaced" || {{ back; exit 1; }}; fi
+  put="$put $name"
+  mv -T -- "$stage/$name" "$name" || {{ back; exit 1; }}
+done
+for name in $(env | sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do
+  case $name in
+    SLURM_CONF | SLURM_CLUSTERS | SBATCH_ACCOUNT) ;;
+    SBATCH_* | SLURM_* | {" | ".join(sorted(OF_A_JOB))}) unset "$name" ;;
+  esac
+done
+said=$(sbatch "$root/$whole/{SUBMITIT}/{NEW}_submission.sh" 2> "$stage/errors" < /dev/null)
+code=$?
+cat "$stage/errors" >&2
+if [ $code -ne 0 ]; then back; exit {REFUSED}; fi
+id=$(printf '%s' "$said" | sed -n 's/.*job \\([0-9][0-9]*\\).*/\\1/p' | tail -n 1)
+if [ -z "$id" ]; then printf '%s' "$said"; exit {NO_NUMBER}; fi
+{ADOPT}
+(cd -- "$whole/{SUBMITIT}" && adopt "$id")
+for name; do
+  if [ -e "$name/.{JOB}" ]; then
+    sed "s/$token/$id/" "$name/.{JOB}" > "$name/.{JOB}.$id" && sync -- "$name/.{JOB}.$id" &&
+      mv -f -- "$name/.{JOB}.$id" "$name/{JOB}" && rm -f -- "$name/.{JOB}"
+  fi
+  rm -rf -- ".$name.replaced"
+done
+printf '%s' "$id"
+"""
+"""$1: the folder of all jobs. $2: the job whose folder has the script. $3: what stands for its number. Then all folders."""
+
+
+def send(
+    spec: JobSpec, place: Place, jobs: PurePath, records: dict[str, dict[str, Any]], tasks: list[TrainingTask],
+    after: str | None, transport: Transport,
+) -> list[str]:  # fmt: skip
+    """Submits, keeps the records, and returns the job's ids, one a task. What had their folders before is gone then.
+
+    Args:
+        jobs: the folder of all jobs.
+        records: by name, one a task.
+
+    Raises:
+        UserError: with what sbatch says; all is as it was.
+        Unreachable: it is submitted, or not. The next submission finds out.
+    """
+    folder = jobs / spec.name / SUBMITIT
+    script = render.script(spec, folder, after, len(tasks), place)
+    token = f"number-{secrets.token_hex(8)}"
+    files = {f"{spec.name}/{SUBMITIT}/{NEW}_submission.sh": script.encode()}
+    ends = [""] if len(tasks) == 1 else [f"_{element}" for element in range(len(tasks))]
+    for (name, record), task, end in zip(records.items(), tasks, ends, strict=True):
+        files[f"{spec.name}/{SUBMITIT}/{NEW}{end}_submitted.pkl"] = _payload(task, render.minutes(spec))
+        files[f"{name}/{JOB}"] = text({**record, "job_id": None})
+        files[f"{name}/.{JOB}"] = text({**record, "job_id": f"{token}{end}"})
+    data = b"".join(b"%d %s\n%s" % (len(content), name.encode(), content) for name, content in files.items()) + b"end\n"
+    names = dict.fromkeys([spec.name, *records])
+    try:
+        told = transport.shell(
+            COMMIT, jobs, spec.name, token, *names, data=data, seconds=SECONDS, whole=True,
+            env={name: os.environ[name] for name in spec.secrets},
+        )  # fmt: skip
+    except Disconnected as error:
+        raise Disconnected(f"{error}: submit again, what is there already is not submitted twice") from None
+    said = told.stderr.decode(errors="replace")
+    if told.returncode == 0:
+        return [f"{told.stdout.decode()}{end}" for end in ends]
+    if told.returncode == NO_SBATCH:
         raise UserError(
-            "sbatch is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`"
+            f"sbatch is not installed {transport.where}: submit from a node of a SLURM cluster, see `lockstep doctor slurm`"
         )
-    import submitit
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_python=render.python(spec, folder))
-    try:
-        values = render.parameters(spec, folder, after)
-        executor.update_parameters(**values)
-        # It leaves out what is None, and then sends a key of its own, which most sites refuse.
-        executor._executor.parameters["wckey"] = values["slurm_wckey"]
-    except (TypeError, ValueError, NameError) as error:
-        raise UserError(f"slurm.patch: {str(error).splitlines()[0]}") from None
-    with _clean_environment():
-        try:
-            if len(tasks) == 1:
-                return [executor.submit(tasks[0]).job_id]
-            return [job.job_id for job in executor.submit_array(tasks)]
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
-        except (FailedJobError, FailedSubmissionError) as error:
-            told = [line for line in str(error).splitlines() if "error:" in line] or [query.one_line(str(error))]
-            text = "; ".join(line.split("error:", 1)[-1].strip() for line in told)
-            raise UserError(f"SLURM refuses {spec.name}: {query.one_line(text)}") from None
+    if told.returncode == REFUSED:
+        lines = [line for line in said.splitlines() if "error:" in line] or [query.one_line(said)]
+        reason = "; ".join(line.split("error:", 1)[-1].strip() for line in lines)
+        raise UserError(f"SLURM refuses {spec.name}: {query.one_line(reason)}")
+    if told.returncode == NO_NUMBER:
+        raise UserError(f"sbatch gave no number for {spec.name}, but said: {query.one_line(told.stdout.decode())}")
+    raise UserError(f"cannot keep the job in {jobs} {transport.where}: {query.one_line(said)}; set LOCKSTEP_HOME")
 
 
-@contextlib.contextmanager
-def _clean_environment() -> Iterator[None]:
-    """sbatch reads SBATCH_* above the script, and an outer job's SLURM_* would contradict the new one's; what marks the
-    processes of an outer job would mark the new one's."""
-    away = {
-        name: value for name, value in os.environ.items()
-        if name in OF_A_JOB or (name.startswith(("SBATCH_", "SLURM_")) and name not in ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT"))
-    }  # fmt: skip
-    for name in away:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(away)
+def adopt(record: dict[str, Any], number: str, transport: Transport) -> None:
+    """Gives the job's number to files of a submission that was broken off behind sbatch."""
+    transport.shell(f'cd -- "$1" || exit 1\n{ADOPT}\nadopt "$2"', record["submitit"], number)
+
+
+def _payload(task: TrainingTask, minutes: int) -> bytes:
+    """What submitit unpickles on the nodes."""
+    from submitit.core.utils import DelayedSubmission
+
+    delayed = DelayedSubmission(task)
+    delayed.set_timeout(minutes, 3)
+    return pickle.dumps(delayed, protocol=4)

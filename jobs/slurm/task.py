@@ -20,8 +20,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from pathlib import Path, PurePath
+from typing import Any, NoReturn, TypeVar
 
 from training import contract, files
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
@@ -35,10 +35,11 @@ REQUEUE_SECONDS = 300.0
 HOLD_SECONDS = 120.0
 """How long a task waits to be ended by a requeue that was granted."""
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_F = TypeVar("_F", bound=PurePath)
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def note(folder: Path, job_id: str, what: str) -> Path:
+def note(folder: _F, job_id: str, what: str) -> _F:
     """Notes lie beside submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
     return folder / f"{job_id}_{what}"
 

@@ -39,6 +39,25 @@ def test_a_backend_is_named_in_its_folder_and_in_the_table_alone() -> None:
                 ] == [], module
 
 
+def test_nothing_of_slurm_goes_past_the_transport() -> None:
+    """Its files and commands may be on another machine. What runs on the nodes (`task`) is there already."""
+    apart = ("jobs.slurm.transport.", "jobs.slurm.task.")
+    known = [module for module in MODULES if module.startswith("jobs.slurm") and not f"{module}.".startswith(apart)]
+    assert len(known) > 8
+    for module in known:
+        tree = ast.parse(MODULES[module].read_text())
+        found = {*imported(tree, MODULES)} & {"subprocess", "shutil", "glob", "tempfile", "jobs.lock", "jobs.private"}
+        names = {
+            alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "pathlib"
+            for alias in node.names
+        }  # fmt: skip
+        assert not found and names <= {"PurePath", "PurePosixPath"}, f"{module}: {found or names}"
+        called = [
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        ]
+        assert "open" not in called, module
+
+
 SECTION = """
 from pydantic import Field
 from jobs.spec.section import Section

@@ -33,6 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS113", {"env": {"SLURM_NTASKS": "8"}}),
     ("LS114", {"memory": "2Gi"}),
     ("LS115", {"slurm": {"container": "apptainer", "image": "IMAGE"}}),
+    ("LS116", {"slurm": {"host": "login.example"}}),
 ]
 
 

@@ -1,0 +1,273 @@
+"""A login node for tests: a real sshd before the real SLURM, with files of its own.
+
+It sees the cluster's folder, as the nodes do, and nothing of the laptop's; the laptop sees an empty folder of that name.
+The laptop's programs are ssh and git alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.slurm.backend import SlurmBackend
+from jobs.slurm.transport.ssh import Ssh
+from jobs.spec.model import JobSpec
+from tests.processes import PYTHON, ROOT, free_port, poll, processes, require
+from tests.slurm.conftest import Cluster, every
+
+SSHD = "/usr/sbin/sshd"
+HOST = "login.example"
+NEEDED = (SSHD, "ssh", "ssh-keygen", "tcsh", "fish", "unshare", "nsenter")
+START = """
+set -eu
+mount --bind "$1" "$2"
+mount -t tmpfs -o mode=755 laptop "$3"
+mount --bind "$1/passwd" /etc/passwd
+mount -t tmpfs -o mode=755 run /run
+mkdir /run/sshd
+exec /usr/sbin/sshd -D -e -f "$1/sshd_config" 2>> "$1/sshd.log"
+"""
+
+
+def missing() -> str | None:
+    if os.geteuid() != 0:
+        return "an sshd with files of its own needs root"
+    gone = [name for name in NEEDED if shutil.which(name) is None]
+    if gone:
+        return f"{', '.join(gone)} not installed: apt-get install openssh-server tcsh fish"
+    probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=30)
+    return None if probe.returncode == 0 else "namespaces are not permitted here (CAP_SYS_ADMIN)"
+
+
+def _key(path: Path) -> Path:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True, timeout=30)
+    return path
+
+
+class Login:
+    """The login node, and the laptop that knows it.
+
+    `there` is how the cluster calls its folder, and `seen` where this test finds it.
+    """
+
+    def __init__(self, folder: Path, there: Path) -> None:
+        self.there, self.seen, self.laptop = there, folder / "cluster", folder / "laptop"
+        self.short = Path(tempfile.mkdtemp(prefix="ls", dir="/tmp"))  # sockets need a short path
+        for path in (self.seen / "home", self.laptop / "bin", self.laptop / "home"):
+            path.mkdir(parents=True)
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.shell("/bin/bash")
+        self._configure()
+
+    def _configure(self) -> None:
+        host, key = _key(self.seen / "host_key"), _key(self.laptop / "key")
+        shutil.copy(f"{key}.pub", self.seen / "authorized_keys")
+        conf = os.environ.get("SLURM_CONF", "")
+        (self.seen / "sshd_config").write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.there}/host_key\nUsePAM no\nPidFile none\n"
+            f"StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            f"AuthorizedKeysFile {self.there}/authorized_keys\nPrintMotd no\nLogLevel ERROR\n"
+            f"SetEnv PYTHONPATH={ROOT} SLURM_CONF={conf} CUDA_VISIBLE_DEVICES=\n"
+        )
+        self.knows(Path(f"{host}.pub").read_text())
+        (self.laptop / "config").write_text(
+            f"Host {HOST} *.example\n HostName 127.0.0.1\n Port {self.port}\n User root\n IdentityFile {key}\n"
+            f" IdentitiesOnly yes\n IdentityAgent none\n UserKnownHostsFile {self.laptop}/known_hosts\n"
+            " GlobalKnownHostsFile none\n"
+        )
+        self.program("ssh", f'exec /usr/bin/ssh -F {self.laptop}/config "$@"')
+        git = shutil.which("git")
+        if git is not None:
+            (self.laptop / "bin/git").symlink_to(git)
+
+    def program(self, name: str, line: str) -> None:
+        """A program of the laptop."""
+        path = self.laptop / "bin" / name
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+
+    def knows(self, key: str) -> None:
+        """The laptop takes this for the host's key."""
+        (self.laptop / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {key}")
+
+    def shell(self, shell: str) -> None:
+        """The user's login shell."""
+        lines = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
+        path = self.seen / "passwd"
+        path.touch()
+        with path.open("r+") as file:  # the same file: it is mounted
+            file.truncate()
+            file.write("\n".join([f"root:x:0:0:root:{self.there}/home:{shell}", *lines, ""]))
+
+    def start(self) -> None:
+        command = [
+            "/usr/bin/unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            START,
+            "sh",
+        ]
+        env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        self._process = subprocess.Popen(
+            [*command, self.seen, self.there, self.laptop], env=env, start_new_session=True
+        )
+
+        def up() -> bool:
+            told = subprocess.run(
+                [self.laptop / "bin/ssh", "-o", "BatchMode=yes", "--", HOST, "exit 7"],
+                capture_output=True,
+                timeout=30,
+            )
+            return told.returncode == 7
+
+        every(0.1, up, 30, "the sshd")
+
+    def stop(self) -> None:
+        """As if its network were gone: nothing answers any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+        self._process = None
+
+    def drop(self) -> int:
+        """Cuts all connections; the sshd takes new ones. Returns how many."""
+        found = self.connections()
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(found)
+
+    def connections(self) -> list[int]:
+        """The processes of the sshd that serve one each."""
+        assert self._process is not None
+        family = [self._process.pid]
+        parents = [(pid, parent) for pid, state, parent, _ in processes() if state != "Z"]
+        for member in family:
+            family += [pid for pid, parent in parents if parent == member]
+        found = []
+        for pid in family:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"sshd: root", b"sshd-session: root")):
+                    found.append(pid)
+        return found
+
+    def close(self) -> None:
+        self.stop()
+        for socket in (self.short / "lockstep-ssh").glob("*"):
+            subprocess.run(
+                ["/usr/bin/ssh", "-o", f"ControlPath={socket}", "-O", "exit", HOST], capture_output=True, timeout=30
+            )
+        left = self.masters()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.short)
+        assert not left, "a connection was not given up"
+
+    def masters(self) -> list[int]:
+        """The processes that keep connections."""
+
+        def of(pid: int) -> bool:
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                return str(self.short).encode() in words and b"ssh" in words
+            return False
+
+        found: list[int] = []
+
+        def gone() -> bool:
+            found[:] = [pid for pid, state, _, _ in processes() if state != "Z" and of(pid)]
+            return not found
+
+        with contextlib.suppress(AssertionError):
+            poll(gone, 5, "the end of ssh")
+        return found
+
+
+@contextlib.contextmanager
+def login_node(folder: Path, there: Path) -> Iterator[Login]:
+    """The sshd, and this process on the laptop."""
+    found = Login(folder, there)
+    laptop = {
+        "PATH": str(found.laptop / "bin"), "HOME": str(found.laptop / "home"), "XDG_RUNTIME_DIR": str(found.short),
+        "LOCKSTEP_HOME": str(found.laptop / "lockstep"), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    try:
+        found.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in laptop.items():
+                patch.setenv(name, value)
+            for name in ("SLURM_CONF", "SSH_AUTH_SOCK", "LOCKSTEP_SLURM_HOST"):
+                patch.delenv(name, raising=False)
+            yield found
+    finally:
+        found.close()
+
+
+@contextlib.contextmanager
+def mounted(cluster: Cluster, seen: Path) -> Iterator[Path]:
+    """The folder under a name that the nodes alone have it by."""
+    there = Path(tempfile.mkdtemp(prefix="lockstep-cluster-", dir="/"))
+    nodes = [(cluster.folder / f"run/node{n}.pid").read_text().split()[0] for n in (1, 2)]
+    inside = [next(pid for pid, _, parent, _ in processes() if parent == int(node)) for node in nodes]
+    seen.mkdir(parents=True, exist_ok=True)
+    try:
+        for pid in inside:
+            subprocess.run(["nsenter", "-m", "-t", str(pid), "mount", "--bind", seen, there], check=True, timeout=30)
+        yield there
+        assert list(there.iterdir()) == [], "the laptop has no such folder: nothing is written there"
+    finally:
+        for pid in inside:
+            subprocess.run(["nsenter", "-m", "-t", str(pid), "umount", "-l", there], capture_output=True, timeout=30)
+        shutil.rmtree(there)
+
+
+@dataclass
+class Laptop:
+    """A backend over ssh, on a laptop."""
+
+    cluster: Cluster
+    login: Login
+    backend: SlurmBackend
+
+    def spec(self, name: str, program: str, **more: Any) -> JobSpec:
+        slurm = {"host": HOST, "python": PYTHON, **more.pop("slurm", {})}
+        values = {
+            "name": name, "command": [PYTHON, "-c", program], "nodes": 1, "ranks_per_node": 2, "max_restarts": 0,
+            "run_dir": f"runs/{name}", "grace_seconds": 5, "memory": "2Gi", "slurm": slurm, **more,
+        }  # fmt: skip
+        return JobSpec.of(values)
+
+    def ask(self, *words: str) -> str:
+        """A program of the cluster."""
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        env = {"PATH": path, "SLURM_CONF": str(self.cluster.folder / "etc/slurm.conf")}
+        return subprocess.run(words, env=env, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+@contextlib.contextmanager
+def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
+    require(missing() is None, str(missing()))
+    monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "etc/slurm.conf"))
+    with mounted(cluster, folder / "cluster") as there:
+        with login_node(folder, there) as login:
+            transport = Ssh(HOST)
+            yield Laptop(cluster, login, SlurmBackend(interval=0.3, lost_after=60, transport=transport))
+            transport.close()
+        subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
+        cluster.idle()
