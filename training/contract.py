@@ -38,6 +38,8 @@ ENV_JOB = "LOCKSTEP_JOB"
 """Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
 ENV_CODE = "LOCKSTEP_CODE"
 """Identity of the code of one's own that the ranks run; run.yaml records it."""
+ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
+"""The run directory of a job, for a command beside one of its ranks (`lockstep exec`)."""
 OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE)
 """What marks the processes of a job; one that they submit does not inherit it."""
 ENV_REVISION = "LOCKSTEP_REVISION"

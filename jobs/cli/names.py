@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.cli import options
 from jobs.cli.options import Backend, Context, File, Json, Name, Namespace, Profile
-from jobs.terminal import note, say, show, table
+from jobs.cli.waiting import line, teller, unfinished
+from jobs.terminal import say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT
 
 if TYPE_CHECKING:
     from jobs.backend import Backend as JobBackend
-    from jobs.status import Observer, Part, Status
+    from jobs.status import Part, Status
 
 
 def _open(backend: str, namespace: str | None, context: str | None) -> JobBackend:
@@ -30,41 +30,18 @@ def status(
     report(name, _open(backend, namespace, context).status(name), as_json)
 
 
-def teller(name: str) -> Observer:
-    """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
-    last: tuple[str, str] | None = None
-
-    def tell(found: Status) -> None:
-        nonlocal last
-        now = (found.state, re.sub(r"\d+", "0", found.reason))
-        if now != last and not found.final:
-            note(_line(name, found))
-        last = now
-
-    return tell
-
-
-def _line(name: str, found: Status) -> str:
-    return f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}"
-
-
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
     """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(_line(name, found))
+        say(line(name, found))
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]
         if len(rows) > 1 and rows:
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
     raise typer.Exit(EXIT_TIMED_OUT if waited and unfinished(found) else found.code)
-
-
-def unfinished(found: Status) -> bool:
-    """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
-    return not found.final and found.state != "unschedulable"
 
 
 def _span(part: Part) -> str:
@@ -78,6 +55,15 @@ def logs(
     name: Name,
     rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for the job, and go on to its end.")] = False,
+    tail: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Only the last N lines: of that rank with --rank, else of all ranks together by their times "
+            "(with slurm, whose lines have none, an equal share of each rank's). With -f also all that come later.",
+        ),
+    ] = None,
     namespace: Namespace = None,
     context: Context = None,
     as_json: Json = False,
@@ -85,22 +71,43 @@ def logs(
     """Print what the ranks wrote; with --json one object a line."""
     import json
 
-    for line in _open(backend, namespace, context).logs(name, rank, follow):
+    for text in _open(backend, namespace, context).logs(name, rank, follow, tail):
         if as_json:
-            print(json.dumps({"line": line}), flush=True)
+            print(json.dumps({"line": text}), flush=True)
         else:
-            say(line)
+            say(text)
+
+
+def execute(
+    backend: Backend,
+    name: Name,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARG]...", help="Behind --, as it is.")],
+    rank: Annotated[int, typer.Option(help="The global rank to run it beside.", min=0)] = 0,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Run a command beside a rank of a job that runs: in its folder, with its RANK, LOCAL_RANK and the like.
+
+    It gets a terminal where standard input and output are one, and else both ends kept apart. Its exit code is the exit
+    code; 2 where the job or the rank does not run, 69 where the connection is lost.
+    """
+    raise typer.Exit(_open(backend, namespace, context).execute(name, command, rank))
 
 
 def wait(
     backend: Backend,
     name: Name,
     timeout: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0)] = 86400,
+    sweep: Annotated[bool, typer.Option("--sweep", help="NAME is a sweep: wait for all of its runs.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     as_json: Json = False,
 ) -> None:
     """Wait for the end; the exit code tells how it ended. What changes on the way is said on stderr."""
+    if sweep:
+        from jobs.cli import sweeps
+
+        raise typer.Exit(sweeps.wait(_open(backend, namespace, context), name, timeout, as_json))
     report(
         name,
         _open(backend, namespace, context).wait(name, timeout, teller(name)),
@@ -117,7 +124,7 @@ def cancel(
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(_line(name, found))
+        say(line(name, found))
 
 
 def list_jobs(backend: Backend, namespace: Namespace = None, context: Context = None, as_json: Json = False) -> None:

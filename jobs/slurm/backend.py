@@ -22,8 +22,9 @@ from jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.code import store
+from jobs.foreground import Streams
 from jobs.private import check, make
-from jobs.slurm import checks, logs, observe, query, render, rules
+from jobs.slurm import beside, checks, logs, observe, query, render, rules
 from jobs.slurm.folder import ENDED, SUBMITIT, Folder, cancelled, ends, home, saved
 from jobs.slurm.query import ask
 from jobs.slurm.section import slurm
@@ -286,11 +287,20 @@ class SlurmBackend(Cluster):
         return self.wait(name, 120)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        return self._lines(found, spec, rank, follow)
+
+    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
+        return self._lines(found, spec, rank, follow, count)
+
+    def _lines(
+        self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None
+    ) -> Iterator[str]:
         ranks = [rank] if rank is not None else list(range(self.world(found, spec)))
-        interval = min(self.interval, 1.0)
-        return logs.lines(
-            found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final, interval
-        )  # fmt: skip
+        over, interval = (lambda: not follow or self.status(found.name).final), min(self.interval, 1.0)
+        return logs.lines(found.record, ranks, rank is None, over, interval, last)
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
+        return beside.run(found.record, spec or JobSpec.recorded(found.name, found.plain), rank, command, streams)
 
     def list(self) -> list[Listed]:
         rows = []

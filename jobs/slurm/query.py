@@ -11,11 +11,13 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+from jobs import foreground
+from jobs.foreground import Interrupt, Streams
 from jobs.status import Unreachable
 from training.contract import UserError
 
 SECONDS = 60
-_UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
+UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ def ask(*command: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[
         raise Unreachable(f"{command[0]} did not answer for {seconds:g} s") from None
 
 
+def attach(*command: str, streams: Streams, interrupt: Interrupt) -> int:
+    """Runs a SLURM command in the foreground, with these streams. Returns its exit code. Raises `UserError`."""
+    return foreground.run(command, streams, interrupt=interrupt)
+
+
 def look(job_id: str) -> Found | None:
     """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`."""
     shown = ask("scontrol", "show", "job", "-o", job_id)
@@ -57,7 +64,7 @@ def look(job_id: str) -> Found | None:
         found = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
         if found:
             return found[0]
-    elif not _UNKNOWN_JOB.search(shown.stderr):
+    elif not UNKNOWN_JOB.search(shown.stderr):
         past = history(job_id)  # its answer holds where the job has ended
         if past is not None and past.ended is not None:
             return past
