@@ -1,7 +1,7 @@
 """What happens to a job from `submit` to its end, the same on every backend, and what a backend supplies for it.
 
 The flow owns: secrets, the state machine of a name (attach, replace, new), waiting with a bound, the filter of ranks. A
-backend supplies find, create, observe, stream, stop and list; one that hands a manifest to a cluster is a
+backend supplies find, create, observe, stream, stop and list, and where it can tail and exec; one that hands a manifest to a cluster is a
 `jobs.cluster.Cluster`. One contract test holds all of them to it.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
@@ -23,8 +23,10 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
+from jobs import lines
 from jobs.code import pin
 from jobs.compare import differences
+from jobs.foreground import Streams
 from jobs.spec.model import JobSpec
 from jobs.status import GOES_ON, Disconnected, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
 from jobs.terminal import warn
@@ -38,7 +40,6 @@ Specs = list[JobSpec]
 Sent = list[Submitted]
 LOOK_SECONDS = 2.0
 """What a last look may take, after the end of a wait."""
-PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,21 @@ class Backend(abc.ABC):
         """Where it is to be found, for people."""
 
     # What a backend may do otherwise.
+
+    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
+        """`stream`, beginning `count` lines before the end."""
+        if follow:
+            raise UserError(f"the {self.name} backend follows a job from its first line: leave out --tail, or --follow")
+        return lines.last(self.stream(found, spec, rank, False), count)
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+        """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
+
+        Raises:
+            UserError: the rank does not run.
+            Unreachable: the connection was lost.
+        """
+        raise UserError(f"the {self.name} backend cannot run a command beside a rank")
 
     def refuse(self, spec: JobSpec) -> None:  # noqa: B027 - where any job can run there is nothing to refuse
         """Raises `UserError` for a job that could not run there."""
@@ -257,14 +273,41 @@ class Backend(abc.ABC):
     def status(self, name: str) -> Status:
         return self.observe(self.require(name))
 
-    def logs(self, name: str, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Lines of one rank, or of all with `[rank 5] ` before each. Following ends with the job."""
+    def logs(self, name: str, rank: int | None = None, follow: bool = False, last: int | None = None) -> Iterator[str]:
+        """Lines of one rank, or of all with `[rank 5] ` before each. Following ends with the job.
+
+        Args:
+            last: begin so many lines before the end: of that rank's, or of all ranks' together.
+        """
         found = self.require(name)
+        spec = self._spec_with(found, rank)
+        if last is not None:
+            return self.tail(found, spec, rank, follow, last)
+        return self.stream(found, spec, rank, follow)
+
+    def _spec_with(self, found: Found, rank: int | None) -> JobSpec | None:
+        """The job's spec. Raises `UserError` where it has no such rank."""
         spec = found.spec
         total = self.world(found, spec)
         if rank is not None and not 0 <= rank < total:
-            raise UserError(f"{name} has the ranks 0 … {total - 1}, got {rank}")
-        return self.stream(found, spec, rank, follow)
+            raise UserError(f"{found.name} has the ranks 0 … {total - 1}, got {rank}")
+        return spec
+
+    def execute(self, name: str, command: Lines, rank: int = 0, streams: Streams | None = None) -> int:
+        """Runs a command beside a rank of a job that runs, and returns its exit code.
+
+        Raises:
+            UserError: no such job or rank, one that is not ours, has not started or has ended.
+            Unreachable: the connection was lost.
+        """
+        found = self.require(name)
+        if found.hash is None:
+            raise UserError(f"lockstep did not make {name}, and leaves it alone")
+        spec = self._spec_with(found, rank)
+        absent = self.observe(found).absent(rank)
+        if absent:
+            raise UserError(f"{name} {absent}")
+        return self.exec(found, spec, rank, command, streams or Streams())
 
     def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
         """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
@@ -355,11 +398,3 @@ def next_name(name: str, taken: set[str]) -> str:
     while f"{name}-{number}" in taken:
         number += 1
     return f"{name}-{number}"
-
-
-def of_rank(line: str, rank: int | None) -> str | None:
-    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
-    if rank is None:
-        return line
-    match = PREFIX.match(line)
-    return line[match.end() :] if match and int(match[1]) == rank else None

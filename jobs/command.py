@@ -80,6 +80,17 @@ def _device(spec: JobSpec) -> list[str]:
     return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
 
 
+def beside(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
+    """What runs a command beside a rank, on the rank's node. `more`: further flags of `training.launch.beside`."""
+    words = [python, "-m", "training.launch.beside", "--rank", str(rank), *more]
+    return [*words, *(["--run-dir", run_dir] if run_dir else []), "--", *command]
+
+
+def to_beside(python: str, token: str, number: int) -> list[str]:
+    """What sends a signal to the command that was started with `--token`, on the same node."""
+    return [python, "-m", "training.launch.beside", "--token", token, "--signal", str(number)]
+
+
 def shard(spec: JobSpec, python: str = "python") -> list[str]:
     """The command of `lockstep prepare`: writes the recipe's shards once. `spec.shards` is set."""
     assert spec.recipe is not None and spec.shards is not None

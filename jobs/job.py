@@ -23,8 +23,12 @@ class Job:
     def status(self) -> Status:
         return self.backend.status(self.name)
 
-    def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        return self.backend.logs(self.name, rank, follow)
+    def logs(self, rank: int | None = None, follow: bool = False, last: int | None = None) -> Iterator[str]:
+        return self.backend.logs(self.name, rank, follow, last)
+
+    def execute(self, command: list[str], rank: int = 0) -> int:
+        """Runs a command beside a rank, with this process's streams. Returns the command's exit code."""
+        return self.backend.execute(self.name, command, rank)
 
     def wait(self, timeout: float = 86400, seen: Observer | None = None) -> Status:
         """Waits for the end. Returns the final status, or the current one after `timeout` seconds. `seen` is called with every status."""

@@ -62,6 +62,19 @@ class Status:
             return EXIT_USAGE
         return _CODES.get(self.state, EXIT_DONE)
 
+    def absent(self, rank: int) -> str:
+        """Why a rank does not run, as the end of a sentence about its job; "" where it may run."""
+        why = f" ({self.reason})" if self.reason else ""
+        if self.final:
+            return f"has ended: {self.state}{why}; its ranks are gone"
+        own = [part for part in self.ranks if rank in part.ranks or not part.ranks]  # in an elastic job it may be any
+        if any(part.state == "running" for part in own):
+            return ""
+        if self.state not in ("running", "restarting"):
+            return f"has not started: {self.state}{why}; wait until it runs"
+        ended = next((part for part in own if part.ranks and part.state in FINAL), None)
+        return f"goes on without rank {rank}: {ended.name} has {ended.state}" if ended is not None else ""
+
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "final": self.final}
 

@@ -40,7 +40,11 @@ ENV_CODE = "LOCKSTEP_CODE"
 """Identity of the code of one's own that the ranks run; run.yaml records it."""
 ENV_SESSION = "LOCKSTEP_SESSION"
 """What a job hands the `Session` of its program (`training.launch.handed`)."""
-OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE, ENV_SESSION)
+ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
+"""The run directory of a job, for a command beside one of its ranks (`lockstep exec`)."""
+ENV_EXEC = "LOCKSTEP_EXEC"
+"""What the processes of such a command are found by, to send them a signal."""
+OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE, ENV_SESSION, ENV_RUN_DIR, ENV_EXEC)
 """What marks the processes of a job; one that they submit does not inherit it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Result = Literal["ok", "missing", "warning", "cannot tell"]
-"""`cannot tell`: the rights to look are not there."""
+Result = Literal["ok", "note", "missing", "warning", "cannot tell"]
+"""`note`: no job needs it. `cannot tell`: the rights to look are not there."""
 
 
 @dataclass(frozen=True, slots=True)

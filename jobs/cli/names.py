@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +9,13 @@ import typer
 
 from jobs.cli import inside, options
 from jobs.cli.options import Backend, Context, File, Host, Json, Name, Namespace, Profile
-from jobs.terminal import note, say, show, table
+from jobs.cli.waiting import line, teller, unfinished
+from jobs.terminal import say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
     from jobs.backend import Backend as JobBackend
-    from jobs.status import Observer, Part, Status
+    from jobs.status import Part, Status
 
 
 def _open(backend: str, namespace: str | None, context: str | None, host: str | None) -> JobBackend:
@@ -36,41 +36,18 @@ def status(
     report(name, _open(backend, namespace, context, host).status(name), as_json)
 
 
-def teller(name: str) -> Observer:
-    """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
-    last: tuple[str, str] | None = None
-
-    def tell(found: Status) -> None:
-        nonlocal last
-        now = (found.state, re.sub(r"\d+", "0", found.reason))
-        if now != last and not found.final:
-            note(_line(name, found))
-        last = now
-
-    return tell
-
-
-def _line(name: str, found: Status) -> str:
-    return f"{name}: {found.state}{f' – {found.reason}' if found.reason else ''}"
-
-
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
     """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(_line(name, found))
+        say(line(name, found))
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]
         if len(rows) > 1 and rows:
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
     raise typer.Exit(EXIT_TIMED_OUT if waited and unfinished(found) else found.code)
-
-
-def unfinished(found: Status) -> bool:
-    """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
-    return not found.final and found.state != "unschedulable"
 
 
 def _span(part: Part) -> str:
@@ -84,6 +61,15 @@ def logs(
     name: Name,
     rank: Annotated[int | None, typer.Option(help="Only the lines of this global rank.", min=0)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job has ended.")] = False,
+    tail: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Only the last N lines: of one rank with --rank, else of all ranks together by time "
+            "(SLURM logs have no times: an equal share for each rank). With -f also all later lines.",
+        ),
+    ] = None,
     namespace: Namespace = None,
     context: Context = None,
     host: Host = None,
@@ -92,23 +78,47 @@ def logs(
     """Print the output of the ranks; with --json one object per line."""
     import json
 
-    for line in _open(backend, namespace, context, host).logs(name, rank, follow):
+    for text in _open(backend, namespace, context, host).logs(name, rank, follow, tail):
         if as_json:
-            print(json.dumps({"line": line}), flush=True)
+            print(json.dumps({"line": text}), flush=True)
         else:
-            say(line)
+            say(text)
+
+
+def execute(
+    backend: Backend,
+    name: Name,
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND [ARG]...", help="The command, after --. It is not changed.")
+    ],
+    rank: Annotated[int, typer.Option(help="Run it on the node of this global rank.", min=0)] = 0,
+    namespace: Namespace = None,
+    context: Context = None,
+    host: Host = None,
+) -> None:
+    """Run a command next to a rank of a running job: in its folder, with its variables (RANK, LOCAL_RANK and others).
+
+    The command gets a terminal if standard input and standard output are terminals. The exit code is the command's own;
+    2 if the job or the rank is not running, 69 if the connection is lost.
+    """
+    raise typer.Exit(_open(backend, namespace, context, host).execute(name, command, rank))
 
 
 def wait(
     backend: Backend,
     name: Name,
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
+    sweep: Annotated[bool, typer.Option("--sweep", help="NAME is a sweep: wait for all of its runs.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
+    if sweep:
+        from jobs.cli import sweeps
+
+        raise typer.Exit(sweeps.wait(_open(backend, namespace, context, host), name, timeout, as_json))
     report(
         name,
         _open(backend, namespace, context, host).wait(name, timeout, teller(name)),
@@ -130,7 +140,7 @@ def cancel(
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(_line(name, found))
+        say(line(name, found))
 
 
 def list_jobs(

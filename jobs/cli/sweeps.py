@@ -1,13 +1,14 @@
-"""`lockstep submit --sweep`: many runs, and a table of what they reached."""
+"""Sweeps on the command line: many runs are submitted or waited for, and one table says what they reached."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
 from jobs import connect
 from jobs import sweep as sweeps
-from jobs.cli.names import teller, unfinished
+from jobs.cli.waiting import teller, unfinished
 from jobs.spec.model import JobSpec
 from jobs.status import WORST
 from jobs.terminal import say, show, table, warn
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from jobs.backend import Backend, Mode
     from jobs.status import Status
 
+METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
+"""Of summary.json; a column for each that a run has."""
+
 
 def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool) -> int:
-    """Submits the runs as one array; with `wait`, to the end and a table of what they reached. Returns the exit code."""
+    """Submits the runs, as one array where the backend can; with `wait`, to the end and a table. Returns the exit code."""
     if mode == "new":
         raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
     opened = connect.connect(backend, spec)
@@ -34,31 +38,63 @@ def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: floa
                 f"{item.name}: {'submitted' if item.created else 'is there already, with the same spec'} ({item.where})"
             )
         return 0
-    deadline = time.monotonic() + wait
-    found = [opened.wait(item.name, max(0.0, deadline - time.monotonic()), teller(item.name)) for item in done]
-    rows = [_row(opened, one, status, list(values)) for one, status in zip(specs, found)]
+    runs = {one.name: {name: one.overrides[name] for name in values} for one in specs}
+    return _to_the_end(opened, runs, wait, as_json)
+
+
+def wait(backend: Backend, name: str, seconds: float, as_json: bool) -> int:
+    """Waits for the runs NAME-0, NAME-1, … of a sweep, and shows the table. Raises `UserError` where there are none."""
+    numbers = (re.fullmatch(rf"{re.escape(name)}-(0|[1-9]\d*)", row.name) for row in backend.list())
+    names = sorted((match[0] for match in numbers if match), key=lambda run: int(run.rpartition("-")[2]))
+    if not names:
+        raise UserError(f"there is no sweep {name}: no job is called {name}-0; see `lockstep list {backend.name}`")
+    overrides = {run: spec.overrides if (spec := backend.require(run).spec) is not None else {} for run in names}
+    settings = dict.fromkeys(setting for run in overrides.values() for setting in run)
+    changed = [one for one in settings if len({str(run.get(one)) for run in overrides.values()}) > 1]
+    runs = {run: {one: overrides[run].get(one) for one in changed or settings} for run in names}
+    return _to_the_end(backend, runs, seconds, as_json)
+
+
+def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: float, as_json: bool) -> int:
+    """`runs`: a run's name → its changed settings. Returns the exit code of the worst."""
+    deadline = time.monotonic() + seconds
+    found = {name: backend.wait(name, max(0.0, deadline - time.monotonic()), teller(name)) for name in runs}
+    reached = {name: _summary(backend, name, status) for name, status in found.items()}
     if as_json:
-        show(rows)
+        show(
+            [
+                {
+                    "name": name, **settings, "state": found[name].state, "exit_code": found[name].exit_code,
+                    **{metric: reached[name].get(metric) for metric in METRICS},
+                }
+                for name, settings in runs.items()
+            ]
+        )  # fmt: skip
     else:
-        head = ("NAME", *values, "STATE", "ACCURACY")
-        table(tuple(text.upper() for text in head), [tuple(_cell(value) for value in row.values()) for row in rows])
-    return min((EXIT_TIMED_OUT if unfinished(status) else status.code for status in found), key=WORST.index)
+        metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
+        settings = list(next(iter(runs.values())))
+        rows = [
+            (name, *changed.values(), found[name].state, found[name].exit_code, *map(reached[name].get, metrics))
+            for name, changed in runs.items()
+        ]
+        head = ("name", *settings, "state", "exit", *metrics)
+        table(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows])
+    return min((EXIT_TIMED_OUT if unfinished(status) else status.code for status in found.values()), key=WORST.index)
 
 
-def _row(backend: Backend, spec: JobSpec, status: Status, names: list[str]) -> dict[str, Any]:
-    accuracy = None
-    if status.state == "succeeded":
-        try:
-            accuracy = backend.summary(spec.name).get("accuracy")
-        except UserError as error:  # a shared folder may show it later
+def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:
+    """What a run has reached; nothing where it has left no summary, or where that cannot be read."""
+    if not status.final:
+        return {}
+    try:
+        return backend.summary(name)
+    except UserError as error:
+        if status.state == "succeeded":  # a shared folder may show it later
             warn(str(error))
-    return {
-        "name": spec.name,
-        **{name: spec.overrides[name] for name in names},
-        "state": status.state,
-        "accuracy": accuracy,
-    }
+        return {}
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) and value >= 0.01 else str(value)
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.4g}"
+    return "" if value is None else str(value)

@@ -6,15 +6,17 @@ the engine. A job that was cancelled has a labelled, empty volume beside it, bec
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
+import uuid
 from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
 from jobs import command as commands
 from jobs import records
-from jobs.backend import Found, Lines, check_name, of_rank
+from jobs.backend import Found, Lines, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.code import store
@@ -23,6 +25,8 @@ from jobs.compare import missing_from
 from jobs.compose import checks, engine, rules
 from jobs.compose import render as rendering
 from jobs.compose.observe import explain, started
+from jobs.foreground import Streams, run
+from jobs.lines import newest, of_rank
 from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Status, Submitted
@@ -168,21 +172,42 @@ class ComposeBackend(Cluster):
         return len(found.record) * (spec.ranks if spec else 1)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        return self._lines(found.name, dict.fromkeys(self._ids(found, spec, rank), ""), rank, follow)
+
+    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
+        ids = self._ids(found, spec, rank)
+        seen = dict.fromkeys(ids, "")
+
+        def own(id: str) -> Iterator[tuple[str, str]]:
+            # The engine knows nothing of ranks: for one of them all lines are looked at.
+            for time, line in engine.log_lines(id, follow=False, last=max(count, 1) if rank is None else None):
+                seen[id] = max(seen[id], time)
+                if (kept := of_rank(line, rank)) is not None:
+                    yield time, kept
+
+        yield from (line for _, line in newest(map(own, ids), count))
+        if follow:
+            yield from self._lines(found.name, seen, rank, follow)
+
+    @staticmethod
+    def _ids(found: Found, spec: JobSpec | None, rank: int | None) -> Lines:
+        """The containers that a rank may be in, or all."""
         nodes = found.record
         if rank is not None and spec is not None and spec.elastic is None:
             nodes = [nodes[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
-        return self._lines(found.name, [str(node["Id"]) for node in nodes], rank, follow)
+        return [str(node["Id"]) for node in nodes]
 
-    def _lines(self, name: str, ids: Lines, rank: int | None, follow: bool) -> Iterator[str]:
+    def _lines(self, name: str, since: dict[str, str], rank: int | None, follow: bool) -> Iterator[str]:
+        """The lines of containers, those later than a time each."""
         if not follow:
-            for line in (line for id in ids for _, line in engine.log_lines(id, follow=False)):
+            for line in (line for id in since for _, line in engine.log_lines(id, follow=False)):
                 if (found := of_rank(line, rank)) is not None:
                     yield found
             return
         lines: Queue[str | Exception | None] = Queue()
-        for id in ids:
-            threading.Thread(target=self._follow, args=(name, id, lines), daemon=True).start()
-        left = len(ids)
+        for id, last in since.items():
+            threading.Thread(target=self._follow, args=(name, id, last, lines), daemon=True).start()
+        left = len(since)
         while left:
             item = lines.get()
             if isinstance(item, Exception):
@@ -192,9 +217,8 @@ class ComposeBackend(Cluster):
             elif (found := of_rank(item, rank)) is not None:
                 yield found
 
-    def _follow(self, name: str, id: str, lines: Queue[str | Exception | None]) -> None:
+    def _follow(self, name: str, id: str, last: str, lines: Queue[str | Exception | None]) -> None:
         """One node's output until the job ends, across restarts of the node. An error goes to who reads `lines`."""
-        last = ""
         try:
             while True:
                 over = self.status(name).final  # asked before reading, so that nothing is missed
@@ -209,6 +233,21 @@ class ComposeBackend(Cluster):
             lines.put(None)
         except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
             lines.put(error)
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
+        run_dir = spec.run_directory if spec is not None else ""
+        ids = self._ids(found, spec, rank)
+        looks = commands.beside("python", rank, [], "", "--find")
+        place = ids[0] if len(ids) == 1 else next((id for id in ids if engine.succeeds("exec", id, *looks)), ids[0])
+        token = uuid.uuid4().hex
+        terminal = ["--tty"] if streams.terminal else []
+        words = ["docker", "exec", "--interactive", *terminal, place]
+        words += commands.beside("python", rank, command, run_dir, "--token", token)
+        # Without a terminal the engine passes no signals on.
+        code = run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
+        if code:
+            engine.docker("version")  # raises `EngineDown`: then the code is the connection's and not the command's
+        return code
 
     def stop(self, found: Found) -> Status:
         name, nodes, spec = found.name, found.record, found.spec

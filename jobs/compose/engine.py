@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jobs import command as commands
 from jobs.status import Unreachable
 from training.contract import UserError
 
@@ -161,13 +162,32 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
         docker("rm", "--force", container)
 
 
-def log_lines(container: str, follow: bool, since: str = "") -> Iterator[tuple[str, str]]:
-    """(time, line) of a container's output, both streams; following ends with the container."""
+def succeeds(*words: str) -> bool:
+    """Whether `docker WORDS` ends with 0. Raises `EngineDown`."""
+    try:
+        docker(*words)
+    except EngineDown:
+        raise
+    except EngineError:
+        return False
+    return True
+
+
+def send_signal(container: str, token: str, number: int) -> None:
+    """A signal to the processes that were started in a container with that token. Raises `EngineError`."""
+    docker("exec", container, *commands.to_beside("python", token, number))
+
+
+def log_lines(
+    container: str, follow: bool, since: str = "", last: int | None = None
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """(time, line) of a container's output, both streams; following ends with the container. `last`: so many at most."""
     words = [
         "logs",
         "--timestamps",
         *(["--follow"] if follow else []),
         *(["--since", since] if since else []),
+        *(["--tail", str(last)] if last is not None else []),
         container,
     ]
     process = subprocess.Popen(

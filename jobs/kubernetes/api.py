@@ -62,6 +62,11 @@ class Api:
     def host(self) -> str:
         return str(self._client.configuration.host)
 
+    @property
+    def client(self) -> kube.ApiClient:
+        """The official client, with credentials that have just been good."""
+        return self._client
+
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """This thread's requests that begin in the block end by then, retries included."""

@@ -15,11 +15,12 @@ from jobs.backend import Found, Lines, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.compare import missing_from
+from jobs.foreground import Streams
 from jobs.kubernetes import code, preparejob, render, rules, submission
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
-from jobs.kubernetes.observe import brief, explain, newest, slim
-from jobs.kubernetes.pod import CONTAINER, KUEUE_QUEUE
+from jobs.kubernetes.observe import brief, container_of, explain, hosts, newest, slim
+from jobs.kubernetes.pod import KUEUE_QUEUE
 from jobs.kubernetes.section import k8s
 from jobs.kubernetes.subject import Subject
 from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
@@ -30,9 +31,12 @@ from training.contract import UserError
 
 if TYPE_CHECKING:
     from jobs.kubernetes.api import Api
+    from jobs.kubernetes.logs import Reader
 
 DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
+SUMMARY_LINES = 1000
+"""Of rank 0's last lines, among which a run says what it has reached."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
@@ -158,46 +162,62 @@ class KubernetesBackend(Cluster):
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         name = str(get(job, "metadata", "name"))
         pods = self._pods(name)
-        hosts = self._hosts(job)
+        names = hosts(job)
         elastic = spec is not None and spec.elastic is not None
         ranks = spec.ranks if spec else 1
-        found = explain(job, pods, [], None, hosts, ranks, elastic, time.time())
+        found = explain(job, pods, [], None, names, ranks, elastic, time.time())
         if found.final or found.state == "running":
             return found
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
         events = [event for about in [name, *pending[:3]] for event in self._events(str(about))]
-        return explain(job, pods, events, workload, hosts, ranks, elastic, time.time())
+        return explain(job, pods, events, workload, names, ranks, elastic, time.time())
 
     def trouble(self, status: Status) -> str:
         return next((part.reason for part in status.ranks if part.state == "unknown"), "")
 
     def world(self, found: Found, spec: JobSpec | None) -> int:
-        return len(self._hosts(found.record)) * (spec.ranks if spec else 1)
+        return len(hosts(found.record)) * (spec.ranks if spec else 1)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        with explained(self.api.host):
+            yield from self._reader(found).lines(self._of_rank(found, spec, rank), rank, follow)
+
+    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
+        with explained(self.api.host):
+            yield from self._reader(found).tail(self._of_rank(found, spec, rank), rank, follow, count)
+
+    @staticmethod
+    def _of_rank(found: Found, spec: JobSpec | None, rank: int | None) -> Lines:
+        """The hosts that a rank may be on: in an elastic job it may be on any of them, and its prefix tells."""
+        names = hosts(found.record)
+        return [names[rank // spec.ranks]] if rank is not None and spec is not None and not spec.elastic else names
+
+    def _reader(self, found: Found) -> Reader:
         from jobs.kubernetes.logs import Reader
 
-        name, hosts = found.name, self._hosts(found.record)
-        if rank is not None and spec is not None and not spec.elastic:
-            hosts = [hosts[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
         gone_since: list[float] = []
 
         def over() -> bool:
-            job = self._find(name)
+            job = self._find(found.name)
             if job is not None:
                 gone_since.clear()
                 return brief(job) in FINAL
             gone_since.append(time.monotonic())
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
-        container = CONTAINER if found.record.get("kind") == "PyTorchJob" else "node"
-        reader = Reader(
-            self.api, self.namespace, lambda: self._pods(name), partial(self._pod, found.record), over,
-            min(self.interval, 2.0), container, self.lost_after,
+        return Reader(
+            self.api, self.namespace, lambda: self._pods(found.name), partial(self._pod, found.record), over,
+            min(self.interval, 2.0), container_of(found.record), self.lost_after,
         )  # fmt: skip
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
+        from jobs.kubernetes.beside import Rank
+
+        place, run_dir = self._of_rank(found, spec, rank), spec.run_directory if spec is not None else ""
         with explained(self.api.host):
-            yield from reader.lines(hosts, rank, follow)
+            pod, container = partial(self._pod, found.record), container_of(found.record)
+            return Rank(self.api, self.namespace, pod, container, place, rank).run(command, run_dir, streams)
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         return self.api.within(seconds)
@@ -310,7 +330,7 @@ class KubernetesBackend(Cluster):
 
     def summary(self, name: str) -> dict[str, Any]:
         last: dict[str, Any] | None = None
-        for line in self.logs(name, 0):  # of a long run a gigabyte, which is not kept
+        for line in self.logs(name, 0, last=SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
             if '"done"' in line:
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
@@ -366,17 +386,6 @@ class KubernetesBackend(Cluster):
                 if error.status not in (403, 404):
                     raise
         return None
-
-    @staticmethod
-    def _hosts(job: Manifest) -> Lines:
-        """Host names in the order of ranks: the rendezvous sorts its nodes by their names, as text."""
-        name = get(job, "metadata", "name")
-        if job.get("kind") == "TrainJob":
-            count = get(job, "spec", "trainer", "numNodes") or 1
-            return sorted(f"{name}-node-0-{index}" for index in range(count))
-        replicas = get(job, "spec", "pytorchReplicaSpecs") or {}
-        counts = {kind: get(replica, "replicas") or 1 for kind, replica in replicas.items()}
-        return sorted(f"{name}-{kind.lower()}-{index}" for kind, count in counts.items() for index in range(count))
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"

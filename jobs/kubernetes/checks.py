@@ -6,7 +6,7 @@ ever asked for: only its metadata.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,6 +41,8 @@ RIGHTS = (
 """Beside those on the kind of job that is used."""
 CODE_RIGHTS = tuple((verb, "", "configmaps", "") for verb in ("create", "list", "patch", "delete"))
 """For a job with code of one's own."""
+EXEC_RIGHTS = (("create", "", "pods", "exec"), ("get", "", "pods", "exec"))
+"""For `lockstep exec`, which no job needs."""
 JOB_VERBS = ("create", "get", "list", "watch", "delete")
 CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controller-manager"}
 """Part of the name of each controller's image."""
@@ -109,26 +111,32 @@ def _kind(spec: JobSpec | None) -> str:
 
 
 def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
-    denied, wanted_rights = [], rights(_kind(spec))
-    wanted_rights += CODE_RIGHTS if spec is not None and spec.code is not None else ()
-    for verb, group, resource, sub in wanted_rights:
-        wanted = {
-            "namespace": backend.namespace,
-            "verb": verb,
-            "group": group,
-            "resource": resource,
-            "subresource": sub,
-        }
-        body = {
-            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": wanted},
-        }  # fmt: skip
-        answer = backend.api.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
-        if not get(answer, "status", "allowed"):
-            denied.append(f"{verb} {resource}{f'/{sub}' if sub else ''}")
+    wanted = rights(_kind(spec))
+    wanted += CODE_RIGHTS if spec is not None and spec.code is not None else ()
+    denied = _denied(backend, wanted)
     if denied:
         yield Check("rights", "missing", f"may not {', '.join(denied)}: bind the Role of deploy/k8s/base/rbac.yaml")
     else:
-        yield Check("rights", "ok", f"all {len(wanted_rights)} that lockstep needs")
+        yield Check("rights", "ok", f"all {len(wanted)} that lockstep needs")
+    if denied := _denied(backend, EXEC_RIGHTS):
+        detail = f"may not {', '.join(denied)}: without it there is no `lockstep exec`; deploy/k8s/components/debug grants it"
+        yield Check("exec", "note", detail)
+
+
+def _denied(backend: Reached, wanted: Iterable[tuple[str, str, str, str]]) -> list[str]:
+    """What of it may not be done."""
+    found = []
+    for verb, group, resource, sub in wanted:
+        about = {
+            "namespace": backend.namespace, "verb": verb, "group": group, "resource": resource, "subresource": sub,
+        }  # fmt: skip
+        body = {
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": about},
+        }  # fmt: skip
+        answer = backend.api.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+        if not get(answer, "status", "allowed"):
+            found.append(f"{verb} {resource}{f'/{sub}' if sub else ''}")
+    return found
 
 
 def _custom_resource(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:

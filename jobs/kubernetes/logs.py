@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.backend import PREFIX, of_rank
 from jobs.kubernetes.api import Api, ApiError
 from jobs.kubernetes.observe import host
+from jobs.lines import PREFIX, Stamped, newest, of_rank
 from jobs.manifest import get
 from jobs.status import Unreachable
 from training.contract import UserError
@@ -19,6 +19,14 @@ from training.contract import UserError
 MOST_PODS = 100
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a pod's log has been read."""
+
+    uid: str
+    last: str
 
 
 @dataclass
@@ -45,23 +53,43 @@ class Reader:
 
     def lines(self, hosts: list[str], rank: int | None, follow: bool) -> Iterator[str]:
         """The lines of `hosts`, of one rank or of all."""
-        if len(hosts) > MOST_PODS and follow:
-            raise UserError(f"the job has {len(hosts)} pods, at most {MOST_PODS} are followed at once: choose --rank")
         if not follow:
-            wanted = set(hosts)
-            found = [self.pod(hosts[0])] if len(hosts) == 1 else sorted(self.pods(), key=host)
-            for pod in found:
-                if pod is not None and host(pod) in wanted:
-                    yield from _pick((line for _, line in self._once(pod, False, "")), host(pod), rank)
+            for pod in sorted(self._of(hosts), key=host):
+                yield from _pick((line for _, line in self._once(pod, False, "")), host(pod), rank)
             return
-        yield from self._follow_all(hosts, rank)
+        yield from self._follow_all(hosts, rank, {})
 
-    def _follow_all(self, hosts: list[str], rank: int | None) -> Iterator[str]:
+    def tail(self, hosts: list[str], rank: int | None, follow: bool, count: int) -> Iterator[str]:
+        """The last `count` lines of `hosts` by their times, of one rank or of all, and what follows."""
+        seen: dict[str, Place] = {}
+        pods = sorted(self._of(hosts), key=_age)  # the newest of a host comes last
+
+        def own(pod: dict[str, Any]) -> Iterator[Stamped]:
+            # The server knows nothing of ranks: for one of them all lines are looked at.
+            for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
+                seen[host(pod)] = Place(str(get(pod, "metadata", "uid")), stamp)
+                yield from ((stamp, found) for found in _pick(iter((line,)), host(pod), rank))
+
+        yield from (line for _, line in newest(map(own, pods), count))
+        if follow:
+            yield from self._follow_all(hosts, rank, seen)
+
+    def _of(self, hosts: list[str]) -> list[dict[str, Any]]:
+        """The pods of these hosts. A single one is asked for alone: a job may have a thousand others."""
+        if len(hosts) == 1:
+            found = self.pod(hosts[0])
+            return [] if found is None else [found]
+        wanted = set(hosts)
+        return [pod for pod in self.pods() if host(pod) in wanted]
+
+    def _follow_all(self, hosts: list[str], rank: int | None, seen: dict[str, Place]) -> Iterator[str]:
+        if len(hosts) > MOST_PODS:
+            raise UserError(f"the job has {len(hosts)} pods, at most {MOST_PODS} are followed at once: choose --rank")
         merged: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=10_000)
 
         def work(name: str) -> None:
             try:
-                for line in _pick(self._follow(name), name, rank):
+                for line in _pick(self._follow(name, seen.get(name)), name, rank):
                     merged.put(("line", line))
                 merged.put(("end", None))
             except Exception as error:  # noqa: BLE001 - carried to the thread that reads
@@ -82,8 +110,9 @@ class Reader:
         finally:
             self._stop.set()
 
-    def _follow(self, name: str) -> Iterator[str]:
-        uid, last, silent_since = "", "", None
+    def _follow(self, name: str, place: Place | None) -> Iterator[str]:
+        uid, last = (place.uid, place.last) if place is not None else ("", "")
+        silent_since = None
         while not self._stop.is_set():
             try:
                 over = self.over()  # asked before the pod, so that the last lines are read after the end
@@ -103,13 +132,13 @@ class Reader:
                     raise
             self._stop.wait(self.interval)
 
-    def _once(self, pod: dict[str, Any], follow: bool, after: str) -> Iterator[tuple[str, str]]:
-        """(time stamp, line) of a container, those later than `after`."""
+    def _once(self, pod: dict[str, Any], follow: bool, after: str, last: int | None = None) -> Iterator[Stamped]:
+        """(time stamp, line) of a container, those later than `after`; of `last` lines at most."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
         query = {"container": self.container, "timestamps": "true", "follow": "true" if follow else None}
         since = after.partition(".")[0] + "Z" if after else None
         try:
-            for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, **query):
+            for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
                 stamp, _, line = text.partition(" ")
                 stamp = _nanoseconds(stamp)
                 if not after or stamp > after:
@@ -117,6 +146,10 @@ class Reader:
         except ApiError as error:
             if error.status not in (400, 404):  # not started yet, or gone already
                 raise UserError(f"cannot read the log of {get(pod, 'metadata', 'name')}: {error}") from None
+
+
+def _age(pod: dict[str, Any]) -> tuple[str, str]:
+    return host(pod), str(get(pod, "metadata", "creationTimestamp"))
 
 
 def _nanoseconds(stamp: str) -> str:

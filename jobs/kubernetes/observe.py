@@ -75,6 +75,22 @@ def host(pod: Object) -> str:
     return str(get(pod, "spec", "hostname") or get(pod, "metadata", "name"))
 
 
+def hosts(job: Object) -> list[str]:
+    """Host names of a job's pods in the order of ranks: the rendezvous sorts its nodes by their names, as text."""
+    name = get(job, "metadata", "name")
+    if job.get("kind") == "TrainJob":
+        count = get(job, "spec", "trainer", "numNodes") or 1
+        return sorted(f"{name}-node-0-{index}" for index in range(count))
+    replicas = get(job, "spec", "pytorchReplicaSpecs") or {}
+    counts = {kind: get(replica, "replicas") or 1 for kind, replica in replicas.items()}
+    return sorted(f"{name}-{kind.lower()}-{index}" for kind, count in counts.items() for index in range(count))
+
+
+def container_of(job: Object) -> str:
+    """The container that the ranks run in."""
+    return CONTAINERS[1] if job.get("kind") == "TrainJob" else CONTAINERS[0]
+
+
 def brief(job: Object) -> State:
     """The state from the job's own conditions, without a look at its pods."""
     if condition(job, "Succeeded") or condition(job, "Complete"):

@@ -20,8 +20,10 @@ from typing import Any
 
 from jobs import command as commands
 from jobs import lock, private, records
-from jobs.backend import Backend, Found, check_name, of_rank
+from jobs.backend import Backend, Found, Lines, check_name
 from jobs.code import store
+from jobs.foreground import Streams, run
+from jobs.lines import begin, of_rank
 from jobs.local import processes
 from jobs.local.processes import alive, living, start_ticks
 from jobs.local.supervise import ENDED, RUNNING, here, note_end
@@ -204,7 +206,20 @@ class LocalBackend(Backend):
         return found[-1][:300] if found else ""
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:  # noqa: ARG002
-        with (self.folder / found.name / "log.txt").open(encoding="utf-8", errors="replace") as file:
+        return self._lines(found, rank, follow, 0)
+
+    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:  # noqa: ARG002
+        mark = f"[rank {rank}] ".encode() if rank is not None else b""
+        start, _ = begin(self._log(found), count, lambda head: head.startswith(mark))
+        return self._lines(found, rank, follow, start)
+
+    def _log(self, found: Found) -> Path:
+        return self.folder / found.name / "log.txt"
+
+    def _lines(self, found: Found, rank: int | None, follow: bool, start: int) -> Iterator[str]:
+        """The log from a byte on at which a line begins."""
+        with self._log(found).open(encoding="utf-8", errors="replace") as file:
+            file.seek(start)
             rest = ""
             while True:
                 over = not follow or self.status(found.name).final  # asked before reading, so that nothing is missed
@@ -216,6 +231,15 @@ class LocalBackend(Backend):
                 time.sleep(POLL_SECONDS)
             if rest and (kept := of_rank(rest, rank)) is not None:
                 yield kept
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+        record = found.record
+        if record["host"] != here():
+            raise UserError(f"{found.name} runs on {record['host'].split()[0]}: run the command there")
+        launcher = self._process(self.folder / found.name / RUNNING)
+        marks = {contract.ENV_JOB: record["job"], contract.ENV_LAUNCHER: str(launcher)}
+        words = commands.beside(sys.executable, rank, command, record["run_dir"])
+        return run(words, streams, {**os.environ, **marks})
 
     def stop(self, found: Found) -> Status:
         record, folder = found.record, self.folder / found.name

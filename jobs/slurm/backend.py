@@ -20,7 +20,8 @@ from jobs import records
 from jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
-from jobs.slurm import checks, facts, logs, observe, query, render, rules
+from jobs.foreground import Streams
+from jobs.slurm import beside, checks, facts, logs, observe, query, render, rules
 from jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
 from jobs.slurm.query import ask
 from jobs.slurm.section import slurm, without_host
@@ -306,12 +307,24 @@ class SlurmBackend(Cluster):
         return self.wait(name, 120)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+        return self._lines(found, spec, rank, follow)
+
+    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
+        return self._lines(found, spec, rank, follow, count)
+
+    def _lines(
+        self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None
+    ) -> Iterator[str]:
         ranks = [rank] if rank is not None else list(range(self.world(found, spec)))
         interval = min(self.interval, 1.0)
         return logs.lines(
             self.transport, found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final,
-            interval, self.lost_after if follow else 0,
+            interval, self.lost_after if follow else 0, last,
         )  # fmt: skip
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
+        spec = spec or JobSpec.recorded(found.name, found.plain)
+        return beside.run(self.transport, found.record, spec, rank, command, streams)
 
     def summary(self, name: str) -> dict[str, Any]:
         found = self.require(name)

@@ -5,25 +5,31 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Any
 
+from jobs.lines import shares
 from jobs.slurm.folder import log
 from jobs.slurm.transport.base import Transport
 from jobs.status import Disconnected, Unreachable
 
-_NOISE = re.compile(r"submitit [A-Z]+ \(\d{4}-")
+NOISE = r"submitit [A-Z]+ \([0-9]{4}-"
+"""What submitit's own lines begin with."""
 
 
 def lines(
     transport: Transport, record: dict[str, Any], ranks: list[int], prefix: bool, ended: Callable[[], bool],
-    interval: float, lost_after: float,
+    interval: float, lost_after: float, last: int | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Lines without submitit's own, with `[rank N]` before them where `prefix` says so, until the job has ended.
 
     A connection that was lost is taken up again where it was, for `lost_after` seconds. Raises `Unreachable` then.
+
+    Args:
+        last: begin so many lines before the end. They have no times, so each rank has an equal share of them.
     """
     files = {rank: log(record, rank) for rank in ranks}
-    read = dict.fromkeys(ranks, 0)
+    read = dict.fromkeys(ranks, 0) if last is None else _places(transport, files, last)
     rests = dict.fromkeys(ranks, b"")
     heard = time.monotonic()
     while True:
@@ -47,9 +53,17 @@ def lines(
             if over and not more and rests[rank]:
                 whole.append(rests[rank])
             for line in (raw.decode(errors="replace") for raw in whole):
-                if not _NOISE.match(line):
+                if not re.match(NOISE, line):
                     yield f"[rank {rank}] {line}" if prefix else line
         if over and not more:
             return
         if not more:
             time.sleep(interval)
+
+
+def _places(transport: Transport, files: dict[int, PurePath], last: int) -> dict[int, int]:
+    """Where each rank's log is to be read from, for `last` lines in all."""
+    there = transport.ends(dict.fromkeys(files.values(), last), NOISE)
+    given = dict(zip(files.values(), shares([there[path][1] for path in files.values()], last)))
+    there |= transport.ends({path: count for path, count in given.items() if count < there[path][1]}, NOISE)
+    return {rank: there[path][0] for rank, path in files.items()}

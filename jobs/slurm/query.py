@@ -13,7 +13,7 @@ from jobs.slurm.transport.base import SECONDS, Told, Transport
 from jobs.status import Unreachable
 from training.contract import UserError
 
-_UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
+UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def look(transport: Transport, job_id: str) -> Found | None:
         found = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
         if found:
             return found[0]
-    elif not _UNKNOWN_JOB.search(shown.stderr):
+    elif not UNKNOWN_JOB.search(shown.stderr):
         past = history(transport, job_id)  # its answer holds where the job has ended
         if past is not None and past.ended is not None:
             return past

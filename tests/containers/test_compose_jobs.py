@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
+import select
 import shutil
+import signal
+import struct
 import subprocess
 import sys
 import tarfile
+import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -467,3 +473,57 @@ def test_a_loop_of_ones_own_is_signalled_and_ends_in_the_same_bits(
     assert [event["attempt"] for event in jobs.events(disturbed, "resumed")] == [2]
     assert jobs.backend.summary(disturbed.name)["logged"] == {"seen": 24.0}
     assert_same(weights(jobs.run_directory(undisturbed)), weights(jobs.run_directory(disturbed)))
+
+
+WAITS = "import time; print('begun', flush=True); time.sleep(600)"
+TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+
+
+def test_a_command_beside_a_rank_hears_signals_and_has_a_terminal(jobs: Jobs) -> None:
+    """In an elastic job, whose ranks are looked for: the engine itself passes no signal on without a terminal."""
+    elastic = {"min_nodes": 1, "max_nodes": 2}
+    spec = jobs.spec("inside", command=["python", "-c", WAITS], ranks_per_node=1, elastic=elastic)
+    jobs.backend.submit(spec)
+    poll(lambda: sum("begun" in line for line in jobs.backend.logs(spec.name)) == 2, BOUND, "the ranks")
+    words = [sys.executable, "-c", PROGRAM, "exec", "compose", spec.name]
+    nodes = set()
+    for rank in ("0", "1"):
+        command = [*words, "--rank", rank, "--", "sh", "-c", "echo $RANK $(hostname); exit 7"]
+        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout.split()[0], done.stderr) == (7, rank, ""), done
+        nodes.add(done.stdout.split()[1])
+    assert len(nodes) == 2
+    process = subprocess.Popen(
+        [*words, "--", "sh", "-c", TRAPS], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[0] == b"got\n" and process.returncode == 5
+    finally:
+        process.kill()
+        process.wait()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
+    process = subprocess.Popen(
+        [*words, "--", "sh", "-c", f"until [ \"$(stty size)\" = '33 77' ]; do sleep 0.05; done; {TRAPS}"], cwd=ROOT,
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    try:
+        shown, deadline = b"", time.monotonic() + 60
+        while b"ready" not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 1 << 12)
+        os.write(ours, b"\x03")
+        assert process.wait(60) == 5
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+    engine = dict(os.environ, DOCKER_HOST="tcp://127.0.0.1:1")
+    done = subprocess.run([*words, "--", "true"], cwd=ROOT, env=engine, capture_output=True, timeout=120)
+    assert done.returncode == 69, done

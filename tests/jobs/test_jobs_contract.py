@@ -20,6 +20,7 @@ from k8s_server import ApiServer
 from jobs import registry
 from jobs.backend import Backend
 from jobs.compose.backend import ComposeBackend
+from jobs.foreground import Streams
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.local.backend import LocalBackend
@@ -170,6 +171,58 @@ def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
     until(lambda: _held(bench.folder) == 2, BOUND, "the ranks begin")
     assert backend.cancel("long").state == "cancelled"
     until(lambda: _held(bench.folder) == 0, 30, "the ranks end")
+
+
+def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors of a command that has no terminal."""
+    files_ = [bench.folder / f"beside-{name}" for name in ("in", "out", "err")]
+    files_[0].write_bytes(stdin)
+    with files_[0].open("rb") as source, files_[1].open("wb") as out, files_[2].open("wb") as err:
+        streams = Streams(source.fileno(), out.fileno(), err.fileno())
+        code = bench.backend.execute(name, list(command), rank, streams)
+    return code, files_[1].read_bytes(), files_[2].read_bytes()
+
+
+def test_a_command_beside_a_rank(bench: Bench) -> None:
+    backend, spec = bench.backend, bench.spec("long", LONG)
+    backend.submit(spec)
+    until(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
+    told = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
+    code, out, err = beside(bench, "long", "sh", "-c", told, rank=1)
+    assert (code, out.decode()) == (7, f"1 1 2 {spec.run_dir} none\n"), (out, err)
+    assert "oh" in err.decode().splitlines(), "the two are kept apart (srun has a word of its own)"
+    data = os.urandom(5 << 20)
+    code, out, err = beside(bench, "long", "cat", stdin=data)
+    assert (code, out == data, err) == (0, True, b""), "to the end of its input, byte for byte"
+    code, out, err = beside(bench, "long", "sh", "-c", "kill -9 $$")
+    assert code == 128 + 9, (code, err)
+    code, out, err = beside(bench, "long", "no-such-program")
+    assert code == 127 and b"cannot start 'no-such-program'" in err, (code, err)
+    for name, rank, said in (("long", 2, "has the ranks 0 … 1, got 2"), ("nothing", 0, "there is no")):
+        with pytest.raises(UserError, match=said):
+            backend.execute(name, ["true"], rank)
+    backend.cancel("long")
+    with pytest.raises(UserError, match=r"has ended: cancelled|there is no"):
+        backend.execute("long", ["true"])
+
+
+COUNTS = "import os\nfor n in range(30): print(n, 'of', os.environ['RANK'], flush=True)"
+
+
+def test_the_last_lines(bench: Bench) -> None:
+    backend = bench.backend
+    backend.submit(bench.spec("counts", COUNTS))
+    assert backend.wait("counts", BOUND).state == "succeeded"
+    own = [f"{number} of 1" for number in range(30)]
+    for follow in (False, True):
+        assert [*backend.logs("counts", 1, follow, 3)] == own[-3:]
+        assert [*backend.logs("counts", 1, follow, 0)] == []
+        assert [*backend.logs("counts", 1, follow, 1000)] == own
+        both = [*backend.logs("counts", None, follow, 8)]
+        assert len(both) == 8 and len({*both}) == 8, both
+        for rank in (0, 1):  # the last of each, in their order
+            found = [line for line in both if line.startswith(f"[rank {rank}] ")]
+            assert found == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(found), 30)], both
 
 
 def _held(folder: Path) -> int:

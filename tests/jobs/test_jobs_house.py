@@ -117,6 +117,11 @@ def test_a_backend_of_another_package_is_found_by_its_entry_point(tmp_path: Path
     assert told.returncode == 2 and "cave.depth must be at least 1, got 0" in told.stderr, told
     assert lockstep("status", "cave", "bear").stdout == "bear: running – sleeps\n"
     assert lockstep("logs", "cave", "bear").stdout == "snore\n"
+    assert lockstep("logs", "cave", "bear", "--tail", "1").stdout == "snore\n"
+    told = lockstep("logs", "cave", "bear", "--tail", "1", "-f")
+    assert told.returncode == 2 and "the cave backend follows a job from its first line" in told.stderr, told
+    told = lockstep("exec", "cave", "bear", "--", "true")
+    assert told.returncode == 2 and "the cave backend cannot run a command beside a rank" in told.stderr, told
     assert lockstep("list", "cave").stdout.splitlines()[1].startswith("bear")
     assert "there is no cave job wolf" in lockstep("status", "cave", "wolf").stderr
     told = lockstep("render", "cave", "--recipe", "smoke")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from jobs.slurm.transport.base import CHUNK, MAX_FILE, Transport
+from jobs.foreground import Streams
+from jobs.slurm.transport.base import CHUNK, LAST, MAX_FILE, Transport
 from jobs.slurm.transport.local import Local
 from jobs.slurm.transport.ssh import Ssh
 from tests.processes import PYTHON, poll
@@ -148,6 +150,46 @@ def test_logs_are_read_from_where_they_were(way: Way) -> None:
     assert way.transport.since({first: 100}) == {first: b""}, "it was cut off"
 
 
+NOISE = r"submitit [A-Z]+ \([0-9]{4}-"
+
+
+@pytest.mark.parametrize("end", [b"\n", b""], ids=["ended", "unended"])
+def test_the_last_lines_of_logs(way: Way, end: bytes) -> None:
+    """The same lines as by reading them all: with submitit's own between them, longer than what is read at once, and no text."""
+    draw, wanted = random.Random(7), {}
+    other, odd = b"submitit INFO (2026-01-01 00:00:00) x", b"\0\xff submitit INFO (2026-"
+    for number, size in enumerate((0, 1, 1, 2, 3, 40, 5000, 30_000)):
+        texts = [b"%d %s" % (n, draw.choice((b"", b"12:34", odd, b"x" * 99))) for n in range(size)]
+        texts = [text for line in texts for text in ([other, line, other] if draw.random() < 0.2 else [line])]
+        texts += [b"y" * 100_000, b"z" * 70_000] if number == 6 else []
+        wanted[way.put(f"it's {number}", b"\n".join(texts) + (end if texts else b""))] = texts
+    only = way.put("only", other + end)
+    for count in (0, 1, 2, 7, 4000):
+        found = way.transport.ends(dict.fromkeys([*wanted, only, way.there / "none"], count), NOISE)
+        assert found.pop(way.there / "none") == (0, 0) and found.pop(only)[1] == 0
+        for path, texts in wanted.items():
+            own = [text for text in texts if text != other]
+            start, there = found[path]
+            rest = (way.seen / path.name).read_bytes()[start:].removesuffix(b"\n")
+            shown = [text for text in (rest.split(b"\n") if rest else []) if text != other]
+            assert shown == (own[-count:] if count else []) and there == min(count, len(own)), (path, count)
+    first, second = list(wanted)[5:7]
+    assert way.transport.ends({first: 1, second: 2}, NOISE)[second][1] == 2, "each has a number of its own"
+    assert way.transport.ends({}, NOISE) == {}
+
+
+def test_the_end_of_ten_gigabytes_is_there_at_once(way: Way) -> None:
+    path = way.put("big", b"")
+    with (way.seen / "big").open("wb") as file:
+        file.truncate(10 << 30)
+        file.seek(0, 2)
+        file.write(b"\nlast\n")
+    assert way.transport.ends({path: 1}, NOISE) == {path: ((10 << 30) + 1, 1)}
+    if way.transport.host is not None:
+        (way.seen / "big").write_bytes(b"first\n" + b"x" * LAST + b"\nlast\n")
+        assert way.transport.ends({path: 3}, NOISE) == {path: (LAST + 7, 1)}, "farther back nobody looks"
+
+
 def test_scripts_and_their_data(way: Way) -> None:
     data = bytes(range(256)) * 5000
     told = way.transport.shell('cat > "$1"; echo "$2" >&2; exit 4', way.there / "it's", "two words", data=data)
@@ -180,10 +222,10 @@ def test_folders_are_private(way: Way) -> None:
     assert (way.seen / "deep/own").stat().st_mode & 0o777 == 0o700
     way.transport.check(folder)
     (way.seen / "deep/own").chmod(0o770)
-    with pytest.raises(UserError, match=r"open to others \(mode 770\): chmod 700"):
+    with pytest.raises(UserError, match=r"can be changed by other users \(mode 770\): chmod 700"):
         way.transport.make(folder)
     (way.seen / "link").symlink_to("deep")
-    with pytest.raises(UserError, match="no folder of its own"):
+    with pytest.raises(UserError, match="is not a plain folder"):
         way.transport.check(way.there / "link")
     if os.geteuid() == 0:
         os.chown(way.seen / "deep/own", 12345, 12345)
@@ -224,3 +266,24 @@ def test_the_command_for_a_person(way: Way) -> None:
     words = ["sh", "-c", 'printf "%s|" "$@"; cat; exit 7', "x", *ODD]
     told = subprocess.run(way.transport.command(words), input=b"typed", capture_output=True, timeout=30)
     assert (told.returncode, told.stdout) == (7, "".join(f"{word}|" for word in ODD).encode() + b"typed"), told
+
+
+def attached(way: Way, *words: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors of a program in the foreground."""
+    names = [way.seen / f"attached-{name}" for name in ("in", "out", "err")]
+    names[0].write_bytes(stdin)
+    with names[0].open("rb") as source, names[1].open("wb") as out, names[2].open("wb") as err:
+        streams = Streams(source.fileno(), out.fileno(), err.fileno())
+        code = way.transport.attach(words, streams, lambda _: None, way.there / "it's a note")
+    assert not (way.seen / "it's a note").exists()
+    return code, names[1].read_bytes(), names[2].read_bytes()
+
+
+def test_a_program_in_the_foreground(way: Way) -> None:
+    told = attached(way, "sh", "-c", 'printf "%s|" "$@"; echo oh >&2; exit 7', "x", *ODD)
+    assert told == (7, "".join(f"{word}|" for word in ODD).encode(), b"oh\n")
+    data = os.urandom(5 << 20)
+    assert attached(way, "cat", stdin=data) == (0, data, b"")
+    for code in (1, 2, 69, 127, 254, 255):  # 255 is ssh's, too
+        assert attached(way, "sh", "-c", f"exit {code}")[0] == code
+    assert attached(way, "sh", "-c", "kill -9 $$")[0] == 128 + 9

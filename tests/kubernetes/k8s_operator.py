@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from k8s_admission import INIT_CONTAINER, violations
+from k8s_exec import Container
 from k8s_server import Cluster
 
 from tests.processes import free_port
@@ -158,6 +159,9 @@ class Operator:
         process = subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
+        # A container shows the processes of its own pod alone; here the launcher's mark stands for that.
+        beside = {**env, "LOCKSTEP_LAUNCHER": str(process.pid)}
+        self.cluster.containers.there[name] = Container(beside, self.folder)
         lines: list[str] = []
         self.cluster.logs[name] = lines
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)

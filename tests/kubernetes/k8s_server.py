@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+import k8s_exec
 
 KINDS = {
     "pods": "Pod", "events": "Event", "networkpolicies": "NetworkPolicy", "pytorchjobs": "PyTorchJob", "jobs": "Job",
@@ -28,7 +32,7 @@ KINDS = {
     "clustertrainingruntimes": "ClusterTrainingRuntime",
 }  # fmt: skip
 _PATH = re.compile(
-    r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
+    r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log|exec))?$"
 )
 
 
@@ -64,6 +68,7 @@ class Cluster:
         self.logs: dict[str, list[str] | Path] = {}
         self.unknown: set[str] = set()
         self.denied: set[str] = set()
+        self.containers = k8s_exec.Containers()
         self.stopping = False
         self.role: set[tuple[str, str]] | None = None
         """(verb, resource) that may be done; None: everything."""
@@ -202,6 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
         plural = match["plural"] + (f"/{match['sub']}" if match["sub"] else "")
         if plural.startswith("selfsubject"):
             return True  # everybody may ask for one's own rights
+        if match["sub"] == "exec":  # since 1.35 a WebSocket needs both
+            return {("get", plural), ("create", plural)} <= (self.cluster.role or set())
         reading = "watch" if query.get("watch") else "get" if match["name"] else "list"
         verb = {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
         assert self.cluster.role is not None
@@ -213,6 +220,8 @@ class _Handler(BaseHTTPRequestHandler):
         plural, namespace, name = match["plural"], match["namespace"] or "", match["name"]
         if match["sub"] == "log":
             self._log(name, query, fault)
+        elif match["sub"] == "exec":
+            self._exec(name, namespace, query, fault)
         elif name:
             found = self.cluster.get(plural, name, namespace)
             if plural in ("secrets", "configmaps") and "PartialObjectMetadata" not in self.headers.get("Accept", ""):
@@ -296,6 +305,8 @@ class _Handler(BaseHTTPRequestHandler):
             done = pod["status"]["phase"] in ("Succeeded", "Failed")
             source = cluster.logs.get(name, [])
             lines = source if isinstance(source, list) else source.read_text(errors="replace").splitlines()
+            if at == 0 and "tailLines" in query:
+                at = max(0, len(lines) - int(query["tailLines"]))
             for line in lines[at:]:
                 at += 1
                 stamp = line.partition(" ")[0]
@@ -312,11 +323,50 @@ class _Handler(BaseHTTPRequestHandler):
                 cluster.changed.wait(0.05)
         self._end_stream()
 
+    def _exec(self, name: str, namespace: str, query: dict[str, str], fault: Fault | None) -> None:
+        containers, pod = self.cluster.containers, self.cluster.get("pods", name, namespace)
+        if pod is None:
+            self._fail(404, "NotFound", f'pods "{name}" not found')
+            return
+        phase, container = pod["status"].get("phase"), containers.there.get(name)
+        if phase in ("Succeeded", "Failed"):
+            said = f"cannot exec into a container in a completed pod; current phase is {phase}"
+            self._fail(400, "BadRequest", said)
+            return
+        if container is None:
+            self._fail(
+                500, "InternalError", f'unable to upgrade connection: container not found ("{query["container"]}")'
+            )
+            return
+        if container.name != query.get("container"):
+            self._fail(400, "BadRequest", f"container {query.get('container')} is not valid for pod {name}")
+            return
+        headers = k8s_exec.accept(
+            self.headers.get("Sec-WebSocket-Key", ""), self.headers.get("Sec-WebSocket-Protocol", ""), containers
+        )
+        if headers is None:
+            self._fail(400, "BadRequest", "unable to upgrade: unknown protocol")
+            return
+        self.send_response(101)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.flush()
+        self.close_connection = True
+        drop = fault.drop_after_lines if fault is not None else None
+        protocol = headers["Sec-WebSocket-Protocol"]
+        session = k8s_exec.Session(containers, container, protocol, self.rfile, self.wfile, drop)  # type: ignore[arg-type]
+        session.broken = partial(self.connection.shutdown, socket.SHUT_RDWR)
+        session.run(parse_qs(urlsplit(self.path).query, keep_blank_values=True)["command"], query.get("tty") == "true")
+
     def _post(self, match: re.Match[str], query: dict[str, str], body: Any, fault: Fault | None) -> None:
         cluster, plural = self.cluster, match["plural"]
         if plural == "selfsubjectaccessreviews":
             wanted = body["spec"]["resourceAttributes"]
-            allowed = f"{wanted['verb']} {wanted['resource']}" not in cluster.denied
+            resource = (
+                f"{wanted['resource']}/{wanted['subresource']}" if wanted.get("subresource") else wanted["resource"]
+            )
+            allowed = not {f"{wanted['verb']} {wanted['resource']}", f"{wanted['verb']} {resource}"} & cluster.denied
             self._answer(201, {**body, "status": {"allowed": allowed}})
             return
         if plural == "selfsubjectreviews":
@@ -444,6 +494,7 @@ class ApiServer:
             self.cluster.changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
+        self.cluster.containers.stop()
         self._thread.join(5)
 
     def kubeconfig(self, path: Path, token: str = "good", namespace: str = "team") -> Path:

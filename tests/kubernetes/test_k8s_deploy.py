@@ -27,7 +27,9 @@ def documents(text: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(text) if item]
 
 
-@pytest.mark.parametrize(("overlay", "count"), [("base", 7), ("overlays/single-node", 7), ("overlays/full", 13)])
+@pytest.mark.parametrize(
+    ("overlay", "count"), [("base", 7), ("overlays/single-node", 7), ("overlays/full", 13), ("overlays/debug", 9)]
+)
 def test_kustomize_builds_valid_objects(overlay: str, count: int) -> None:
     require(shutil.which("kubectl"), "kubectl (with kustomize in it) is not installed")
     done = subprocess.run(["kubectl", "kustomize", str(DEPLOY / overlay)], capture_output=True, text=True, timeout=60)
@@ -86,6 +88,17 @@ def test_the_role_holds_what_doctor_asks_for() -> None:
     for verb, group, resource, sub in (*RIGHTS, *CODE_RIGHTS):
         assert (verb, group, f"{resource}/{sub}" if sub else resource) in granted
     assert not any(resource == "secrets" or "*" in (verb, resource) for verb, _, resource in granted)
+
+
+def test_the_debug_component_holds_what_exec_needs_and_the_base_does_not() -> None:
+    from jobs.kubernetes.checks import EXEC_RIGHTS
+
+    def granted(file: str) -> set[tuple[str, str]]:
+        role = next(item for item in documents((DEPLOY / file).read_text()) if item["kind"] == "Role")
+        return {(verb, resource) for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]}
+
+    wanted = {(verb, f"{resource}/{sub}") for verb, _, resource, sub in EXEC_RIGHTS}
+    assert granted("components/debug/rbac.yaml") == wanted and not wanted & granted("base/rbac.yaml")
 
 
 def test_the_role_holds_what_the_backend_calls(backend: KubernetesBackend, cluster: Cluster) -> None:

@@ -77,6 +77,13 @@ def test_what_is_missing_is_named(backend: KubernetesBackend, ready: Cluster) ->
     assert results(backend)["queue"] == results(backend)["volume"] == "missing"
 
 
+def test_a_right_that_no_job_needs_is_a_note(backend: KubernetesBackend, ready: Cluster) -> None:
+    ready.denied.add("create pods/exec")
+    (found,) = [item for item in check(backend, SPEC, None) if item.result != "ok"]
+    assert (found.name, found.result) == ("exec", "note")
+    assert found.detail.startswith("may not create pods/exec: ") and "deploy/k8s/components/debug" in found.detail
+
+
 def test_a_403_is_no_verdict(backend: KubernetesBackend, ready: Cluster) -> None:
     ready.denied |= {"nodes", "deployments", "secrets", "clusterqueues", "podmonitors"}
     found = results(backend)

@@ -20,8 +20,12 @@ def test_a_sweep_is_one_array(bench: Bench) -> None:
     done = lockstep("submit", "slurm", str(bench.file(spec)), "--sweep", "lr=0.1,0.001", "--wait", "120", bound=180)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert lines[0] == ["NAME", "LR", "STATE", "ACCURACY"]
-    assert [line[:3] for line in lines[1:]] == [["grid-0", "0.1000", "succeeded"], ["grid-1", "0.001", "succeeded"]]
+    assert lines[0][:5] == ["NAME", "LR", "STATE", "EXIT", "ACCURACY"]
+    assert [line[:4] for line in lines[1:]] == [
+        ["grid-0", "0.1000", "succeeded", "0"], ["grid-1", "0.001", "succeeded", "0"]
+    ]  # fmt: skip
+    again = lockstep("wait", "slurm", "grid", "--sweep", "--timeout", "60")
+    assert (again.returncode, again.stdout) == (0, done.stdout), "the table can be had later, too"
     ids = [bench.backend.job_id(f"grid-{index}") for index in (0, 1)]
     assert [one.split("_")[1] for one in ids] == ["0", "1"] and len({one.split("_")[0] for one in ids}) == 1
     runs = [json.loads((bench.folder / "grid" / f"grid-{index}" / "summary.json").read_text()) for index in (0, 1)]

@@ -14,11 +14,13 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from jobs.foreground import Streams
 from jobs.slurm.transport import scripts
 from jobs.slurm.transport.ssh import Ssh
 from jobs.status import Disconnected, LoggedOut
 from tests.jobs.test_transport_contract import (  # noqa: F401 - collected here, with the way below
     Way,
+    test_a_program_in_the_foreground,
     test_errors_say_what_is_wrong,
     test_files_of_odd_names,
     test_folders_are_private,
@@ -27,6 +29,8 @@ from tests.jobs.test_transport_contract import (  # noqa: F401 - collected here,
     test_places_are_absolute_and_of_that_side,
     test_scripts_and_their_data,
     test_the_command_for_a_person,
+    test_the_end_of_ten_gigabytes_is_there_at_once,
+    test_the_last_lines_of_logs,
     test_the_lock_is_the_clusters,
     test_words_arrive_as_they_are,
 )
@@ -177,6 +181,26 @@ def test_a_file_that_is_cut_off_is_none(way: Way, login: Login) -> None:
     poll(lambda: list(way.seen.glob(".file*")) == [], 20, "the end of what it had written")
     assert (way.seen / "file").read_bytes() == b"old"
     other.close()
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["a new connection", "nobody there"])
+def test_a_connection_that_is_lost_is_no_exit_code(way: Way, login: Login, gone: bool) -> None:
+    """ssh ends with 255 then, and so may a program."""
+    script = f'touch "{way.there}/begun"; sleep 600'
+
+    def cut() -> None:
+        poll((way.seen / "begun").exists, 20, "the program")
+        login.drop()
+        if gone:
+            login.stop()
+
+    with ThreadPoolExecutor() as threads, open(os.devnull, "r+b") as nothing:
+        streams = Streams(nothing.fileno(), nothing.fileno(), nothing.fileno())
+        way.transport.place()
+        cutting = threads.submit(cut)
+        with pytest.raises(Disconnected, match=r"the connection to login\.example is lost"):
+            way.transport.attach(["sh", "-c", script], streams, lambda _: None, way.there / "note")
+        cutting.result()
 
 
 def test_who_loses_the_lock_does_nothing_more(way: Way, login: Login) -> None:

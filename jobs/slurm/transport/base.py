@@ -16,6 +16,7 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any, ClassVar
 
 from jobs.code import store
+from jobs.foreground import Interrupt, Streams
 from jobs.slurm.transport import scripts
 from training.contract import UserError
 
@@ -25,6 +26,9 @@ MAX_FILE = 4 << 20
 """Bytes of a record or note; a larger file is none."""
 CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
+
+LAST = 64 << 20
+"""Bytes of the end of one log that are looked through for its last lines, where that is done elsewhere."""
 
 Answer = subprocess.CompletedProcess[bytes]
 Told = subprocess.CompletedProcess[str]
@@ -101,6 +105,16 @@ class Transport(abc.ABC):
         """What the files have got behind these places, at most `CHUNK` bytes each. One that is missing has b""."""
 
     @abc.abstractmethod
+    def ends(self, counts: Mapping[Name, int], without: str) -> dict[Name, tuple[int, int]]:
+        """Where the last lines of the files begin, so many of each, and how many there are: (0, 0) for a missing file.
+
+        Reads the ends of the files only. Over ssh it looks at most at the last `LAST` bytes of each.
+
+        Args:
+            without: lines that match this at their beginning do not count: an expression alike to Python and `grep -E`.
+        """
+
+    @abc.abstractmethod
     def make(self, folder: Name) -> None:
         """A folder of our own, mode 0700, made where it is missing. Raises `UserError` where others could write there."""
 
@@ -121,6 +135,18 @@ class Transport(abc.ABC):
         """The command of this machine that runs `words` there, with this process's streams; `tty` for a terminal.
 
         For what a person talks to. Its exit code is that of `words`; 255 where ssh itself failed.
+        """
+
+    @abc.abstractmethod
+    def attach(self, words: Sequence[str], streams: Streams, interrupt: Interrupt, note: PurePath) -> int:
+        """Runs a program there in the foreground of this one, and returns its own exit code.
+
+        Args:
+            interrupt: sends a signal to what the program runs elsewhere, where there is no terminal.
+            note: a file there that may be made and removed, in a folder that exists.
+
+        Raises:
+            Disconnected: the connection was lost. The program may go on.
         """
 
     # What the others are enough for.

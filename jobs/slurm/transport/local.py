@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
-from jobs import lock, private
+from jobs import foreground, lines, lock, private
 from jobs.code import store
+from jobs.foreground import Interrupt, Streams
 from jobs.slurm.transport.base import (
     CHUNK,
     MAX_FILE,
@@ -92,6 +94,13 @@ class Local(Transport):
                 found[name] = file.read(CHUNK)
         return found
 
+    def ends(self, counts: Mapping[Name, int], without: str) -> dict[Name, tuple[int, int]]:
+        pattern, found = re.compile(without.encode()), dict.fromkeys(counts, (0, 0))
+        for name, count in counts.items():
+            with contextlib.suppress(OSError):
+                found[name] = lines.begin(Path(name), count, lambda head: not pattern.match(head))
+        return found
+
     def make(self, folder: Name) -> None:
         private.make(Path(folder))
 
@@ -106,6 +115,9 @@ class Local(Transport):
 
     def command(self, words: Sequence[str], tty: bool = False) -> list[str]:  # noqa: ARG002 - the terminal is there
         return list(words)
+
+    def attach(self, words: Sequence[str], streams: Streams, interrupt: Interrupt, note: PurePath) -> int:  # noqa: ARG002
+        return foreground.run(words, streams, interrupt=interrupt)
 
     def write(self, path: Name, data: bytes) -> None:
         files.replace(Path(path), data)

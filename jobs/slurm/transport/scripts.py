@@ -47,6 +47,41 @@ done
 """
 """$1: at most so many bytes each. Then pairs: a file, and the place behind which it is wanted."""
 
+ENDS = """
+most=$1; without=$2; shift 2
+LC_ALL=C; export LC_ALL
+while [ $# -gt 0 ]; do
+  size=0; at=0; n=0; window=65536
+  if [ -f "$1" ]; then size=$(wc -c < "$1"); at=$size; fi
+  while [ "$2" -gt 0 ] && [ "$size" -gt 0 ]; do
+    from=$((size - window)); part=0
+    if [ "$from" -le 0 ]; then from=0; part=none; fi
+    found=$(tail -c "+$((from + 1))" -- "$1" | head -c "$((size - from))" | grep -a -b -v -E -e "$without" \\
+      | cut -d : -f 1 | sed "/^$part\\$/d" | tail -n "$2" | sed -n -e 1p -e '$=' | paste -s -d ' ')
+    n=${found#* }; n=${n:-0}
+    if [ "$n" -ge "$2" ]; then at=$((from + ${found% *})); break; fi
+    if [ "$from" -eq 0 ]; then at=0; break; fi
+    if [ "$window" -eq "$most" ]; then [ "$n" -eq 0 ] || at=$((from + ${found% *})); break; fi
+    window=$((window * 8))
+    if [ "$window" -gt "$most" ]; then window=$most; fi
+  done
+  printf '%s %s\\n' "$at" "$n"
+  shift 2
+done
+"""
+"""$1: at most so many bytes of each file are looked at. $2: lines of this pattern do not count. Then pairs: a file, and how
+many of its last lines are wanted. A line that begins before what is looked at is not seen as one."""
+
+ATTACHED = """
+note=$1; shift
+trap : INT QUIT TERM
+"$@"
+code=$?
+[ $code -ne 255 ] || : > "$note"
+exit $code
+"""
+"""Runs a program whose exit code 255, with which ssh itself fails, leaves a note. What the terminal sends is the program's."""
+
 CHECK = """
 kind=other
 if [ -L "$1" ]; then kind=link; elif [ -d "$1" ]; then kind=directory; fi

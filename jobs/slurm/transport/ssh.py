@@ -17,11 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
 
-from jobs import private
+from jobs import foreground, private
 from jobs.code import store
+from jobs.foreground import Interrupt, Streams
 from jobs.slurm.transport import scripts
 from jobs.slurm.transport.base import (
     CHUNK,
+    LAST,
     MAX_FILE,
     SECONDS,
     Answer,
@@ -44,6 +46,8 @@ CONNECT_SECONDS = 15
 KEPT_SECONDS = 60
 """How long the connection is kept for the next command."""
 SOCKETS = "lockstep-ssh"
+SSH_FAILED = 255
+"""Exit code of ssh itself; of a program, too."""
 _DENIED = re.compile(r"Permission denied|Too many authentication failures|No more authentication methods", re.I)
 _TOLD = re.compile(
     r"ssh: |Host key|REMOTE HOST|Permission|Connection|timed out|refused|resolve|reset|closed|denied", re.I
@@ -223,6 +227,15 @@ class Ssh(Transport):
             found[name], told = told[:size], told[size + 1 :]
         return found
 
+    def ends(self, counts: Mapping[Name, int], without: str) -> dict[Name, tuple[int, int]]:
+        pairs = [word for name, count in counts.items() for word in (name, str(count))]
+        script = with_words(scripts.ENDS, [str(LAST), f"^{without}", *pairs])
+        told = self._ask(script, seconds=SECONDS + len(counts) / 20).stdout.decode(errors="replace").splitlines()
+        found = [re.fullmatch(r"(\d{1,18}) (\d{1,18})", line) for line in told]
+        if len(found) != len(counts) or None in found:
+            raise Disconnected(f"{self.host} gives no whole answer: {told[-1][:60] if told else 'nothing'}")
+        return {name: (int(match[1]), int(match[2])) for name, match in zip(counts, found) if match is not None}
+
     def make(self, folder: Name) -> None:
         self._judge(folder, self.shell(scripts.MAKE, folder))
 
@@ -283,7 +296,20 @@ class Ssh(Transport):
         script = f"{scripts.LOGIN}\nexec {shlex.join(words)}"
         packed = base64.b64encode(script.encode()).decode()  # the same to every login shell
         remote = f"exec /bin/sh -c 'eval \"$(printf %s {packed} | base64 -d)\"'"
-        return ["ssh", "-tt" if tty else "-T", *self.options(), "--", str(self.host), remote]
+        quiet = [
+            "-o",
+            "LogLevel=ERROR",
+            "-o",
+            "EscapeChar=none",
+        ]  # no word of ssh's own, and every key is the program's
+        return ["ssh", "-tt" if tty else "-T", *quiet, *self.options(), "--", str(self.host), remote]
+
+    def attach(self, words: Sequence[str], streams: Streams, interrupt: Interrupt, note: PurePath) -> int:
+        own = ["/bin/sh", "-c", scripts.ATTACHED, "sh", str(note), *words]
+        code = foreground.run(self.command(own, streams.terminal), streams, interrupt=interrupt)
+        if code == SSH_FAILED and self.shell('[ -e "$1" ] && rm -f -- "$1"', note).returncode:
+            raise Disconnected(f"the connection to {self.host} is lost: the command may still run there")
+        return code
 
 
 def _parsed_files(text: bytes) -> dict[PurePosixPath, bytes] | None:

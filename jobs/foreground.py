@@ -1,0 +1,116 @@
+"""A program in the foreground of a command of ours: its streams, its terminal, its signals, its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from jobs.terminal import warn
+from training.contract import UserError
+
+PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
+OF_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+"""What the kernel sends to all processes in a terminal's foreground: to pass it on would be once too often."""
+LOOK_SECONDS = 0.05
+CHUNK = 1 << 16
+
+Interrupt = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """File descriptors that a command gets."""
+
+    stdin: int = 0
+    stdout: int = 1
+    stderr: int = 2
+
+    @property
+    def terminal(self) -> bool:
+        """Somebody sits at both ends: the command gets a terminal. Else its output and its errors are kept apart."""
+        return os.isatty(self.stdin) and os.isatty(self.stdout)
+
+
+@contextlib.contextmanager
+def heard(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueue[int]]:
+    """Signals that come in the block, instead of what they would do. None of them outside of the main thread."""
+    found: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
+        found.put(number)
+
+    ours = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in numbers} if ours else {}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(
+    command: Sequence[str], streams: Streams, env: Mapping[str, str] | None = None, interrupt: Interrupt | None = None
+) -> int:
+    """Runs a program to its end. Returns its exit code, as a shell has it: 128 + N where signal N ended it.
+
+    Without a terminal it has a session of its own, and the signals that come here go on to it.
+
+    Args:
+        interrupt: sends a signal to what the program runs elsewhere, where the program itself would not.
+
+    Raises:
+        UserError: there is no such program.
+    """
+    terminal = streams.terminal
+    # A session of its own may not read from our terminal, so somebody has to bring what is typed.
+    typed = not terminal and os.isatty(streams.stdin)
+    with heard(PASSED_ON) as signals:
+        try:
+            child = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE if typed else streams.stdin, stdout=streams.stdout,
+                stderr=streams.stderr, start_new_session=not terminal,
+            )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
+        if child.stdin is not None:
+            threading.Thread(target=_bring, args=(streams.stdin, child.stdin.fileno()), daemon=True).start()
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = child.wait(LOOK_SECONDS)
+                    return 128 - code if code < 0 else code
+                while not signals.empty():
+                    number = signals.get()
+                    if not (terminal and number in OF_THE_TERMINAL):
+                        _pass_on(number, child, terminal, interrupt)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+def _pass_on(number: int, child: subprocess.Popen[bytes], terminal: bool, interrupt: Interrupt | None) -> None:
+    if interrupt is not None and not terminal:
+        try:
+            interrupt(number)
+        except UserError as error:
+            warn(str(error))
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, number) if terminal else os.killpg(child.pid, number)
+
+
+def _bring(source: int, target: int) -> None:
+    with contextlib.suppress(OSError):
+        while data := os.read(source, CHUNK):
+            while data:
+                data = data[os.write(target, data) :]
+    with contextlib.suppress(OSError):
+        os.close(target)

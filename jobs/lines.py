@@ -1,0 +1,88 @@
+"""The lines of a job's logs: whose a line is, and the last ones, without reading the whole of a log."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from training import files
+
+BLOCK = 1 << 16
+HEAD = 64
+"""Bytes of a line's beginning by which it is told whether it counts."""
+Stamped = tuple[str, str]
+"""(time, line); times sort as text."""
+PREFIX = re.compile(r"\[rank (\d+)\] ")
+
+
+def of_rank(line: str, rank: int | None) -> str | None:
+    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
+    if rank is None:
+        return line
+    match = PREFIX.match(line)
+    return line[match.end() :] if match and int(match[1]) == rank else None
+
+
+def begin(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head: True) -> tuple[int, int]:  # noqa: ARG005
+    """(where the last `count` lines of a file begin, how many there are). Holds two blocks of it, however long it is.
+
+    Args:
+        counts: whether the line counts that begins with these bytes, at most `HEAD`. Others may stand between.
+
+    Raises:
+        OSError: the file is not there, or is no regular one.
+    """
+    with files.regular(path) as file:
+        end = file.seek(0, 2)
+        if count <= 0:
+            return end, 0
+        found, at, after = 0, end, b""
+        while at > 0:
+            size = min(BLOCK, at)
+            at -= size
+            file.seek(at)
+            block = file.read(size) + after
+            # A line begins at the file's start, and behind every newline but the last byte's.
+            place = block.rfind(b"\n", 0, size if at + size < end else size - 1)
+            while place >= 0:
+                if counts(block[place + 1 : place + 1 + HEAD].partition(b"\n")[0]):
+                    found += 1
+                    if found == count:
+                        return at + place + 1, found
+                place = block.rfind(b"\n", 0, place)
+            after = block[:HEAD]
+        if end and counts(after.partition(b"\n")[0]):
+            found += 1
+        return 0, found
+
+
+def newest(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
+    """The last `count` of several logs by their times. Each is in the order in which it was written, and stays so.
+
+    All of them are read to their ends, and no more than `count` of each is kept.
+    """
+    return list(deque(heapq.merge(*(deque(source, count) for source in sources), key=_time), count))
+
+
+def shares(there: list[int], count: int) -> list[int]:
+    """How many lines of each of several logs without times: `count` in all, dealt out evenly."""
+    found = [0] * len(there)
+    while count > 0 and (short := [index for index, number in enumerate(there) if found[index] < number]):
+        each = max(1, count // len(short))
+        for index in short[:count]:
+            more = min(each, there[index] - found[index])
+            found[index] += more
+            count -= more
+    return found
+
+
+def last(lines: Iterator[str], count: int) -> Iterator[str]:
+    """The last `count` lines of an iterator, read to its end."""
+    yield from deque(lines, count)
+
+
+def _time(item: Stamped) -> str:
+    return item[0]

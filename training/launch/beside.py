@@ -1,0 +1,202 @@
+"""python -m training.launch.beside --rank N -- COMMAND …: a command beside a rank of this node, in its folder, with its environment.
+
+`lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
+What marks the processes of a job is taken away: the command is none of them, and a run that it starts is another one.
+
+With `--stdin told` the first byte says how standard input comes: `r` as it is; `f` in pieces, each behind its length in four
+bytes, the last one of length 0, for a way that cannot say where it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from training.contract import (
+    ENV_EXEC,
+    ENV_JOB,
+    ENV_LAUNCHER,
+    ENV_RESTARTS,
+    ENV_RUN_DIR,
+    ENV_SESSION,
+    EXIT_USAGE,
+    rank_of,
+)
+
+NOT_HERE = 3
+"""Exit code of `--find` where the rank is on another node."""
+_OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION)
+"""With the last one a Session of the command would write in the run of the job."""
+_FROM_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+
+
+def processes() -> Iterator[tuple[int, dict[str, str]]]:
+    """Id and environment of every process of this node whose environment may be read."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+                words = os.fsdecode(Path("/proc", entry, "environ").read_bytes()).split("\0")
+                yield int(entry), dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def find(rank: int, own: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:
+    """The process of a rank and its environment: the oldest that has it, as the rank's own children inherit it.
+
+    Args:
+        own: this process's environment. Where it names a job or a launcher, the rank is of that one.
+    """
+    mine = {name: own[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in own}
+    found = [
+        (_began(pid), pid, env)
+        for pid, env in processes()
+        if ENV_LAUNCHER in env and rank_of(env) == str(rank) and mine.items() <= env.items() and pid != os.getpid()
+    ]
+    found = [item for item in found if item[0] >= 0]
+    if not found:
+        return None
+    _, pid, env = min(found, key=lambda item: item[:2])
+    return pid, env
+
+
+def _began(pid: int) -> int:
+    """When it was started, in clock ticks; −1 where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] == b"Z" else int(fields[19])
+
+
+def environment(of_rank: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:
+    """The command's variables: the rank's, without those that mark a process of the job.
+
+    Args:
+        seen: they are the rank's own; else they are this process's, which is another task.
+    """
+    env = {name: value for name, value in of_rank.items() if name not in _OF_THE_RANK}
+    if seen:  # a recipe reads SLURM's own names
+        env |= {name: env[source] for name, source in _FROM_SLURM.items() if name not in env and source in env}
+    else:
+        env |= dict(text.split("=", 1) for text in args.instead)
+    if args.run_dir:
+        env[ENV_RUN_DIR] = args.run_dir
+    if args.token:
+        env[ENV_EXEC] = args.token
+    if "TERM" in os.environ:  # of the terminal that looks on
+        env["TERM"] = os.environ["TERM"]
+    return env
+
+
+def _enter_folder(pid: int) -> None:
+    """The rank's folder, where it is to be seen from here."""
+    with contextlib.suppress(OSError):
+        os.chdir(os.readlink(f"/proc/{pid}/cwd"))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.launch.beside", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
+    parser.add_argument("--instead", action="append", default=[], metavar="NAME=VALUE",
+                        help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
+    parser.add_argument("--token", default="", help="what --signal finds the command by")
+    parser.add_argument("--stdin", choices=("inherited", "told"), default="inherited")
+    parser.add_argument("--find", action="store_true", help=f"only tell whether the rank is here: 0, or {NOT_HERE}")
+    parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args(argv)
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return args
+
+
+def main(argv: list[str]) -> int:
+    """Returns only where the command did not take this process's place."""
+    args = _parse(argv)
+    if args.signal is not None:
+        for pid, env in processes():
+            if args.token and env.get(ENV_EXEC) == args.token:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, args.signal)
+        return 0
+    if not os.path.isdir("/proc/self"):
+        return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
+    found = find(args.rank, os.environ)
+    if args.find:
+        return 0 if found is not None else NOT_HERE
+    if found is None and not args.instead:
+        return _refuse(f"rank {args.rank} does not run: it has ended, or has not begun, or is being started again")
+    pid, of_rank = found if found is not None else (os.getpid(), dict(os.environ))
+    env = environment(of_rank, args, found is not None)
+    _enter_folder(pid)
+    env["PWD"] = os.getcwd()
+    if args.stdin == "told":
+        how = os.read(0, 1)
+        if how == b"f":
+            return _with_pieces(args.command, env)
+        if how != b"r":
+            return _refuse("nobody said how standard input comes: the connection is gone")
+    return _take_place(args.command, env)
+
+
+def _take_place(command: list[str], env: dict[str, str]) -> int:
+    try:
+        os.execvpe(command[0], command, env)  # noqa: S606 - without a shell, as it was given
+    except OSError as error:
+        return _not_started(command, error)
+
+
+def _with_pieces(command: list[str], env: dict[str, str]) -> int:
+    """The command's exit code. Its standard input is what comes in pieces."""
+    try:
+        child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE)
+    except OSError as error:
+        return _not_started(command, error)
+    assert child.stdin is not None
+    threading.Thread(target=_hand_on, args=(child.stdin.fileno(),), daemon=True).start()
+    code = child.wait()
+    os._exit(128 - code if code < 0 else code)  # the thread may wait for input that nobody sends
+
+
+def _hand_on(target: int) -> None:
+    there = True
+    while size := int.from_bytes(_exactly(4), "big"):
+        data = memoryview(_exactly(size))
+        while data and there:
+            try:
+                data = data[os.write(target, data) :]
+            except BrokenPipeError:  # it reads no more, and what still comes goes nowhere
+                there = False
+    os.close(target)
+
+
+def _exactly(count: int) -> bytes:
+    """So many bytes; fewer where the sender is gone."""
+    data = b""
+    while len(data) < count and (more := os.read(0, count - len(data))):
+        data += more
+    return data
+
+
+def _not_started(command: list[str], error: OSError) -> int:
+    """As a shell has it: 127 where there is no such program, 126 where it cannot be run."""
+    print(f"error: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+    return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _refuse(why: str) -> int:
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the command is there, Ctrl-C needs no traceback
+    sys.exit(main(sys.argv[1:]))
