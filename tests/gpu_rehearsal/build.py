@@ -15,6 +15,8 @@ from tests.processes import require
 
 WRITTEN_FOR = "2.15.0+cu132"
 """The torch whose calls the stand-in answers. Another build makes other calls: see README.md for how to go on from here."""
+CONSTRAINTS = Path(__file__).parent / "constraints.txt"
+"""The same for pip: what CI installs."""
 SOURCES = Path(__file__).parent / "standin"
 SITE = Path(torch.__file__).parents[1]
 HEADERS = [

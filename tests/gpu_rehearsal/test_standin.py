@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.gpu_rehearsal import build
 from tests.gpu_rehearsal.rehearsal import Gang, rehearsing
+from tests.processes import ROOT
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_another_torch_is_named_and_in_ci_a_failure(
+    monkeypatch: pytest.MonkeyPatch, ci: str, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(build, "WRITTEN_FOR", "1.2.3+cu1")
+    with pytest.raises(outcome, match=rf"was written for torch 1\.2\.3\+cu1, this is {re.escape(torch.__version__)}"):
+        build.library()
+
+
+def test_ci_installs_the_torch_that_the_stand_in_was_written_for() -> None:
+    lines = [line for line in build.CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+    assert lines == [f"torch=={build.WRITTEN_FOR.partition('+')[0]}"]
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert str(build.CONSTRAINTS.relative_to(ROOT)) in ci and "PIP_CONSTRAINT=$constraints make setup" in ci
+
 
 HEAD = """
 import torch, torch.distributed as dist
