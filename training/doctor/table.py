@@ -110,7 +110,7 @@ ROWS = (
     Check(
         "kill and resume", "runs", "endings:kill_and_resume",
         "save nothing of value there yet: look whether the run directory's disk is full or slow, and report it with this table's file",
-        bound=120,
+        bound=180,
     ),
     Check(
         "a hang is named", "runs", "endings:hang",
