@@ -54,42 +54,55 @@ def is_collective(error: BaseException) -> bool:
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
     """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
     cause = (str(error) or type(error).__name__).splitlines()[0][:200]
+    told = _about_the_missing(world, step, "failed", cause)
+    return told or f"step {step}: a collective failed, though every rank is there ({cause})"
+
+
+def _about_the_missing(world: World, step: int, what: str, cause: str) -> str:
+    """The sentence about the ranks that do not report `what`, too; empty where all do."""
     try:
-        missing = _missing(world, step)
+        missing = _missing(world, step, what)
     except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
-    if missing:
-        return f"step {step}: {'; '.join(missing)} ({cause})"
-    return f"step {step}: a collective failed, though every rank is there ({cause})"
+    return f"step {step}: {'; '.join(missing)} ({cause})" if missing else ""
 
 
 @contextlib.contextmanager
 def naming_the_missing(
-    world: World, step: Callable[[], int], timeout: float, say: Callable[[str], None]
-) -> Iterator[None]:
+    world: World, step: Callable[[], int], timeout: float, say: Callable[[str], None],
+    progress: Callable[[], int] = lambda: 0,
+) -> Iterator[None]:  # fmt: skip
     """While it is entered, a collective of NCCL that fails or times out is told in a sentence; then the process ends with 1.
 
     Where torch has no hook for it (2.15 has one), a thread says the sentence shortly before torch's watchdog aborts the
-    process. It cannot see the collectives, only that this rank took no step, so it leaves the end to the watchdog.
+    process. It cannot see the collectives, only that this rank gets no further: it says nothing where all ranks are in the same
+    state, which is an evaluation, and leaves the end to the watchdog.
 
     Args:
         step: how far this rank is.
         timeout: of collectives, in seconds.
         say: gets the sentence, in another thread than this one.
+        progress: a count of what this rank does between steps: an evaluation takes none for as long as it lasts.
     """
     if world.size == 1 or world.device.type != "cuda":
         yield
         return
     telling, left = threading.Lock(), threading.Event()
 
-    def tell() -> bool:
+    cause = "a collective of NCCL failed or timed out"
+
+    def tell(sentence: Callable[[], str]) -> bool:
         with telling:
             if not left.is_set():
-                say(describe_failed_collective(world, step(), RuntimeError("a collective of NCCL failed or timed out")))
+                say(sentence())
             return not left.is_set()
 
+    def tell_of_missing(still: int) -> bool:
+        told = "" if left.is_set() else _about_the_missing(world, step(), f"still/{step()}/{still}", cause)
+        return bool(told) and tell(lambda: told)
+
     def end() -> None:
-        if tell():
+        if tell(lambda: describe_failed_collective(world, step(), RuntimeError(cause))):
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
@@ -100,7 +113,9 @@ def naming_the_missing(
     if hooked:
         backend.register_abort_hook(id(left), end)
     else:
-        threading.Thread(target=_watch, args=(step, timeout, tell, left), name="hang", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(lambda: (step(), progress()), timeout, tell_of_missing, left), name="hang", daemon=True
+        ).start()
     try:
         yield
     finally:
@@ -110,27 +125,34 @@ def naming_the_missing(
             backend.unregister_abort_hook(id(left))
 
 
-def _watch(step: Callable[[], int], timeout: float, tell: Callable[[], bool], left: threading.Event) -> None:
-    """Tells, once, when no step has been taken for nine tenths of the timeout."""
-    seen, since = step(), time.monotonic()
+def _watch(
+    progress: Callable[[], tuple[int, int]], timeout: float, tell: Callable[[int], bool], left: threading.Event
+) -> None:
+    """Tells, once, when this rank has got no further for nine tenths of the timeout.
+
+    Args:
+        tell: is told how often it was asked since the last progress; returns whether it had something to tell.
+    """
+    seen, since, asked = progress(), time.monotonic(), 0
     while not left.wait(min(1.0, timeout / 20)):
-        if step() != seen:
-            seen, since = step(), time.monotonic()
+        if (now := progress()) != seen:
+            seen, since, asked = now, time.monotonic(), 0
         elif time.monotonic() - since > 0.9 * timeout:
-            tell()
-            return
+            if tell(asked):
+                return
+            since, asked = time.monotonic(), asked + 1
 
 
-def _missing(world: World, step: int) -> list[str]:
-    """The ranks that did not report a failed collective within a few seconds."""
+def _missing(world: World, step: int, what: str) -> list[str]:
+    """The ranks that did not report the same (`failed`: a collective) within a few seconds."""
     store = _get_default_store()
-    store.set(f"lockstep/failed/{world.rank}", str(step))
+    store.set(f"lockstep/{what}/{world.rank}", str(step))
     missing = []
     deadline = time.monotonic() + REPORT_SECONDS
     for rank in range(world.size):
         left = max(deadline - time.monotonic(), 0.05)
         try:
-            store.wait([f"lockstep/failed/{rank}"], timedelta(seconds=left))
+            store.wait([f"lockstep/{what}/{rank}"], timedelta(seconds=left))
         except (RuntimeError, ValueError):
             seen = f"lockstep/step/{rank}"
             last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "never seen at a step"

@@ -64,6 +64,7 @@ class Attempt:
         self.times: Times = {}
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
+        self._polls = 0
         stop_file = None if context.run is None else context.run.path / contract.STOP_FILE
         self.consensus = Consensus(context.world, signals, stop_file)
         self.heartbeat = Heartbeat(context.world)
@@ -80,7 +81,9 @@ class Attempt:
         context.event("prepared", seconds=preprocessing)
         context.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
         timeout = context.config.collective_timeout
-        self._naming = naming_the_missing(context.world, lambda: context.steps_done, timeout, self._lost)
+        self._naming = naming_the_missing(
+            context.world, lambda: context.steps_done, timeout, self._lost, lambda: self._polls
+        )
         self._naming.__enter__()
         return self
 
@@ -118,6 +121,7 @@ class Attempt:
     def poll(self, save_due: bool = False) -> Decision:
         """What the ranks agreed on at the boundary before this one."""
         self.context.metrics.alive()
+        self._polls += 1
         return self.consensus.poll(save_due)
 
     def skip_step(self, reason: str) -> None:
