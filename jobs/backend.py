@@ -344,7 +344,7 @@ class Backend(abc.ABC):
             lost = bad_since is not None and now - bad_since >= self.lost_after
             if known is None:
                 if lost or now >= deadline:
-                    raise Unreachable(problem)
+                    raise way or Unreachable(problem)
                 self.pause(known, deadline - now)
                 continue
             status = status or Status("running", "")  # it was submitted, and nobody says otherwise

@@ -49,7 +49,7 @@ def create(folder: Path, kind: str, name: str | None = None) -> list[str]:
         raise UserError(f"{name!r} is no name of a job: a letter, then at most 39 letters, digits and - (--name NAME)")
     there = folder.is_dir() and next(folder.iterdir(), None)
     if there or (not folder.is_dir() and os.path.lexists(folder)):
-        what = f"holds {there.name} already" if there else "is no folder"
+        what = f"holds {there.name} already" if there else "is not a folder"
         raise UserError(f"{folder} {what}: name a folder that is new or empty")
     files = {target: _filled(text, {"name": name, **KINDS[kind]}) for target, text in _files(kind)}
     try:

@@ -111,11 +111,13 @@ def python(spec: JobSpec, folder: PurePath, place: Place) -> str:
     return shlex.join([*container(spec, folder, place)[1], *held])
 
 
-def container(spec: JobSpec, folder: PurePath, place: Place) -> tuple[list[str], list[str]]:
+def container(spec: JobSpec, folder: PurePath, place: Place | None = None) -> tuple[list[str], list[str]]:
     """What has a program run in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
     settings = slurm(spec)
     image = str(settings.image or spec.image)
-    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder, place))
+    mounts = ",".join(
+        f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder, place or LOCAL.place())
+    )
     if settings.container == "pyxis":
         return [f"--container-image={image}", f"--container-mounts={mounts}"], []
     if settings.container == "apptainer":

@@ -77,7 +77,7 @@ def slurm(spec: JobSpec) -> Slurm:
 
 
 def without_host(spec: JobSpec) -> JobSpec:
-    """The same job: whence it is submitted is no part of it."""
+    """The same job, wherever it is submitted from."""
     return (
         spec
         if slurm(spec).host is None

@@ -143,7 +143,7 @@ def send(
 
 
 def adopt(record: dict[str, Any], number: str, transport: Transport) -> None:
-    """Gives the job's number to files of a submission that was broken off behind sbatch."""
+    """Gives the job's number to files of a submission that was interrupted after sbatch."""
     transport.shell(f'cd -- "$1" || exit 1\n{ADOPT}\nadopt "$2"', record["submitit"], number)
 
 

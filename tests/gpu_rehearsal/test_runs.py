@@ -11,6 +11,8 @@ from tests.events import events
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import differing, rehearsed, rehearsing, saved, settings, trained
 from tests.processes import poll
+from training.checkpoint import store
+from training.optim.loss_scaler import INITIAL
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float64"])
@@ -20,6 +22,19 @@ def test_every_type_gives_the_numbers_of_the_cpu(
     """Half precision is multiplied in float32 here, and rounded; a GPU's own sums are not seen."""
     _, found = trained(tmp_path, data_root, precision=precision)
     assert differing(found, on_cpu(precision=precision)) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("capture", ["never", "auto"])
+def test_a_float16_step_that_overflows_is_taken_again(
+    tmp_path: Path, data_root: Path, on_cpu: OnCpu, capture: str
+) -> None:
+    """With half the scale, until it does not; the recorded steps behind it read the scale that is left."""
+    changes: dict[str, object] = {"precision": "float16", "loss__reduction": "sum", "lr": 0.002}
+    _, found = trained(tmp_path, data_root, capture=capture, **changes)
+    assert differing(found, on_cpu(**changes)) == []
+    state = store.load(store.candidates(tmp_path / "run" / "checkpoints")[0])
+    assert state["shared"]["loss_scale"]["factor"] < INITIAL
 
 
 @pytest.mark.parametrize("late", ["", "oldest", "newest"])

@@ -244,6 +244,8 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
         (["submit", "local", "--recipe", "smoke", "--new", "--replace"], "not both"),
         (["status", "local", "nothing"], "there is no local job nothing"),
         (["list", "local", "--namespace", "x"], "--namespace and --context are for k8s"),
+        (["list", "local", "--host", "x"], "--host is for slurm, not for local"),
+        (["status", "slurm", "a", "--host", "-oProxyCommand=x"], "slurm.host must be a host of ssh"),
         (["status", "k8s"], "Missing argument"),
     ],
 )

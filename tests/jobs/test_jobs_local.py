@@ -210,7 +210,8 @@ def test_a_damaged_ending_of_slurm_is_none(tmp_path: Path) -> None:
         assert slurm_folder.Folder(tmp_path).ended() is None
     for text in DAMAGED:
         (tmp_path / "7_0_end.json").write_text(text)
-        found = slurm_folder.ends({"submitit": str(tmp_path), "job_id": "7"})
+        record = {"submitit": str(tmp_path), "job_id": "7", "run_dir": str(tmp_path), "job": "good.1"}
+        found = slurm_folder.Notes(record, tmp_path).ends
         assert all(type(end["code"]) is int for end in found.values())
 
 

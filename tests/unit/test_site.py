@@ -178,5 +178,7 @@ def test_every_test_that_a_page_names_exists() -> None:
         for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
             assert (ROOT / name).is_file(), f"{page.name} names {name}"
         for name, rest in re.findall(r"`(test_\w+)(…?)", text):
+            if name == "test_labels":  # an option of a data source
+                continue
             fits = any(one.startswith(name) for one in there) if rest else name in there
             assert fits, f"{page.name} names {name}{rest}"

@@ -93,24 +93,39 @@ def started(command: Sequence[str], output: Path, env: dict[str, str]) -> Iterat
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
-        for member in (process.pid, *family):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member, signal.SIGKILL)
+        process.kill()
+        for member, since in family.items():
+            if since and _since(member) == since:  # and not another one, which got its number meanwhile
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member, signal.SIGKILL)
         process.wait()
 
 
-def _descendants(pid: int) -> list[int]:
-    """Of a process that runs; none where there is no /proc."""
+def _descendants(pid: int) -> dict[int, str]:
+    """The processes that this one and its children have started, and when; none where there is no /proc."""
+    assert pid > 1, "all processes descend from the first one"
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
-                children.setdefault(int(fields[1]), []).append(int(entry))
+        if entry.isdigit() and (fields := _stat(int(entry))):
+            children.setdefault(int(fields[1]), []).append(int(entry))
     family = [pid]
     for member in family:  # grows while it is read
         family += children.get(member, [])
-    return family[1:]
+    return {member: _since(member) for member in family[1:]}
+
+
+def _since(pid: int) -> str:
+    """When it was started, in the kernel's ticks; empty where it has ended."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """proc(5), /proc/PID/stat from the state on: the parent is the second, the start the 20th."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return []
 
 
 def in_processes(

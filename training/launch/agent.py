@@ -194,7 +194,6 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
         prog=f"{PROGRAM} launch", description="Starts the ranks of this node and waits for their end.",
         epilog="COMMAND is `run RECIPE …` (any `python -m training` command), or `-- PROGRAM …` for your own program.",
     )  # fmt: skip
-
     parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
                         help="ranks on this node; auto: one per visible GPU, or 2 without a GPU")  # fmt: skip
     parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),

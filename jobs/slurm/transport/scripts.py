@@ -45,7 +45,7 @@ while [ $# -gt 0 ]; do
   shift 2
 done
 """
-"""$1: at most so many bytes each. Then pairs: a file, and the place behind which it is wanted."""
+"""$1: most bytes of each file. Then pairs: a file, and the offset to read from."""
 
 ENDS = """
 most=$1; without=$2; shift 2
