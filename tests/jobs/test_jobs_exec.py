@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pty
-import select
 import signal
-import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +22,7 @@ from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
 from tests.jobs.helpers import Bare
 from tests.processes import PYTHON, ROOT, clean_env, poll
+from tests.terminal import at_a_terminal, resize, until_shown
 
 BOUND = 30
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
@@ -130,47 +127,19 @@ def test_input_ends_where_it_ends(place: Place) -> None:
         assert process.wait(BOUND) == 3
 
 
-@contextlib.contextmanager
-def at_a_terminal(place: Place, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """The process, and both ends of its terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
-    process = subprocess.Popen(
-        place.command(*words), env=place.env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
-    try:
-        yield process, ours, theirs
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        os.close(theirs)
-
-
-def until_shown(fd: int, what: bytes) -> bytes:
-    """What a terminal shows until `what` is there."""
-    shown, deadline = b"", time.monotonic() + BOUND
-    while what not in shown:
-        assert time.monotonic() < deadline, shown
-        if select.select([fd], [], [], 0.1)[0]:
-            shown += os.read(fd, 1 << 12)
-    return shown
-
-
 def test_a_terminal_has_its_size_its_keys_and_comes_back(place: Place) -> None:
     words = (
         "test -t 0 && test -t 1 && test -t 2 && echo all; stty size; echo here; "
         f"until [ \"$(stty size)\" = '20 50' ]; do sleep 0.05; done; stty size; {TRAPS}"
     )
-    with at_a_terminal(place, "sh", "-c", words) as (process, ours, theirs):
+    with at_a_terminal(place.command("sh", "-c", words), place.env) as (process, ours, theirs):
         before = termios.tcgetattr(theirs)
-        shown = until_shown(ours, b"here")
+        shown = until_shown(ours, b"here", BOUND)
         assert b"all" in shown and b"33 77" in shown, shown
-        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 50, 0, 0))  # the kernel tells the foreground
-        assert b"20 50" in until_shown(ours, b"ready")
+        resize(ours, 20, 50)
+        assert b"20 50" in until_shown(ours, b"ready", BOUND)
         os.write(ours, b"\x03")
-        until_shown(ours, b"got")
+        until_shown(ours, b"got", BOUND)
         assert process.wait(BOUND) == 5
         assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import select
 import signal
-import struct
 import subprocess
-import termios
-import time
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -20,6 +14,7 @@ from jobs.slurm import beside, render
 from jobs.slurm.transport.local import LOCAL
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import Bench
+from tests.terminal import at_a_terminal, until_shown
 from training.contract import UserError
 
 WAITS = "import time; print('begun', flush=True); time.sleep(600)"
@@ -68,26 +63,11 @@ def test_signals_and_a_terminal_reach_the_command(bench: Bench) -> None:
     finally:
         process.kill()
         process.wait()
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
-    process = subprocess.Popen(
-        [*words, "sh", "-c", f"stty size; echo rank $RANK; {TRAPS}"], stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
-    try:
-        shown, deadline = b"", time.monotonic() + BOUND
-        while b"ready" not in shown:
-            assert time.monotonic() < deadline, shown
-            if select.select([ours], [], [], 0.1)[0]:
-                shown += os.read(ours, 1 << 12)
+    with at_a_terminal([*words, "sh", "-c", f"stty size; echo rank $RANK; {TRAPS}"]) as (process, ours, _):
+        shown = until_shown(ours, b"ready", BOUND)
         assert b"33 77" in shown and b"rank 1" in shown, shown
         os.write(ours, b"\x03")
         assert process.wait(BOUND) == 5
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        os.close(theirs)
 
 
 def test_in_apptainer_the_command_is_in_a_container_of_the_jobs_image(
