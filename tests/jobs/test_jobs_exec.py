@@ -26,7 +26,7 @@ from tests.terminal import at_a_terminal, resize, until_shown
 
 BOUND = 30
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
-RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_SESSION": "{}"}
 LAUNCHER = (
     "import os, subprocess; "
     f"subprocess.run(['sleep', '600'], env={{**os.environ, **{RANK!r}, 'LOCKSTEP_LAUNCHER': str(os.getpid())}})"
@@ -165,7 +165,11 @@ def test_a_command_is_no_process_of_the_job(place: Place, tmp_path: Path) -> Non
     folder, *lines = done.stdout.splitlines()
     names = {line.partition("=")[0] for line in lines}
     assert folder == str(tmp_path), "the rank's folder"
-    assert {"RANK", "LOCKSTEP_RUN_DIR"} <= names and not {"LOCKSTEP_JOB", "LOCKSTEP_LAUNCHER"} & names, names
+    assert {"RANK", "LOCKSTEP_RUN_DIR"} <= names and not {
+        "LOCKSTEP_JOB",
+        "LOCKSTEP_LAUNCHER",
+        "LOCKSTEP_SESSION",
+    } & names, names
 
 
 def test_words_that_are_none_of_ours_need_two_dashes(tmp_path: Path) -> None:

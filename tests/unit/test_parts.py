@@ -288,6 +288,7 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
     monkeypatch.setattr(Writer, "_write", lambda *_: answer.wait(60))
     prepared: Any = SimpleNamespace(
         config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
+        attempt=1, state=SimpleNamespace(history={}),
         metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: told.append(kind),
     )  # fmt: skip
     prepared.config.preempt.grace_seconds = 0.3
@@ -319,6 +320,7 @@ def test_a_disk_that_answers_with_its_own_timeout_costs_one_checkpoint(
     told: list[str] = []
     prepared: Any = SimpleNamespace(
         config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
+        attempt=1, state=SimpleNamespace(history={}),
         metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: None,
     )  # fmt: skip
     saver = Saver(prepared)
