@@ -121,27 +121,6 @@ def local_jobs(home: Path, count: int) -> None:
         (folder / "log.txt").write_text("")
 
 
-def pod(job: str, index: int, phase: str = "Running") -> dict[str, Any]:
-    """A pod of a PyTorchJob as an API server gives it: about 6 kB, most of which nobody asks for."""
-    name = f"{job}-master-0" if index == 0 else f"{job}-worker-{index - 1}"
-    fields = {f"f:field-{number}": {"f:value": {}} for number in range(60)}
-    env = [{"name": f"VARIABLE_{number}", "value": f"value-{number}"} for number in range(40)]
-    container = {
-        "name": "pytorch",
-        "image": "registry.example/lockstep:1",
-        "env": env,
-        "command": ["python", "-m", "training"],
-    }
-    state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if phase == "Running" else {"waiting": {}}
-    return {
-        "metadata": {"name": name, "labels": {"lockstep/job": job}, "creationTimestamp": "2026-01-01T00:00:00Z",
-                     "managedFields": [{"manager": "kubelet", "fieldsV1": fields}]},
-        "spec": {"containers": [container], "nodeName": f"node-{index}"},
-        "status": {"phase": phase, "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}],
-                   "containerStatuses": [{"name": "pytorch", "restartCount": 0, "state": state}]},
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)

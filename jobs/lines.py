@@ -33,7 +33,7 @@ def begin(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head:
         counts: whether the line counts that begins with these bytes, at most `HEAD`. Others may stand between.
 
     Raises:
-        OSError: the file is not there, or is no regular one.
+        OSError: the file is not there, or is not a regular file.
     """
     with files.regular(path) as file:
         end = file.seek(0, 2)

@@ -67,7 +67,7 @@ def test_scaling_runs_and_writes_table_json_and_chart(tiny: list[str], tmp_path:
         f"data_parallel (1 process × 2 CPU thread(s)) is {ratio:.2f}× as fast as ddp (2 processes × 1 CPU thread(s))"
     )
     assert sentence in done.output and found["data_parallel_against_ddp"].startswith(sentence)
-    assert "data_parallel   refused: sync.name=data_parallel has no ranks" in done.output
+    assert "data_parallel   refused: sync.name=data_parallel works in one process" in done.output
     assert (tmp_path / "out/scaling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

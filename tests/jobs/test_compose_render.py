@@ -302,7 +302,7 @@ def test_followed_logs_end_with_whatever_error_there_is(monkeypatch: pytest.Monk
 
     def read() -> None:
         try:
-            list(ComposeBackend(interval=0.01)._lines("small", ["c0ffee", "decaf"], None, follow=True))
+            list(ComposeBackend(interval=0.01)._lines("small", {"c0ffee": "", "decaf": ""}, None, follow=True))
             ended.put(None)
         except Exception as error:
             ended.put(error)

@@ -111,7 +111,7 @@ def test_cancel_says_what_does_not_end(backend: LocalBackend, tmp_path: Path, mo
     os.kill(supervisor, signal.SIGSTOP)
     try:
         with pytest.raises(
-            UserError, match=rf"^deaf has not ended: process {supervisor} \(python.*, state T\) lives on"
+            UserError, match=rf"^deaf has not ended: process {supervisor} \(python.*, state T\) is still running"
         ):
             backend.cancel("deaf")
         assert backend.status("deaf").state == "running"

@@ -75,9 +75,8 @@ def test_a_job_keeps_the_run_where_it_says_and_its_overrides_are_stronger(local:
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
     assert json.loads((run_dir / "status.json").read_text())["job"], "it is this job's run"
     assert local.summary("own")["logged"] == {"lr": 0.25, "width": 3.0}
-    assert (
-        json.loads(next(line for line in said.splitlines() if '"epoch"' in line).split("] ", 1)[1])["event"] == "epoch"
-    )
+    events = [json.loads(line.split("] ", 1)[1])["event"] for line in said.splitlines() if '{"event"' in line]
+    assert "epoch" in events and "log" in events, "a job's log is of JSON lines"
 
 
 def test_submitted_with_fresh_the_run_starts_over_once(local: LocalBackend, tmp_path: Path) -> None:

@@ -53,5 +53,5 @@ def test_all_ranks_in_one_evaluation_are_no_hang(monkeypatch: pytest.MonkeyPatch
         store.set(f"lockstep/still/7/{1 if other == 'evaluates as long' else 0}/1", "7")
     told = hang._about_the_missing(World(rank=0, size=2), 7, "still/7/1", "nothing came")
     assert told == (
-        "" if other == "evaluates as long" else "step 7: rank 1 did not arrive (never seen at a step) (nothing came)"
+        "" if other == "evaluates as long" else "step 7: rank 1 did not arrive (no step recorded) (nothing came)"
     )

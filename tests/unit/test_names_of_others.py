@@ -19,7 +19,7 @@ IMAGES = re.compile(
     r"|registry\.example(\.com)?[/:].+|registry/name.*|localhost.+|127\.0\.0\.1.+"  # nobody's, by RFC 2606
     r"|python[:@].+|prom/prometheus:.+|grafana/grafana:.+|[A-Za-z]+)$"  # a single word is a stage of the same Dockerfile
 )
-VALUED = r"--(?:group|target|python|extra)\b"
+VALUED = r"--(?:find-links|group|target|python|extra)\b"
 INSTALL = re.compile(  # the first word that is a name: no option, path, file, or NAME to be filled in
     rf"(?:pip3?|pipx|uv pip|uv tool) install (?:(?:{VALUED} \S+|(?!{VALUED})-\S+) )*['\"]?([A-Za-z][\w-]*)(?![\w./-])"
 )

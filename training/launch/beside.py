@@ -89,7 +89,7 @@ def environment(of_rank: Mapping[str, str], args: argparse.Namespace, seen: bool
         env[ENV_RUN_DIR] = args.run_dir
     if args.token:
         env[ENV_EXEC] = args.token
-    if "TERM" in os.environ:  # of the terminal that looks on
+    if "TERM" in os.environ:  # of the terminal that the command is typed in
         env["TERM"] = os.environ["TERM"]
     return env
 

@@ -69,7 +69,7 @@ while [ $# -gt 0 ]; do
   shift 2
 done
 """
-"""$1: at most so many bytes of each file are looked at. $2: lines of this pattern do not count. Then pairs: a file, and how
+"""$1: how many bytes of each file are looked at, at most. $2: lines of this pattern do not count. Then pairs: a file, and how
 many of its last lines are wanted. A line that begins before what is looked at is not seen as one."""
 
 ATTACHED = """
