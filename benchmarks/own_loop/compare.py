@@ -11,6 +11,7 @@ import argparse
 import difflib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, by the loops too
     with tempfile.TemporaryDirectory() as folder:
         found = {peer: measure(peer, Path(folder)) for peer in SCRIPTS}
     result = {"machine": machine(), "steps": STEPS, "signal_at": AT, "saved_every": 10, "loops": found}

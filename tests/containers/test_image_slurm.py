@@ -16,6 +16,7 @@ from submitit.core import utils
 from jobs.slurm import render
 from jobs.slurm.backend import SlurmBackend, training_task
 from jobs.slurm.checks import PROGRAM
+from jobs.slurm.transport.local import LOCAL
 from jobs.spec.model import JobSpec
 from tests.containers.test_images import run
 from tests.engine import Built, docker
@@ -49,7 +50,7 @@ def test_a_task_trains_in_the_image(cpu_image: Built, tmp_path: Path) -> None:
     }  # fmt: skip
     options = ["--user", OURS, "--volume", f"{tmp_path}:{tmp_path}", "--entrypoint", "sh"]
     options += [word for name, value in place.items() for word in ("--env", f"{name}={value}")]
-    words = shlex.split(render.python(spec, folder))
+    words = shlex.split(render.python(spec, folder, LOCAL.place()))
     words = words[words.index(cpu_image.name) + 1 :]
     assert words[0] == "sh"
     submitit = ["-u", "-m", "submitit.core._submit", str(folder)]

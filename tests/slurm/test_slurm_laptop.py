@@ -36,12 +36,15 @@ def here(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_the_whole_life_of_a_job(here: Laptop, tmp_path: Path) -> None:
-    spec = here.spec("hello", HELLO)
+    go = f"while not os.path.exists('{here.login.there}/go'): time.sleep(0.05)\n"
+    program = f"import os, time\n{go}{HELLO}"
+    spec = here.spec("hello", program)
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(spec.plain()))
     done = lockstep("submit", "slurm", str(file))
     assert done.returncode == 0 and "hello: submitted (SLURM job" in done.stdout, done
     assert "is there already" in lockstep("submit", "slurm", str(file)).stdout
+    (here.login.seen / "go").touch()
     done = lockstep("wait", "slurm", "hello", "--host", HOST, "--timeout", str(BOUND), bound=BOUND + 30)
     assert done.returncode == 0 and "hello: succeeded" in done.stdout, done
     done = lockstep("logs", "slurm", "hello", "--host", HOST)
@@ -65,7 +68,7 @@ def test_the_whole_life_of_a_job(here: Laptop, tmp_path: Path) -> None:
     assert backend.status("hello").state == "succeeded" and len(list(backend.logs("hello"))) == 2, (
         "what was there is there"
     )
-    assert backend.drift(here.spec("hello", HELLO, grace_seconds=7)) == ["grace_seconds: 5 → 7"]
+    assert backend.drift(here.spec("hello", program, grace_seconds=7)) == ["grace_seconds: 5 → 7"]
 
 
 def test_training_a_sweep_with_summaries(here: Laptop, data_root: Path) -> None:
