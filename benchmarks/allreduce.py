@@ -1,4 +1,4 @@
-"""python benchmarks/allreduce.py [--rounds 7] [--ranks 2] [--batch 64] [--recipe bag_of_tricks] [--no-steps] [--out FILE]
+"""python benchmarks/allreduce.py [--rounds 15] [--ranks 2] [--batch 64] [--recipe bag_of_tricks] [--no-steps] [--out FILE] [--check]
 
 What gradient communication costs on this machine, over gloo, the ranks taking turns at nothing else:
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +23,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import interleaved, machine, write
+from benchmarks import figures
+from benchmarks.measure import interleaved
 from benchmarks.our_step import our_step
 from training import models
+from training.contract import user_errors
 from training.exercises.bench.gang import on_ranks
 from training.parallel.world import detect, joined
 
 STRATEGIES = ("ddp", "flat", "bf16_compress")
 MODELS = ("speedrun", "bag_of_tricks")
 BUCKET = 25_000_000
+WARM_UP = 3
+"""Rounds before the first that counts: the same number on every rank."""
+TARGETS = {
+    "exposed, flat / ddp": 0.5,
+    "exposed, bf16_compress / ddp": 0.4,
+    "step, flat / ddp": 1.0,
+    "step, bf16_compress / ddp": 1.0,
+}
 
 
 def payload(model: str) -> list[torch.Tensor]:
@@ -72,7 +81,7 @@ def _rank(args: argparse.Namespace) -> dict[str, Any]:
         alone = {
             model: {
                 name: [s * 1e3 for s in seconds]
-                for name, seconds in interleaved(ways(payload(model)), args.rounds * 3).items()
+                for name, seconds in interleaved(ways(payload(model)), args.rounds * 3, warm_up=5).items()
             }
             for model in MODELS
         }
@@ -80,54 +89,55 @@ def _rank(args: argparse.Namespace) -> dict[str, Any]:
         steps: dict[str, list[float]] = {}
         if not args.no_steps:
             runs = {name: our_step(args.recipe, args.batch, world, name) for name in STRATEGIES}
-            for number in range(args.rounds + 1):
+            for number in range(args.rounds + WARM_UP):
                 for name, run in runs.items():
                     dist.barrier()
                     times = run()
                     waits: list[Any] = [None] * size
                     dist.all_gather_object(waits, (times["sync_wait"], times["step_duration"]))
-                    if number:  # the first round warms up
+                    if number >= WARM_UP:
                         exposed.setdefault(name, []).append(min(wait for wait, _ in waits) * 1e3)
                         steps.setdefault(name, []).append(max(step for _, step in waits) * 1e3)
     return {"alone_ms": alone, "exposed_ms": exposed, "step_ms": steps}
 
 
-def main() -> None:
+def summary(found: dict[str, Any]) -> dict[str, figures.Figure]:
+    """Milliseconds of the collectives, and what is exposed in a step against DDP's, paired round by round."""
+    rows = {
+        f"{model}, {name}": figures.figure(values, "ms")
+        for model, by_name in found["alone_ms"].items()
+        for name, values in by_name.items()
+    }
+    for name, values in found["exposed_ms"].items():
+        rows[f"exposed, {name}"] = figures.figure(values, "ms")
+        rows[f"step, {name}"] = figures.figure(found["step_ms"][name], "ms")
+        if name != "ddp":
+            rows[f"exposed, {name} / ddp"] = figures.ratios(found["exposed_ms"], name, "ddp")
+            rows[f"step, {name} / ddp"] = figures.ratios(found["step_ms"], name, "ddp")
+    return rows
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    figures.options(parser, rounds=15)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
     parser.add_argument("--recipe", choices=MODELS, default="bag_of_tricks", help="whose steps are timed")
     parser.add_argument("--no-steps", action="store_true", help="only the collectives alone")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    about = machine()
+    name = "allreduce" if args.recipe == "bag_of_tricks" else f"allreduce-{args.recipe}"
+    run = figures.Run(name, args)
     found = on_ranks(args.ranks, 1800, _rank, args)[0]
-    print(
-        f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {args.ranks} ranks over gloo, {args.rounds} rounds"
-    )
-    for model, rows in found["alone_ms"].items():
-        size = sum(tensor.numel() for tensor in payload(model)) * 4 / 1e6
-        print(f"{model}: {size:.1f} MB of float32 gradient")
-        for name, values in rows.items():
-            print(f"  {name:18} {statistics.median(values):8.2f} ms  (least {min(values):.2f})")
-    if found["exposed_ms"]:
-        print(f"exposed in a step of {args.recipe}, batch {args.batch} a rank")
-        base = statistics.median(found["exposed_ms"]["ddp"])
-        for name, values in found["exposed_ms"].items():
-            wait = statistics.median(values)
-            step = statistics.median(found["step_ms"][name])
-            print(f"  {name:18} {wait:8.2f} ms of {step:.0f} ms   {wait / base:.3f} of ddp's")
-    result = {
-        "machine": about,
-        "ranks": args.ranks,
-        "rounds": args.rounds,
-        "recipe": args.recipe,
-        "batch": args.batch,
-        **found,
-    }
-    print(f"written to {write('allreduce', result, args.out)}")
+    for model in MODELS:
+        print(f"{model}: {sum(tensor.numel() for tensor in payload(model)) * 4 / 1e6:.1f} MB of float32 gradient")
+    rows = summary(found)
+    for row, target in TARGETS.items():
+        if row in rows:
+            print(f"{row}: target {target}, {rows[row].meets(target)}")
+    about = {"ranks": args.ranks, "recipe": args.recipe, "batch": args.batch}
+    return run.finish(rows, {**about, **found})
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        sys.exit(main())

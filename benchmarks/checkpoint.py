@@ -1,4 +1,4 @@
-"""python benchmarks/checkpoint.py [--sizes 10 100 1000] [--rounds 5] [--directory DIR] [--out FILE]
+"""python benchmarks/checkpoint.py [--sizes 10 100 1000] [--rounds 15] [--directory DIR] [--out FILE] [--check]
 
 What a checkpoint costs: the stall of an asynchronous save against `torch.save` + fsync of the same state, interleaved;
 the writer of the tensor file (streams, and hashes meanwhile) against the safetensors library's and a sha256 of what it wrote;
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -22,10 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.measure import interleaved, machine, ratio, write
+from benchmarks import figures
+from benchmarks.figures import Figure, figure
+from benchmarks.measure import interleaved, steady
 from training import files, manifest
 from training.checkpoint import store
 from training.checkpoint.store import Writer, load, newest_verified, verify
+from training.contract import user_errors
 from training.data import order
 
 
@@ -63,7 +65,8 @@ def _librarys_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
     files.sha256(path)
 
 
-def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
+def measure(megabytes: int, rounds: int, directory: Path) -> tuple[dict[str, Figure], dict[str, list[float]]]:
+    """The figures of one size, and the seconds behind them."""
     state = _state(megabytes)
     writer = Writer(directory / "ours", keep=1, keep_best=False)
     step = [0]
@@ -83,13 +86,14 @@ def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
         stall()
         return time.perf_counter() - began
 
-    for _ in range(2):  # the first save allocates the buffer, the second finds it warm
-        stall()
+    warm: list[float] = []
+    while not steady(warm):  # the first save allocates the buffer
+        warm.append(ours())
         settle()
     written.clear()
-    stalls, times = [], {"torch.save": [], "plain": []}  # type: ignore[var-annotated]
+    times: dict[str, list[float]] = {"stall": [], "torch.save": [], "plain": []}
     for _ in range(rounds):
-        stalls.append(ours())
+        times["stall"].append(ours())
         settle()
         for name, action in (
             ("torch.save", lambda: _torch_save(state, directory / "theirs.pt")),
@@ -112,61 +116,48 @@ def measure(megabytes: int, rounds: int, directory: Path) -> dict[str, Any]:
         },
         rounds,
     )
-    result = {
-        "megabytes": megabytes, "stall_seconds": statistics.median(stalls),
-        "torch_save_seconds": statistics.median(times["torch.save"]),
-        "stall_over_torch_save": statistics.median(a / b for a, b in zip(stalls, times["torch.save"])),
-        "write_mb_per_second": megabytes / statistics.median(written),
-        "plain_mb_per_second": megabytes / statistics.median(times["plain"]),
-        "verify_seconds": statistics.median(reads["verify"]), "resume_seconds": statistics.median(reads["resume"]),
-        "our_file_seconds": statistics.median(writers["ours"]),
-        "librarys_file_seconds": statistics.median(writers["library"]), "ours_over_library": ratio(writers, "ours", "library"),
-        "verify_over_resume": ratio(reads, "verify", "resume"), "stalls": stalls, "torch_saves": times["torch.save"],
-    }  # fmt: skip
     shutil.rmtree(directory / "ours")
-    return result
+    times |= {"written": written, **reads, **{f"file, {name}": values for name, values in writers.items()}}
+    rows = {
+        "stall": figure([seconds * 1e3 for seconds in times["stall"]], "ms"),
+        "torch.save + fsync": figure([seconds * 1e3 for seconds in times["torch.save"]], "ms"),
+        "stall / torch.save + fsync": figures.ratios(times, "stall", "torch.save"),
+        "written": figure([megabytes / seconds for seconds in written], "MB/s", "more"),
+        "plain": figure([megabytes / seconds for seconds in times["plain"]], "MB/s", "more"),
+        "verify": figure(reads["verify"], "s"),
+        "verify and load": figure(reads["resume"], "s"),
+        "tensor file, ours / library's": figures.ratios(writers, "ours", "library"),
+    }
+    return {f"{megabytes} MB, {name}": found for name, found in rows.items()}, times
 
 
-def seek() -> float:
-    """Seconds to the batch of step 10⁶ in a data set of ten billion samples."""
+def seek(rounds: int) -> list[float]:
+    """Milliseconds to the batch of step 10⁶ in a data set of ten billion samples."""
     times = []
-    for number in range(20):
+    for number in range(rounds + 5):
         began = time.perf_counter()
         order.global_ids(10_000_000_000, number, 3, 1_000_000, 512)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times[5:]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    figures.options(parser, rounds=15)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1000], help="megabytes of state")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="a folder on the disk to measure; default: the temporary one")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    about, rows = machine(), []
+    run = figures.Run("checkpoint", args)
+    rows: dict[str, Figure] = {}
+    seconds = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         for size in args.sizes:
-            rows.append(measure(size, args.rounds, Path(directory)))
-    print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {args.rounds} rounds")
-    print(
-        "    MB   stall ms   torch.save+fsync ms   share   written MB/s   plain MB/s   verify s   resume s"
-        "   our file s   library's s   ours/library's"
-    )
-    for row in rows:
-        print(
-            f"{row['megabytes']:6d} {row['stall_seconds'] * 1e3:10.1f} {row['torch_save_seconds'] * 1e3:21.1f}"
-            f" {row['stall_over_torch_save']:7.3f} {row['write_mb_per_second']:14.0f} {row['plain_mb_per_second']:12.0f}"
-            f" {row['verify_seconds']:10.3f} {row['resume_seconds']:10.3f} {row['our_file_seconds']:12.3f}"
-            f" {row['librarys_file_seconds']:13.3f} {row['ours_over_library']:16.2f}"
-        )
-    seconds = seek()
-    print(f"seek to step 10⁶: {seconds * 1e3:.2f} ms")
-    path = write(
-        "checkpoint", {"machine": about, "rounds": args.rounds, "rows": rows, "seek_seconds": seconds}, args.out
-    )
-    print(f"written to {path}")
+            found, seconds[f"{size} MB"] = measure(size, args.rounds, Path(directory))
+            rows |= found
+    rows["seek to step 10⁶"] = figure(seek(args.rounds), "ms")
+    return run.finish(rows, {"seconds": seconds})
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        sys.exit(main())

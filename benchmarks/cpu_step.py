@@ -1,4 +1,4 @@
-"""python benchmarks/cpu_step.py [--rounds 5] [--batch 64] [--no-compile] [--out FILE]
+"""python benchmarks/cpu_step.py [--rounds 15] [--batch 64] [--no-compile] [--out FILE] [--check]
 
 Images a second of one whole training step (augmentation, forward, backward, optimizer, average) on this CPU:
 full-width bag_of_tricks and resnet18, eager and compiled, beside a plain NCHW float32 step of the same network; on
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.measure import interleaved, machine, ratio, write
+from benchmarks import figures
+from benchmarks.measure import interleaved
 from benchmarks.our_step import FLOP_PER_IMAGE, our_step
+from training.contract import user_errors
 from training.exercises.bench.gang import on_ranks
 from training.parallel.world import detect, joined
 
@@ -89,7 +90,8 @@ def sgemm(size: int = 2048) -> Callable[[], None]:
     return lambda: torch.mm(a, b)  # type: ignore[return-value]
 
 
-def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, Any]:
+def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, list[float]]:
+    """Seconds of each variant in each round."""
     with joined(detect({}), "cpu") as world:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         variants: dict[str, Callable[[], Any]] = {"sgemm": sgemm(), "plain bag_of_tricks": plain_step(batch)}
@@ -97,18 +99,7 @@ def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, Any]:
             variants[f"{recipe} eager"] = our_step(recipe, batch, world, "flat")
             if compile_too:
                 variants[f"{recipe} compiled"] = our_step(recipe, batch, world, "flat", compiled=True)
-        times = interleaved(variants, rounds)
-    gflops = 2 * 2048**3 / statistics.median(times["sgemm"]) / 1e9
-    rows = {}
-    for name, seconds in times.items():
-        if name != "sgemm":
-            rate = batch / statistics.median(seconds)
-            flop = FLOP_PER_IMAGE[next(recipe for recipe in RECIPES if recipe in name)]
-            rows[name] = {"images_per_second": rate, "share_of_sgemm": rate * flop / 1e9 / gflops, "seconds": seconds}
-    return {
-        "sgemm_gflops": gflops, "rows": rows,
-        "ours_over_plain": ratio(times, "plain bag_of_tricks", "bag_of_tricks eager"),
-    }  # fmt: skip
+        return interleaved(variants, rounds, warm_up=None)
 
 
 def _rank(batch: int, rounds: int) -> dict[str, Any]:
@@ -117,43 +108,42 @@ def _rank(batch: int, rounds: int) -> dict[str, Any]:
         found = {}
         for recipe in RECIPES:
             variants = {name: our_step(recipe, batch, world, name) for name in ("flat", "ddp")}
-            found[recipe] = interleaved(variants, rounds)
+            found[recipe] = interleaved(variants, rounds, warm_up=3)
     return found
 
 
-def two_ranks(batch: int, rounds: int) -> dict[str, Any]:
-    found = on_ranks(2, 1800, _rank, batch, rounds)[0]
-    return {
-        recipe: {
-            "flat_images_per_second": 2 * batch / statistics.median(times["flat"]),
-            "ddp_images_per_second": 2 * batch / statistics.median(times["ddp"]),
-            "flat_over_ddp": ratio(times, "ddp", "flat"), "seconds": times,
-        }
-        for recipe, times in found.items()
-    }  # fmt: skip
+def summary(
+    batch: int, one: dict[str, list[float]], two: dict[str, dict[str, list[float]]]
+) -> dict[str, figures.Figure]:
+    rows = {"sgemm 2048": figures.figure([2 * 2048**3 / seconds / 1e9 for seconds in one["sgemm"]], "GFLOP/s", "more")}
+    for name, times in one.items():
+        if name != "sgemm":
+            flop = FLOP_PER_IMAGE[next(recipe for recipe in RECIPES if recipe in name)] * batch
+            rows[name] = figures.figure([batch / seconds for seconds in times], "images/s", "more")
+            shares = [flop / seconds / (2 * 2048**3 / sgemm) for seconds, sgemm in zip(times, one["sgemm"])]
+            rows[f"{name}, share of sgemm"] = figures.figure(shares, "", "more")
+    rows["bag_of_tricks, ours against plain"] = figures.ratios(
+        one, "plain bag_of_tricks", "bag_of_tricks eager", "more"
+    )
+    for recipe, times in two.items():
+        for name, seconds in times.items():
+            rows[f"2 ranks, {recipe}, {name}"] = figures.figure([2 * batch / s for s in seconds], "images/s", "more")
+        rows[f"2 ranks, {recipe}, flat against ddp"] = figures.ratios(times, "ddp", "flat", "more")
+    return rows
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are quoted")
+    figures.options(parser, rounds=15)
     parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    about = machine()
+    run = figures.Run("cpu_step", args)
     one = one_process(args.batch, args.rounds, not args.no_compile)
-    two = two_ranks(args.batch, args.rounds)
-    print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, batch {args.batch}, {args.rounds} rounds")
-    print(f"sgemm 2048: {one['sgemm_gflops']:.0f} GFLOP/s")
-    for name, row in one["rows"].items():
-        print(f"  {name:24} {row['images_per_second']:7.1f} images/s   {row['share_of_sgemm']:5.2f} of sgemm")
-    print(f"  our bag_of_tricks step against the plain one: {one['ours_over_plain']:.3f} ×")
-    for recipe, row in two.items():
-        rates = f"flat {row['flat_images_per_second']:.1f}, ddp {row['ddp_images_per_second']:.1f} images/s"
-        print(f"  2 ranks, {recipe:14} {rates}; flat against ddp: {row['flat_over_ddp']:.3f} ×")
-    result = {"machine": about, "batch": args.batch, "rounds": args.rounds, "one_process": one, "two_ranks": two}
-    print(f"written to {write('cpu_step', result, args.out)}")
+    two = on_ranks(2, 1800, _rank, args.batch, args.rounds)[0]
+    return run.finish(summary(args.batch, one, two), {"batch": args.batch, "one_process": one, "two_ranks": two})
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        sys.exit(main())

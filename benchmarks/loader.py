@@ -1,4 +1,4 @@
-"""python benchmarks/loader.py [--images 2000] [--side 256] [--size 128] [--rounds 5] [--out FILE]
+"""python benchmarks/loader.py [--images 2000] [--side 256] [--size 128] [--rounds 9] [--out FILE] [--check]
 
 Images a second of an epoch's batches: from our shards (read as they lie, and gathered from the memory that a rank keeps
 them in), from torch's DataLoader that decodes the same JPEG files in the same way with 0, 1 and 2 workers, and reading
@@ -8,7 +8,6 @@ the files' bytes without decoding them. And once: making the shards with 1 and 2
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -23,8 +22,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import interleaved, machine, ratio, write
+from benchmarks import figures
+from benchmarks.measure import interleaved
 from training import config
+from training.contract import user_errors
 from training.data import shards, sources
 from training.data.decoder import decoded
 from training.data.loader import Loader
@@ -102,13 +103,13 @@ def reading(paths: list[Path]) -> Callable[[], None]:
     return run
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
-    for name, default in (("images", 2000), ("side", 256), ("size", 128), ("rounds", 5)):
+    for name, default in (("images", 2000), ("side", 256), ("size", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    figures.options(parser, rounds=9)
     args = parser.parse_args()
-    about = machine()
+    measured = figures.Run("loader", args)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         paths = write_images(root, args.images, args.side)
@@ -129,22 +130,18 @@ def main() -> None:
             name: manifest.count("train") // BATCH * BATCH if name.startswith("shards") else args.images
             for name in variants
         }
-        times = interleaved(variants, args.rounds)
-    print(
-        f"{args.images} JPEG files of {args.side}², as {args.size}², batches of {BATCH}, n = {args.rounds} rounds; {about}"
+        times = interleaved(variants, args.rounds, warm_up=None)
+    print(f"{args.images} JPEG files of {args.side}², as {args.size}², batches of {BATCH}")
+    rates = {name: [images[name] / seconds for seconds in taken] for name, taken in times.items()}
+    rows = {name: figures.figure(values, "images/s", "more") for name, values in rates.items()}
+    rows["shards, read / DataLoader, 2 workers"] = figures.ratios(
+        rates, "shards, read", "DataLoader, 2 workers", "more"
     )
-    for name, seconds_of in times.items():
-        print(f"{name:24} {images[name] / statistics.median(seconds_of):9.0f} images/s")
     for name, rate in making.items():
-        print(f"{'making shards, ' + name:24} {rate:9.0f} images/s")
-    best = ratio(times, "DataLoader, 2 workers", "shards, read") * images["shards, read"] / args.images
-    print(f"shards are read {best:.1f} × as fast as a DataLoader with 2 workers decodes (median of the paired rounds)")
-    write(
-        "loader",
-        {"machine": about, "words": vars(args) | {"out": None}, "images": images, "seconds": times, "making": making},
-        args.out,
-    )
+        rows[f"making shards, {name}"] = figures.figure([rate], "images/s", "more")
+    return measured.finish(rows, {"images": images, "seconds": times, "making": making})
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        sys.exit(main())

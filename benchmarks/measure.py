@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,91 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Seconds of each variant in each round, A B C A B C …; the order turns every round, so that none is always first."""
+BUSY = 0.05
+"""A run is marked as busy where others took more of the machine's CPU time than this share."""
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int | None = 1
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each round, A B C A B C …; the order turns every round, so that none is always first.
+
+    Args:
+        warm_up: rounds before the first that counts. None: until every variant is `steady`; not in ranks that
+            communicate, where each would decide for itself.
+    """
     names = list(variants)
-    for _ in range(warm_up):
+
+    def run(name: str) -> float:
+        began = time.perf_counter()
+        inside = variants[name]()
+        seconds = time.perf_counter() - began
+        return float(inside) if isinstance(variants[name], Worker) else seconds
+
+    warm: dict[str, list[float]] = {name: [] for name in names}
+    while len(warm[names[0]]) < warm_up if warm_up is not None else not all(map(steady, warm.values())):
         for name in names:
-            variants[name]()
+            warm[name].append(run(name))
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            began = time.perf_counter()
-            inside = variants[name]()
-            seconds = time.perf_counter() - began
-            times[name].append(inside if isinstance(variants[name], Worker) else seconds)
+            times[name].append(run(name))
     return times
+
+
+def steady(values: Sequence[float], most: int = 20) -> bool:
+    """Whether the last three values are within 5 % of the three before, by their medians; after `most` values, yes."""
+    if len(values) < 6:
+        return False
+    return len(values) >= most or abs(statistics.median(values[-3:]) / statistics.median(values[-6:-3]) - 1) <= 0.05
+
+
+class Load:
+    """How much of the machine's CPU time others take while this process and its children measure."""
+
+    def __init__(self) -> None:
+        self.about = machine()
+        self._began = self._now()
+
+    def taken(self) -> dict[str, Any]:
+        """`others`: their share of all cores since the start; `busy`: whether it is above `BUSY`."""
+        (seconds, used, own), (then, used_then, own_then) = self._now(), self._began
+        all_of_it = (seconds - then) * (os.cpu_count() or 1)
+        others = max(0.0, (used - used_then) - (own - own_then)) / all_of_it if all_of_it > 0 else 0.0
+        return {"others": round(others, 4), "busy": others > BUSY}
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds: of the clock, of CPU time that the machine used or its host took away, and of ours."""
+        return time.monotonic(), _used(), _own()
+
+
+def _used() -> float:
+    try:
+        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    except (OSError, ValueError):
+        return 0.0  # not Linux: the load at the start is all that is told
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own() -> float:
+    """CPU seconds of this process, of those below it, and of their children that have ended."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        children.setdefault(int(fields[1]), []).append(pid)
+        ticks[pid] = sum(map(int, fields[11:15]))
+    ours, found = [os.getpid()], 0
+    while ours:
+        pid = ours.pop()
+        found += ticks.get(pid, 0)
+        ours += children.get(pid, [])
+    return found / os.sysconf("SC_CLK_TCK")
 
 
 class Worker:

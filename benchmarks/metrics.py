@@ -1,4 +1,4 @@
-"""python benchmarks/metrics.py [--rounds 7] [--steps 600] [--out FILE]
+"""python benchmarks/metrics.py [--rounds 15] [--steps 600] [--out FILE] [--check]
 
 What the metrics cost: the calls of one step (its clock's among them), a scrape, and whole runs with and without metrics in
 turns. While a run with metrics trains, it is scraped once a second, 15 times as often as usual, and its textfile is written
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import runpy
 import statistics
@@ -30,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from prometheus_client.exposition import choose_encoder
 
-from benchmarks.measure import machine, write
+from benchmarks import figures
 from training import config, contract
+from training.contract import user_errors
 from training.observe.clock import StepClock
 from training.observe.exporter import Exporter
 from training.observe.metrics import Metrics
@@ -164,11 +164,11 @@ def main() -> int:
     if sys.argv[1:2] == [WITHOUT]:
         _run_without(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    figures.options(parser, rounds=15)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    about, cost = machine(), calls(20_000)
+    measured = figures.Run("metrics", args)
+    cost = calls(20_000)
     times: dict[str, list[float]] = {"with": [], "without": []}
     scrapes: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -176,22 +176,23 @@ def main() -> int:
         for number in range(args.rounds):
             for name in ("with", "without") if number % 2 else ("without", "with"):
                 times[name].append(train(Path(folder), f"{name}-{number}", args.steps, name == "with", scrapes))
-    ratios = [a / b for a, b in zip(times["with"], times["without"])]
-    print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, load {about['load_at_start']} at the start")
     print(f"a step's calls: {cost['step_seconds'] * 1e6:.1f} µs, {cost['share_of_10_ms']:.3%} of a 10 ms step")
     print(f"a scrape: {cost['scrape_seconds'] * 1e3:.2f} ms over HTTP, of which {cost['render_seconds'] * 1e3:.2f} ms to render "
-          f"{cost['series']} series; while training: "
-          f"{statistics.median(scrapes) * 1e3 if scrapes else math.nan:.2f} ms (n = {len(scrapes)})")  # fmt: skip
-    print(f"a run's step: {statistics.median(times['with']) * 1e3:.3f} ms with metrics, "
-          f"{statistics.median(times['without']) * 1e3:.3f} ms without; paired ratio {statistics.median(ratios):.4f} "
-          f"({min(ratios):.4f} … {max(ratios):.4f}, n = {args.rounds})")  # fmt: skip
+          f"{cost['series']} series")  # fmt: skip
+    rows = {
+        f"step, {name} metrics": figures.figure([1e3 * value for value in values], "ms")
+        for name, values in times.items()
+    }
+    rows["step, with / without metrics"] = figures.ratios(times, "with", "without")
+    if scrapes:
+        rows["a scrape while training"] = figures.figure([1e3 * value for value in scrapes], "ms")
     broken = exceeded(cost)
-    values = {"machine": about, "calls": cost, "exceeded": broken, "runs": times, "ratios": ratios, "scrapes": scrapes}
-    print(f"written to {write('metrics', values, args.out)}")
+    code = measured.finish(rows, {"calls": cost, "exceeded": broken, "runs": times, "scrapes": scrapes})
     for sentence in broken:
         print(f"error: {sentence}", file=sys.stderr)
-    return 1 if broken else 0
+    return 1 if broken else code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with user_errors():
+        sys.exit(main())
