@@ -117,7 +117,7 @@ def test_what_others_use_is_told_and_what_we_use_is_not() -> None:
         own.wait()
     assert measure._own() - before > 0.5, "what has ended counts, too"
     load, before = Load(), measure._own()
-    start = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.DEVNULL); print(p.pid)"
+    start = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=-3, stderr=-3); print(p.pid)"
     pid = int(subprocess.run([sys.executable, "-c", start, SPIN], capture_output=True, text=True, check=True).stdout)
     try:  # the one that started it has ended: it is no child of ours
         poll(lambda: _spent(pid) > 1, 30, "a second of CPU time of somebody else")
