@@ -26,13 +26,19 @@ MAIN = "from jobs.cli.main import main; main()"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`installed("k8s")`: the Python of an environment with the dispatcher and this extra."""
+    """`installed("k8s")`: the Python of an environment with the dispatcher and this extra. Ours is only on the path.
+
+    The packages are linked one by one: beside them in a checkout an installation may have left what it says of itself.
+    """
+    checkout = tmp_path_factory.mktemp("checkout")
+    for package in ("lockstep", "jobs", "training"):
+        (checkout / package).symlink_to(ROOT / package)
 
     @cache
     def make(*extras: str) -> Path:
         folder = tmp_path_factory.mktemp("-".join(["with", *extras]))
         site = linked(folder, declared().union(*map(declared, extras)))
-        (site / "lockstep.pth").write_text(f"{ROOT}\n")
+        (site / "lockstep.pth").write_text(f"{checkout}\n")
         return folder / "bin/python"
 
     return make
@@ -100,8 +106,16 @@ def test_a_missing_extra_is_one_line_that_names_it(
     errors = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     assert done.returncode == 2 and len(errors) == 1, done.stdout + done.stderr
     assert errors[0].startswith(f"error: this needs Lockstep's extra [{extra}]")
-    assert errors[0].endswith(f"run pip install '{DISTRIBUTION}[{extra}]'")
+    assert errors[0].endswith(f"run pip install '.[{extra}]' in Lockstep's checkout")
     assert not (tmp_path / "runs").exists() and not list(tmp_path.glob("home/*/smoke"))
+
+
+def test_where_it_is_installed_pip_is_given_the_distributions_name(started: Lockstep, tmp_path: Path) -> None:
+    about = tmp_path / f"site/{DISTRIBUTION.replace('-', '_')}-1.dist-info/METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1\n")
+    done = started(words=["-c", MAIN, "status", "k8s", "smoke"], PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == 2 and done.stderr.endswith(f"run pip install '{DISTRIBUTION}[k8s]'\n"), done.stderr
 
 
 def test_a_driver_of_ones_own_is_told_too(started: Lockstep) -> None:
