@@ -23,8 +23,8 @@ from training.resilience import closeness
 from training.resilience.preempt import Consensus
 from training.run import attempt as attempts
 from training.run import context, prepare
-from training.run.epochs import Epochs
 from training.run.recipe import make_trainer
+from training.run.recipe_attempt import RecipeAttempt
 
 STARTING = {
     "run directory and metrics": (context, "RunDirectory"), "exporter": (context, "Exporter"),
@@ -95,7 +95,7 @@ def start_and_train(world: World, counts: Counts, phases: Phases, root: Path) ->
         prepared = prepare.prepare(config, world, root / "run", False)
     whole = counts.now() - before
     with _counted(counts, inside, "evaluator"):
-        epochs = Epochs(prepared, None, time.perf_counter())
+        epochs = RecipeAttempt(prepared, None, time.perf_counter())
     phases.update(inside)
     phases["agreement and rest of the start"] = whole - sum(
         (spent for name, spent in inside.items() if name != "evaluator"), Spent()
@@ -104,7 +104,7 @@ def start_and_train(world: World, counts: Counts, phases: Phases, root: Path) ->
         _steps(epochs, counts, phases, prepared)
 
 
-def _steps(epochs: Epochs, counts: Counts, phases: Phases, prepared: Any) -> None:
+def _steps(epochs: RecipeAttempt, counts: Counts, phases: Phases, prepared: Any) -> None:
     name = "a step (the strategy's sum and consensus)"
     loader = prepared.loader
     assert loader.steps_per_epoch >= 2, "a step must follow the first one"
@@ -113,7 +113,7 @@ def _steps(epochs: Epochs, counts: Counts, phases: Phases, prepared: Any) -> Non
 
         def noted(*args: Any) -> Any:
             done.append(counts.now())
-            return Epochs.batch_done(epochs, *args)
+            return RecipeAttempt.batch_done(epochs, *args)
 
         epochs.batch_done = noted  # type: ignore[method-assign]
         trainer.train(epochs)

@@ -127,11 +127,11 @@ class CapturedTrainer(Trainer):
     def step(self, batch: Batch) -> None:
         kind = self._optimizer.step_kind
         if not self._failed and self._is_due(batch, kind):
-            self._try(batch, kind)
+            self._record_on_all_ranks(batch, kind)
         recorded, self._replays = self._recorded, None
         if recorded is not None and kind in recorded.updates and _shape(batch) == _shape(recorded.inputs):
             self._replays = recorded
-            self._fill(recorded.inputs, batch)
+            self._copy_inputs(recorded.inputs, batch)
             self.state.clock.before_replay()
         super().step(batch)
 
@@ -142,11 +142,11 @@ class CapturedTrainer(Trainer):
         self._seen[batch.total] = self._seen.get(batch.total, 0) + 1
         return self._seen[batch.total] > WARM_UP
 
-    def _try(self, batch: Batch, kind: int) -> None:
+    def _record_on_all_ranks(self, batch: Batch, kind: int) -> None:
         """Records on all ranks, or on none. Collective."""
         error = ""
         try:
-            self._make(batch, kind)
+            self._record_step(batch, kind)
         except Exception as caught:  # noqa: BLE001 - whatever a model does that cannot be recorded; eager steps go on
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
         errors = all_gather_trees(error, self.state.world)
@@ -156,7 +156,7 @@ class CapturedTrainer(Trainer):
             self._failed, self._recorded = True, None
             self._say(f"the step cannot be recorded (rank {failed[0]}: {failed[1]}); it runs eagerly")
 
-    def _make(self, batch: Batch, kind: int) -> None:
+    def _record_step(self, batch: Batch, kind: int) -> None:
         if self._record is None:
             self._record = CudaGraphs()
         state = self.state
@@ -178,9 +178,9 @@ class CapturedTrainer(Trainer):
             state.sync.synchronize()
             self._points.mark(1)
             if self.checks_gradient:
-                self._finite.copy_(torch.isfinite(self.unscale_gradients()))
+                self._finite.copy_(torch.isfinite(self.unscale_and_measure()))
 
-        def both() -> None:
+        def whole_step() -> None:
             gradients()
             super(CapturedTrainer, self).update()
 
@@ -193,7 +193,7 @@ class CapturedTrainer(Trainer):
             self.grad_norm = recorded.norm
             for parameter, grad in recorded.grads.items():
                 parameter.grad = grad  # eager steps have taken others since
-            recorded.updates[kind] = self._record(super().update if self.checks_gradient else both)
+            recorded.updates[kind] = self._record(super().update if self.checks_gradient else whole_step)
             recorded.norms[kind] = self.grad_norm
             recorded.bytes_sent = max(recorded.bytes_sent, state.sync.bytes_sent - sent)
         finally:
@@ -209,7 +209,7 @@ class CapturedTrainer(Trainer):
         """Whether `batch` is rows of images that stay where they are, rather than images of its own."""
         return len(batch.images) > len(batch.rows)
 
-    def _fill(self, inputs: Batch, batch: Batch) -> None:
+    def _copy_inputs(self, inputs: Batch, batch: Batch) -> None:
         """Copies what differs between steps to where the recording reads it."""
         epoch = self.state.cursor.epoch
         if epoch != self._epoch:
@@ -229,7 +229,7 @@ class CapturedTrainer(Trainer):
             return True
         recorded.gradients()
         self.grad_norm = recorded.norm
-        self._done(recorded)
+        self._count_replay(recorded)
         if bool(self._finite) or self.accepts_nonfinite():
             return True
         state.sync.abandon()
@@ -246,10 +246,10 @@ class CapturedTrainer(Trainer):
         self.grad_norm = recorded.norms[kind]
         self._optimizer.steps_taken = steps_taken + 1
         if recorded.gradients is None:
-            self._done(recorded)
+            self._count_replay(recorded)
 
-    def _done(self, recorded: _Recorded) -> None:
-        """The gradients are under way."""
+    def _count_replay(self, recorded: _Recorded) -> None:
+        """Counts what the replay sends, and has its points in time read later. The replay need not have ended."""
         self.state.sync.bytes_sent += recorded.bytes_sent
         self.state.clock.replayed(self._points)
 

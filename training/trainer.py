@@ -21,10 +21,11 @@ from training.data.augment import Keys, augment, draw_keys
 from training.data.loader import Batch
 from training.data.order import bounds
 from training.models.arithmetic import autocast, real_type
+from training.models.stand_in import without_batch_statistics
 from training.optim import learning_rate, set_rates
 from training.optim.loss_scaler import LOWEST
 from training.resilience.divergence import diagnose
-from training.run.epochs import Epochs
+from training.run.recipe_attempt import RecipeAttempt
 
 
 class NonFinite(Exception):
@@ -50,19 +51,22 @@ class Trainer:
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last step's gradient before clipping, on the device; None where nobody asked for it."""
 
-    def train(self, epochs: Epochs) -> None:
-        """Trains to the end of the last epoch. Raises `Ended` where the run ends before that."""
+    def train(self, attempt: RecipeAttempt) -> None:
+        """Trains to the end of the last epoch. Raises `Ended` where the run ends before that.
+
+        The cursor is moved by what counts: `batch_done` by a step, `epoch_done` to the next epoch.
+        """
         cursor = self.state.cursor
         while cursor.epoch < self.config.epochs:
-            for batch in epochs.batches():  # between two steps all ranks leave, or save, where they agreed to
+            for batch in attempt.batches():  # between two steps all ranks leave, or save, where they agreed to
                 try:
                     self.step(batch)
-                    epochs.nonfinite_steps = 0
+                    attempt.step_was_finite()
                 except NonFinite:
-                    epochs.skip_step(self.diagnose(batch))
+                    attempt.skip_step(self.diagnose(batch))
                 self.update_average()
-                epochs.batch_done(batch, learning_rate(self.config.optim, self.schedule_position), self.grad_norm)
-            epochs.epoch_done()
+                attempt.batch_done(batch, learning_rate(self.config.optim, self.schedule_position), self.grad_norm)
+            attempt.epoch_done()
 
     def step(self, batch: Batch) -> None:
         """One optimizer step over this rank's part of a global batch.
@@ -73,9 +77,9 @@ class Trainer:
         # Rates first: under sync.options.step=overlapped the optimizer steps during backward.
         set_rates(self.state.optimizer, self.config.optim, self.schedule_position)
         while not self.compute_gradients(batch):  # forward, backward, sum over the ranks
-            self.lower_loss_scale()
+            self.lower_scale_or_raise()
         self.update()
-        if self.state.scaler is not None and self.state.scaler.step_done():
+        if self.state.scaler is not None and self.state.scaler.grow_if_due():
             self.state.sync.gradients_rescaled(2.0)
 
     @property
@@ -99,10 +103,10 @@ class Trainer:
         self.forward_backward(batch, draw_keys(self.config.seed, self.state.cursor.epoch))
         with self.state.clock.synchronizing(sync.watch):
             sync.synchronize()
-        # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
         if not self.checks_gradient:
             return True
-        norm = self.unscale_gradients()
+        # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
+        norm = self.unscale_and_measure()
         if bool(torch.isfinite(norm)) or self.accepts_nonfinite():
             return True
         sync.abandon()
@@ -120,23 +124,23 @@ class Trainer:
             last = high == parts[-1][1]
             rows, ids, labels = (tensor[low:high] for tensor in (batch.rows, batch.ids, batch.labels))
             x = augment(batch.images, rows, ids, config.data, keys, dtype, config.channels_last)
-            if batch.weight == 0:
-                state.model.eval()  # the stand-in of an empty part must leave no trace in the batch statistics
-            with contextlib.nullcontext() if last else state.sync.accumulate():
+            sends = contextlib.nullcontext() if last else state.sync.accumulate()
+            mode = without_batch_statistics(state.model) if batch.weight == 0 else contextlib.nullcontext()
+            with sends, mode:
                 with autocast(config.precision, state.world.device):
                     logits = self.network(x)
                 losses = F.cross_entropy(
                     logits.to(dtype), labels, label_smoothing=config.loss.smoothing, reduction="sum"
                 )
                 loss = losses * factor
+                # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
                 (loss if state.scaler is None else loss * state.scaler.factor).backward()
-            state.model.train()
             with torch.no_grad():
                 state.losses[0] += losses * batch.weight
                 state.losses[1] += len(labels) * batch.weight
 
-    def lower_loss_scale(self) -> None:
-        """Before the step is taken again: float16 has overflowed. Raises `NonFinite` where that is not the cause."""
+    def lower_scale_or_raise(self) -> None:
+        """Halves the loss scale, for the step to be taken again. Raises `NonFinite` where float16 is not the cause."""
         scaler, sync = self.state.scaler, self.state.sync
         if scaler is None:
             raise NonFinite
@@ -145,7 +149,7 @@ class Trainer:
             raise NonFinite
         sync.gradients_rescaled(0.5)
 
-    def unscale_gradients(self) -> torch.Tensor:
+    def unscale_and_measure(self) -> torch.Tensor:
         """Takes the loss scale out of the gradients, and returns their norm."""
         norm, scaler = self.state.sync.grad_norm(), self.state.scaler
         if scaler is not None:

@@ -38,12 +38,12 @@ def test_a_convolutions_gradients_survive_float16_with_a_scale() -> None:
 def test_the_factor_is_halved_at_an_overflow_and_doubled_after_many_steps_without() -> None:
     scaler = LossScaler(torch.device("cpu"))
     assert scaler.halve() and scaler.value == INITIAL / 2 == 1 / float(scaler.inverse)
-    assert [scaler.step_done() for _ in range(GROWTH_STEPS)] == [False] * (GROWTH_STEPS - 1) + [True]
+    assert [scaler.grow_if_due() for _ in range(GROWTH_STEPS)] == [False] * (GROWTH_STEPS - 1) + [True]
     assert scaler.value == INITIAL == float(scaler.factor)
     scaler.set(LOWEST)
     assert not scaler.halve() and scaler.value == LOWEST
     scaler.set(HIGHEST)
-    assert not any(scaler.step_done() for _ in range(2 * GROWTH_STEPS)) and scaler.value == HIGHEST
+    assert not any(scaler.grow_if_due() for _ in range(2 * GROWTH_STEPS)) and scaler.value == HIGHEST
 
 
 def test_a_state_from_a_file_is_looked_at() -> None:

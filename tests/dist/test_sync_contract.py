@@ -517,7 +517,7 @@ def _calls_from_hook_to_collective(world: World) -> dict[str, set[tuple[str, ...
 
 def test_at_most_three_calls_lead_from_autograds_hook_to_the_collective() -> None:
     for found in on_ranks(_calls_from_hook_to_collective, 2):
-        assert found == {name: {("mark_ready", "send")} for name in SENT_EARLY}
+        assert found == {name: {("on_gradient", "send")} for name in SENT_EARLY}
 
 
 @pytest.mark.parametrize("net", NETS)

@@ -60,8 +60,8 @@ WAITS = {
     LOOK_FOR_NAN,
     "cudaStreamSynchronize by cudagraph.py:compute_gradients",  # the same look, between two graphs
     "cudaDeviceSynchronize by cudagraph.py:__call__",  # before a recording
-    "copy cpu->cuda pageable blocking by cudagraph.py:_fill",  # the keys, once an epoch
-    "cudaStreamSynchronize by cudagraph.py:_fill",
+    "copy cpu->cuda pageable blocking by cudagraph.py:_copy_inputs",  # the keys, once an epoch
+    "cudaStreamSynchronize by cudagraph.py:_copy_inputs",
 }
 STAGED = {RESIDENT, "copy cpu->cuda pageable by optim/__init__.py:set_rates"}
 

@@ -92,7 +92,7 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
 
 def _names(state: TrainState) -> list[list[str]]:
     """Of the parameters in each of the optimizer's groups."""
-    return naming.in_groups(state.sync.optimized(state.optimizer), state.model)
+    return naming.in_groups(state.sync.parameter_groups(state.optimizer), state.model)
 
 
 def checked(gathered: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     """Gives every rank its part of the gathered state that rank `source` read. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
-    their fresh values, and a strategy makes of the saved ranks' states what it can (`resized`).
+    their fresh values, and a strategy makes of the saved ranks' states what it can (`merged_state`).
 
     Raises:
         UserError: the world size differs from the saved one, and the run is not `resizable`.
@@ -270,11 +270,11 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     if same_size:  # each gets its own part alone
         own = scatter_trees(ranks, state.world, source)
     else:
-        own = broadcast_tree(None if ranks is None else _resized(ranks, state.sync), state.world, source)
+        own = broadcast_tree(None if ranks is None else _merged(ranks, state.sync), state.world, source)
         if own["misfit"] is not None:
             raise ValueError(own["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
-    _copy(shared["model"], dict(state.model.named_parameters()), state.sync.write)
+    _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
     saved = naming.by_number(shared["optimizer"], _names(state))
     groups = _whole_groups(saved["param_groups"], state.optimizer)
     state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
@@ -284,14 +284,14 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     if state.scaler is not None and "loss_scale" in shared:  # older versions had none
         state.scaler.load_state_dict(shared["loss_scale"])
     if state.ema:
-        _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.write)
+        _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.copy_into_shard)
     if same_size:
         generators.restore(own["rng"], state.world.device)
         state.losses.copy_(own["losses"])
         state.sync.load_state_dict(own["sync"])
     else:
         state.losses.copy_(own["losses"] if state.world.leader else torch.zeros(2))
-        state.sync.load_resized(own["sync"])
+        state.sync.load_merged_state(own["sync"])
     if state.kept is not None and "kept" in shared:
         state.kept.load(shared["kept"], own["kept"] if same_size else None)
     _copy(own["buffers"], dict(state.model.named_buffers()))
@@ -299,7 +299,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         _copy(own["average_buffers"], dict(state.ema.average.named_buffers()))
 
 
-def _resized(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
+def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
     """What the ranks of another world size start with, all alike; `misfit` says why the saved ranks' parts do not go together.
 
     It is made where the checkpoint was read, so that the parts of all saved ranks are not sent to every rank.
@@ -308,7 +308,7 @@ def _resized(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
         return {
             "losses": sum(rank["losses"] for rank in ranks), "buffers": mean_of([rank["buffers"] for rank in ranks]),
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
-            "sync": sync.resized([rank["sync"] for rank in ranks]), "misfit": None,
+            "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
         }  # fmt: skip
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         return {"misfit": f"{type(error).__name__}: {error}"}

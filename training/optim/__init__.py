@@ -43,6 +43,7 @@ def build(
             "params": members, "part": part, "momentum": own.get("momentum", optim.momentum),
             "weight_decay": own.get("weight_decay", optim.weight_decay) * growth,
         })  # fmt: skip
+    # Decay acts at rate × weight_decay: a group with `factor` times the rate keeps the same with a `factor`-th of the decay.
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "lr_factor": 1.0, "weight_decay": decay},
         {"params": [p for p in trained if p.ndim <= 1], "lr_factor": factor, "weight_decay": decay / factor},

@@ -39,7 +39,7 @@ class LossScaler:
         self.factor.fill_(value)
         self.inverse.fill_(1 / value)
 
-    def step_done(self) -> bool:
+    def grow_if_due(self) -> bool:
         """Counts a step without an overflow; whether the factor was doubled."""
         self.steps += 1
         self._halvings = 0

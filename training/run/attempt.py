@@ -4,6 +4,7 @@
     with attempt:
         attempt.boundary()                          # before each step; raises `Ended` where the ranks agreed to leave
         …                                           # a step
+        attempt.step_was_finite()                   # or `skip_step`, where no weight was moved
         attempt.step_done(lr, samples, grad_norm)
     code = conclude(context, signals, ending)       # or `failed`, where an error came
 
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from training import contract
-from training.checkpoint.saver import Saver
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.observe.clock import Times
 from training.observe.reading import Reading
@@ -33,6 +33,7 @@ from training.resilience.closeness import ReplicasDiffer, check_parameter_closen
 from training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
 from training.resilience.preempt import Consensus, Decision, Signals
 from training.run.context import RunContext, note_corrupt_shard
+from training.run.saver import Saver
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,10 @@ class Attempt:
         self.context.metrics.alive()
         self._polls += 1
         return self.consensus.poll(save_due)
+
+    def step_was_finite(self) -> None:
+        """A step has moved the weights: the count of those that did not begins anew."""
+        self.nonfinite_steps = 0
 
     def skip_step(self, reason: str) -> None:
         """A step has moved no weight, because its gradient was not finite. Raises `Ended` where the run is not to go on."""

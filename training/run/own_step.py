@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from training.data.batches import Part
+from training.models.stand_in import without_batch_statistics
 from training.parallel.exchange import all_gather_trees
 from training.run.attempt import Attempt
 from training.run.own import OwnRun, Replica
@@ -36,7 +36,8 @@ class Step:
         self._part: Part | None = None
         self._counted = True
         """Whether the cursor is beyond the batch under way."""
-        self._resting: list[nn.Module] = []
+        self._stand_in: contextlib.ExitStack | None = None
+        """Open while the batch is not this rank's."""
         self._buffers: list[torch.Tensor] = []
         self._forget()
 
@@ -55,18 +56,15 @@ class Step:
     def set_part(self, part: Part | None) -> None:
         """How much of the global batch is this rank's, where that is known."""
         self._part = part
-        if (
-            part is not None and part.samples == 0 and not self._resting
-        ):  # the stand-in leaves no trace in batch statistics
-            self._resting = [module for module in self.replica.model.modules() if module.training]
-            for module in self._resting:
-                module.training = False
+        if part is not None and part.samples == 0 and not self._stand_in:
+            self._stand_in = contextlib.ExitStack()
+            self._stand_in.enter_context(without_batch_statistics(self.replica.model))
 
     def end_batch(self) -> None:
         """The script is done with it."""
         self._count()
         self._part = None
-        self._wake()
+        self._end_stand_in()
 
     def _count(self) -> None:
         """Moves the cursor: at the batch's update, so that a script that leaves there goes on behind it."""
@@ -74,10 +72,10 @@ class Step:
             self._counted = True
             self.own.state.cursor.step += 1
 
-    def _wake(self) -> None:
-        for module in self._resting:
-            module.training = True
-        self._resting = []
+    def _end_stand_in(self) -> None:
+        if self._stand_in is not None:
+            self._stand_in.close()
+            self._stand_in = None
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
         every = list(parts)
@@ -144,7 +142,7 @@ class Step:
                 norm = sync.clip(clip)
             for optimizer in () if scaler is not None else optimizers:
                 optimizer.step()
-            self.attempt.nonfinite_steps = 0
+            self.attempt.step_was_finite()
             own.state.losses[0] += self._loss_sum
             own.state.losses[1] += self._samples
         if scaler is not None:
@@ -152,7 +150,7 @@ class Step:
                 scaler.step(optimizer)  # none, where any rank has found an infinity
             scaler.update()
         sync.zero_grad()
-        self._wake()
+        self._end_stand_in()
         own.kept.steps += 1
         own.kept.samples += total
         if self.replica.ema is not None:

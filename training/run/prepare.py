@@ -110,35 +110,37 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
         with failing_together(world), misfits_explained():
             scatter(gathered, state, source, resizable=config.data.shuffle != "shard")
     console = Console(config.log, world, config.epochs, loader.steps_per_epoch, config.log.score_every > 0)
-    p = Prepared(
+    prepared = Prepared(
         config=config, world=world, run=run, attempt=attempt, state=state, console=console, exporter=exporter,
         manifest=manifest, loader=loader, network=network, global_batch=global_batch,
     )  # fmt: skip
-    p.metrics.describe(
+    prepared.metrics.describe(
         recipe=config.recipe, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
-        step=p.steps_done, planned=p.steps_planned, preemptions=state.history.get("preemptions", 0),
+        step=prepared.steps_done, planned=prepared.steps_planned, preemptions=state.history.get("preemptions", 0),
     )  # fmt: skip
     with failing_together(world):
         if run is not None:
-            run.describe(config, world, global_batch, p.data, place.threads)
-            if world.leader and not p.complete:
-                trackers.attach(config, run, p.steps_done)
+            run.describe(config, world, global_batch, prepared.data, place.threads)
+            if world.leader and not prepared.complete:
+                trackers.attach(config, run, prepared.steps_done)
     if run is not None:
-        if not p.complete:
-            run.status(None, "running", p.steps_done)
+        if not prepared.complete:
+            run.status(None, "running", prepared.steps_done)
         run.listeners.append(console.on_event)
     if slices := loader.describe_slices():
-        p.event("slices", slices=slices)
+        prepared.event("slices", slices=slices)
         for part in slices:
             console.line(
                 "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
                 "{left_out} left out".format(**part)
             )
     console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {place.threads}")
-    if source is not None and not p.complete:
-        p.event("resumed", step=p.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
-        console.line(f"Resuming at step {p.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})")
-    return p
+    if source is not None and not prepared.complete:
+        prepared.event("resumed", step=prepared.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
+        console.line(
+            f"Resuming at step {prepared.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})"
+        )
+    return prepared
 
 
 def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:

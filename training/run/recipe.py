@@ -11,8 +11,8 @@ from training.contract import EXIT_DONE
 from training.parallel.world import World
 from training.resilience.preempt import Signals
 from training.run.attempt import Ended, Ending, conclude, failed
-from training.run.epochs import Epochs
 from training.run.prepare import Prepared, prepare
+from training.run.recipe_attempt import RecipeAttempt
 from training.run.summary import say_complete, summarise
 from training.trainer import Trainer
 
@@ -76,8 +76,8 @@ def _train(prepared: Prepared, signals: Signals | None, began: float) -> int:
 
 def _to_the_end(prepared: Prepared, signals: Signals | None, began: float) -> Ending:
     try:
-        with Epochs(prepared, signals, began) as epochs:
-            make_trainer(prepared).train(epochs)
-            return epochs.finish()
+        with RecipeAttempt(prepared, signals, began) as attempt:
+            make_trainer(prepared).train(attempt)
+            return attempt.finish()
     except Ended as ended:
         return ended.ending

@@ -31,6 +31,8 @@ class NoOptions(typed.Section):
 
 
 class GradientSync(ABC):
+    model: nn.Module
+    """The module as the user wrote it; set by `wrap`."""
     Options: ClassVar[type[typed.Section]] = NoOptions
     """The strategy's own settings (`sync.options`)."""
     grad_divisor: float = 1.0
@@ -131,12 +133,12 @@ class GradientSync(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
         """Collective."""
 
-    def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
+    def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
         """From the states of all ranks of another world size the one that every rank takes over. On one rank alone."""
         return {}
 
-    def load_resized(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
-        """Takes over what `resized` gave. Collective."""
+    def load_merged_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
+        """Takes over what `merged_state` gave. Collective."""
 
     # What follows is for strategies that shard the parameters or the optimizer's state.
 
@@ -148,11 +150,11 @@ class GradientSync(ABC):
         """`module` (the model or a duplicate) with full parameters, to be called by this rank alone. Collective."""
         return module
 
-    def write(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
+    def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
         """Copies a full parameter into this rank's shard of it."""
         parameter.copy_(full)
 
-    def optimized(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
         """The parameters of each group, in the order in which the whole `state_dict` numbers them."""
         return [list(group["params"]) for group in optimizer.param_groups]
 
@@ -163,9 +165,6 @@ class GradientSync(ABC):
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Takes this rank's shard of an unsharded `state_dict`, saved at any world size."""
         load_optimizer(optimizer, state)
-
-    model: nn.Module
-    """The module as the user wrote it; set by `wrap`."""
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Collectives match by their order alone, and two ranks may get their gradients in
 buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete: one that is
 complete early waits for its turn, and a gradient that does not come is sent as zero by `synchronize`.
 
-    autograd has a gradient  →  on_grad (watch.py)  →  Reducer.mark_ready  →  Reducer.send  →  dist.all_reduce
+    autograd has a gradient  →  on_grad (watch.py)  →  Reducer.on_gradient  →  Reducer.send  →  dist.all_reduce
 
 After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), §3.2 and §4.2.
 """
@@ -89,7 +89,7 @@ class Reducer:
         self._bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params}
         self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
         for parameter in self._bucket:
-            on_grad(parameter, self.mark_ready)
+            on_grad(parameter, self.on_gradient)
         self.reset()
 
     def reset(self) -> None:
@@ -105,8 +105,23 @@ class Reducer:
         under_way = self._finished < self._started
         return under_way or any(left != self.passes for left in self._passes_left.values())
 
-    def mark_ready(self, parameter: nn.Parameter) -> None:
+    def on_gradient(self, parameter: nn.Parameter) -> None:
         """A gradient has come: starts the buckets that are complete, as far as it is their turn."""
+        self._accept(parameter)
+        if self._paused:
+            return
+        self._passes_left[parameter] -= 1
+        if not self._passes_left[parameter]:
+            self._bucket[parameter].missing -= 1
+        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
+            self.buckets[self._started].work = self.send(self.buckets[self._started])
+            self._started += 1
+        if self.on_done is not None:
+            while self._finished < self._started and _is_completed(self.buckets[self._finished].work):
+                self._finish_next()
+
+    def _accept(self, parameter: nn.Parameter) -> None:
+        """Puts the gradient into its bucket. Raises where it came too often, or cannot be summed."""
         left, grad, view = self._passes_left[parameter], parameter.grad, self._view.get(parameter)
         assert grad is not None
         if left <= 0:  # the bucket is, or may be, under way
@@ -120,17 +135,6 @@ class Reducer:
         if view is not None and grad is not view:  # autograd's own tensor, or one that somebody put there
             view.copy_(grad)
             parameter.grad = view
-        if self._paused:
-            return
-        self._passes_left[parameter] = left - 1
-        if left == 1:
-            self._bucket[parameter].missing -= 1
-        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
-            self.buckets[self._started].work = self.send(self.buckets[self._started])
-            self._started += 1
-        if self.on_done is not None:
-            while self._finished < self._started and _is_completed(self.buckets[self._finished].work):
-                self._finish_next()
 
     def send(self, bucket: Bucket) -> dist.Work | None:
         """Starts the collective of a bucket that is complete on this rank. None where there is no other rank."""

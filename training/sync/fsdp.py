@@ -170,7 +170,7 @@ class Fsdp(GradientSync):
                 place._buffers[name] = made[id(held)]
         return plain
 
-    def write(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
+    def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
         shard, shards = _local(parameter), full.chunk(self._world.size)
         if self._world.rank < len(shards):  # a short first dimension leaves the last ranks without a shard
             shard.copy_(shards[self._world.rank])
@@ -195,7 +195,7 @@ class Fsdp(GradientSync):
             if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape != of[number].shape:
                 return value
             sharded = torch.zeros_like(of[number], dtype=value.dtype, requires_grad=False)
-            self.write(sharded, value)
+            self.copy_into_shard(sharded, value)
             return sharded
 
         entries = {n: {name: part(n, value) for name, value in entry.items()} for n, entry in state["state"].items()}

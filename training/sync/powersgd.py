@@ -129,12 +129,12 @@ class PowerSgd(Ddp):
         kind, keys, position, has_gauss, cached = state["rng"]
         own.rng.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
 
-    def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+    def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         errors = {
             index: torch.stack([state["errors"][index].double() for state in states]).mean(0).to(error.dtype)
             for index, error in states[0]["errors"].items()
         }
         return {**states[0], "errors": errors}
 
-    def load_resized(self, state: dict[str, Any]) -> None:
+    def load_merged_state(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)

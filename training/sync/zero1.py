@@ -85,7 +85,7 @@ class Zero1(Flat):
         counter = itertools.count()
         return [[next(counter) for _ in group] for group in self._param_groups]
 
-    def optimized(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:  # noqa: ARG002
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:  # noqa: ARG002
         return self._param_groups
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:

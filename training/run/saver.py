@@ -39,7 +39,7 @@ class Saver:
         self._asked_to_leave = asked_to_leave
         self._leaving_since: float | None = None
         settings = context.config.checkpoint
-        self.p, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
+        self.context, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
         self.failures = 0
         self._writer = None
         if context.run is not None:
@@ -53,33 +53,33 @@ class Saver:
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
-        every, steps = self.settings.every_steps, self.p.steps_done
+        every, steps = self.settings.every_steps, self.context.steps_done
         return bool(every) and steps % every == 0 and steps > self._last_step
 
     @property
     def steps_since(self) -> int:
         """Steps since the last save, the same on every rank."""
-        return self.p.steps_done - self._last_step
+        return self.context.steps_done - self._last_step
 
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for one: a wish, which the ranks agree on first."""
         every = self.settings.every_seconds
         if every == "auto":
-            every = self.interval.seconds(self.p.state.clock.trained)
-        return bool(every) and self.p.world.leader and self._now() - self._last_time >= every
+            every = self.interval.seconds(self.context.state.clock.trained)
+        return bool(every) and self.context.world.leader and self._now() - self._last_time >= every
 
     def save(self, score: float | None = None) -> None:
         """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
-        self.p.state.clock.settle()
+        self.context.state.clock.settle()
         began = time.perf_counter()
         self._reap()
-        gathered = gather(self.p.state, everywhere=self.settings.write == "node")
-        self._last_step, self._last_time = self.p.steps_done, self._now()
+        gathered = gather(self.context.state, everywhere=self.settings.write == "node")
+        self._last_step, self._last_time = self.context.steps_done, self._now()
         if self._writer is not None and gathered is not None and not self._hangs:  # else it would wait behind that one
-            self._future = self._writer.save(self.p.steps_done, gathered, score)
+            self._future = self._writer.save(self.context.steps_done, gathered, score)
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
-            self.p.event("checkpoint", step=self.p.steps_done, stall_seconds=round(stalled, 6))
+            self.context.event("checkpoint", step=self.context.steps_done, stall_seconds=round(stalled, 6))
 
     def leaving(self) -> None:
         """The ranks have agreed to leave: every wait from here on ends with the grace."""
@@ -111,15 +111,15 @@ class Saver:
             result = self._result(self._future)
         except (OSError, _NoAnswer) as error:
             self._hangs = isinstance(error, _NoAnswer)
-            self.p.metrics.checkpoint_failed("timeout" if self._hangs else "disk")
+            self.context.metrics.checkpoint_failed("timeout" if self._hangs else "disk")
             self.failures += 1
             self._last_failed = True
-            self.p.event("checkpoint_failed", reason=str(error), failures=self.failures)
-            self.p.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
+            self.context.event("checkpoint_failed", reason=str(error), failures=self.failures)
+            self.context.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
         else:
             self._last_failed = self._hangs = False
-            self.p.metrics.checkpoint_written(result.seconds)
-            self.p.event(
+            self.context.metrics.checkpoint_written(result.seconds)
+            self.context.event(
                 "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
             )
             self.interval.written(result.seconds)
@@ -128,16 +128,16 @@ class Saver:
 
     def _tell_interval(self) -> None:
         """Once, when the first save has been measured: what `every_seconds: auto` comes to."""
-        found, trained = self.interval, self.p.state.clock.trained
+        found, trained = self.interval, self.context.state.clock.trained
         if self.settings.every_seconds != "auto" or found.told or not found.measured:
             return
         found.told = True
         seconds, mtbf = found.seconds(trained), found.mtbf(trained)
-        self.p.event(
+        self.context.event(
             "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(found.cost, 6), mtbf_seconds=round(mtbf, 1),
             failures=found.failures,
         )  # fmt: skip
-        self.p.console.line(
+        self.context.console.line(
             f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {found.cost:.3g} s, and a failure is "
             f"expected every {mtbf / 3600:.3g} h ({found.failures} so far)"
         )

@@ -20,7 +20,7 @@ from training.run.prepare import Prepared
 from training.run.summary import summarise
 
 
-class Epochs(Attempt):
+class RecipeAttempt(Attempt):
     """An attempt at a recipe's run: epochs over its data, each with its evaluation.
 
     Args:
@@ -37,7 +37,7 @@ class Epochs(Attempt):
             self.evaluator = Evaluator(self.config, prepared.world, prepared.manifest, verified=True)
         self.periodic_score = PeriodicScore(prepared, self.evaluate) if self.config.log.score_every else None
 
-    def __enter__(self) -> Epochs:
+    def __enter__(self) -> RecipeAttempt:
         super().__enter__()
         return self
 
