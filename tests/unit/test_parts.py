@@ -198,7 +198,7 @@ FORBIDDEN = {
     "training/config/sections.py": ("torch",), "training/config/types.py": ("torch", "yaml"),
     "training/config/complaints.py": ("torch", "yaml", "training."),
     "training/checkpoint/store.py": ("torch.distributed", "training.run.recipe", "training.sync", "training.checkpoint.state"),
-    "training/checkpoint": ("training.run", "training.observe"),
+    "training/checkpoint": ("training.run", "training.trainer"),
     "training/data/order.py": ("training.config", "training.parallel.world", "torch.distributed"),
     "training/models": ("training.optim", "training.sync", "training.data", "training.run.recipe"),
     "training/optim": ("training.models", "training.sync", "training.data", "training.run.recipe"),
