@@ -28,6 +28,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 TABLES = Path(__file__).parent / "tables"
 GUARANTEES = "docs/guarantees.md"
+HEAD = "| Promise | Test |"
 NEEDS = ("plain", "root", "prometheus", "chromium", "slurm", "containers")
 _REQUIRED = {"name", "breaks", "file", "replace", "by", "tests"}
 _OPTIONAL: dict[str, Any] = {"needs": "plain", "hangs": False, "seconds": 300}
@@ -81,10 +82,10 @@ def _mutant(entry: dict[str, Any], file: str) -> Mutant:
 
 
 def promises(text: str) -> list[str]:
-    """The first column of the table in docs/guarantees.md, line by line."""
+    """The first column of the tables in docs/guarantees.md, line by line."""
     text = text.partition("## The promises")[2].partition("\n## ")[0]
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    return [re.split(r" \| ", row[2:])[0] for row in rows[1:]]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and line != HEAD]
+    return [re.split(r" \| ", row[2:])[0] for row in rows]
 
 
 def lines_of(mutant: Mutant, lines: list[str]) -> list[str]:

@@ -27,3 +27,15 @@ def test_no_document_waits_for_a_number(file: Path) -> None:
 def test_a_placeholder_is_seen_in_a_table_and_not_in_code() -> None:
     text = "| size | SIZE_CUDA | 1 GB |\n\nSTRATEGY_TABLE\n\n`WHEELS_CUDA`\n\n```\nTEST_TABLE=1\n```\n"
     assert PLACEHOLDER.findall(prose(text)) == ["SIZE_CUDA", "STRATEGY_TABLE"]
+
+
+def test_what_is_unproven_is_one_table_that_says_what_why_and_how_to_try_it() -> None:
+    section = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8").partition("\n## Not shown yet\n")[2]
+    head, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert head == "| what | why it is unproven | how to try it | what is tested in its place |"
+    assert len(rows) > 15 and "\n## " not in section
+    for row in rows:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        assert len(cells) == 4 and all(cells[:3]), row
+    outside = re.sub(r"^\|.*\n", "", section, flags=re.MULTILINE).strip()
+    assert len(outside) < 400, "what is unproven belongs in the table"

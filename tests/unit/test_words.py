@@ -32,7 +32,7 @@ def test_a_phrase_is_found_over_the_end_of_a_line() -> None:
     assert [line for line, *_ in words.found("x\n# a namespace and closed\n# doors")] == [2]
 
 
-def test_every_page_that_is_written_anew_is_read() -> None:
+def test_every_page_is_read() -> None:
     found = words.pages()
     assert {
         "CONTRIBUTING.md",
