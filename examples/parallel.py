@@ -33,7 +33,7 @@ def main(me):
     for epoch in range(3):
         for batch in torch.randperm(1500).split(60):
             own = batch[me.rank :: me.size]
-            loss = F.cross_entropy(net(images[own]), labels[own], reduction="sum") * strategy.grad_divisor / len(batch)
+            loss = F.cross_entropy(net(images[own]), labels[own], reduction="sum") * strategy.loss_factor / len(batch)
             strategy.zero_grad()
             loss.backward()
             strategy.synchronize()

@@ -119,7 +119,7 @@ class Trainer:
         parts = [bounds(len(batch.rows), number, count, self.batch_multiple) for number in range(count)]
         parts = [(low, high) for low, high in parts if high > low]
         dtype, mean = real_type(config.precision), config.loss.reduction == "mean"
-        factor = batch.weight * state.sync.grad_divisor / (batch.total if mean else 1)
+        factor = batch.weight * state.sync.loss_factor / (batch.total if mean else 1)
         for low, high in parts:
             last = high == parts[-1][1]
             rows, ids, labels = (tensor[low:high] for tensor in (batch.rows, batch.ids, batch.labels))

@@ -184,7 +184,7 @@ class Run:
                 loss = F.cross_entropy(self.network(part), y[a:b], reduction="sum")
                 if pieces == 1 and number % 2 and forget:
                     self.sync.zero_grad()  # many loops do it here
-                (loss * (self.sync.grad_divisor / samples)).backward()
+                (loss * (self.sync.loss_factor / samples)).backward()
         self.sync.synchronize()
         if clip:
             self.sync.clip(clip)

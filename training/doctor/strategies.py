@@ -61,7 +61,7 @@ def _trained(start: nn.Module, strategy: sync.base.GradientSync | None, world: W
             strategy.zero_grad()
             own = slice(world.rank, None, world.size)
             loss = F.cross_entropy(network(images[own]), labels[own], reduction="sum")
-            (loss * strategy.grad_divisor / count).backward()
+            (loss * strategy.loss_factor / count).backward()
             strategy.synchronize()
         optimizer.step()
     whole = model if strategy is None else strategy.full_module(model)

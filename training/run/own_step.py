@@ -107,7 +107,7 @@ class Step:
                 "with sync.options.step=overlapped must know the size of the global batch before the backward pass",
                 "take the samples from run.batches() or run.part()",
             )
-        factor = samples * self.replica.sync.grad_divisor / (part.total if part is not None else 1)
+        factor = samples * self.replica.sync.loss_factor / (part.total if part is not None else 1)
         self.pending = True
         scaled = loss * factor
         (scaled if scaler is None else scaler.scale(scaled)).backward()

@@ -1,6 +1,6 @@
 """What every gradient-sync strategy does. The loop knows nothing else of them.
 
-The loop backpropagates `local_sum * grad_divisor / divisor`: the sum of the losses of the rank's own samples,
+The loop backpropagates `local_sum * loss_factor / divisor`: the sum of the losses of the rank's own samples,
 divided by the size of the *global* batch (1 for a summed loss). Summed over the ranks that is the gradient of the global
 batch, however unequal the parts are.
 """
@@ -35,9 +35,9 @@ class GradientSync(ABC):
     """The module as the user wrote it; set by `wrap`."""
     Options: ClassVar[type[typed.Section]] = NoOptions
     """The strategy's own settings (`sync.options`)."""
-    grad_divisor: float = 1.0
-    """What the strategy divides the sum of the ranks' gradients by: the world size where it averages, as torch's DDP and
-    FSDP do. The loss is multiplied by it. (The scaling of float16's losses is `optim/loss_scaler.py`.)"""
+    loss_factor: float = 1.0
+    """What the loop multiplies the loss by: the world size where the strategy averages the ranks' gradients, as torch's DDP
+    and FSDP do, else 1. (The scaling of float16's losses is `optim/loss_scaler.py`.)"""
     bytes_sent: int = 0
     """Payload of the collectives that this rank has joined for its steps so far, in bytes: the gradients, and the
     parameters where a strategy sends those too."""

@@ -31,7 +31,7 @@ class Ddp(GradientSync):
     watch: GradientWatch
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
-        self.model, self.grad_divisor = model, float(world.size)
+        self.model, self.loss_factor = model, float(world.size)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._step_bytes = sum(map(nbytes, self._names)) if world.size > 1 else 0
         self.watch = GradientWatch(world.device, unused=self.options.find_unused)

@@ -87,7 +87,7 @@ class Fsdp(GradientSync):
                 raise self.refuse(
                     f"cannot shard a parameter without dimensions, and {name} is one", "give it the shape [1]"
                 )
-        self.model, self._world, self.grad_divisor = model, world, float(world.size)
+        self.model, self._world, self.loss_factor = model, world, float(world.size)
         # Rows of contiguous parameters are what is sharded. Convolutions follow the layout of their images all the same.
         make_contiguous(model)
         broadcast_module(model)

@@ -16,7 +16,7 @@ from training.sync.buckets import Bucketed
 class Horovod(Bucketed):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         hvd.adopt(world)
-        self.model, self.grad_divisor = model, float(world.size)
+        self.model, self.loss_factor = model, float(world.size)
         hvd.broadcast_parameters(model)
         return model
 
