@@ -29,7 +29,7 @@ from training.launch.carried import environment
 from training.launch.handed import Handed
 
 OTHERS_SECONDS = 3.0
-"""How long a rank that failed looks whether another one found the words or the data unusable: that is final."""
+"""How long a rank that failed checks whether another one found the arguments or the data unusable: that is final."""
 REQUEUE_SECONDS = 300.0
 """How long rank 0 tries to reach the controller."""
 HOLD_SECONDS = 120.0

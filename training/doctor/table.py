@@ -109,7 +109,7 @@ ROWS = (
     *(Check(f"precision {name}", "ranks", "steps:precision", _OF_A_PRECISION, argument=name) for name in PRECISIONS),
     Check(
         "kill and resume", "runs", "endings:kill_and_resume",
-        "save nothing of value there yet: look whether the run directory's disk is full or slow, and report it with this table's file",
+        "save nothing of value there yet: check whether the run directory's disk is full or slow, and report it with this table's file",
         bound=180,
     ),
     Check(

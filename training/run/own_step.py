@@ -67,7 +67,7 @@ class Step:
         self._end_stand_in()
 
     def _count(self) -> None:
-        """Moves the cursor: at the batch's update, so that a script that leaves there goes on behind it."""
+        """Moves the cursor: at the batch's update, so that a script that leaves there goes on after it."""
         if not self._counted:
             self._counted = True
             self.own.state.cursor.step += 1

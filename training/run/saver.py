@@ -15,7 +15,7 @@ from training.checkpoint.store import SaveResult, Writer
 from training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
-"""Between two looks whether it is time to leave, while a save is waited for."""
+"""While a save is waited for: between two checks whether it is time to leave."""
 
 
 class _NoAnswer(Exception):

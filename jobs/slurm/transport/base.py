@@ -21,7 +21,7 @@ from jobs.slurm.transport import scripts
 from training.contract import UserError
 
 SECONDS = 60.0
-"""How long an answer may take, where nothing else is said."""
+"""How long an answer may take by default."""
 MAX_FILE = 4 << 20
 """Bytes of a record or note; a larger file is none."""
 CHUNK = 1 << 20
