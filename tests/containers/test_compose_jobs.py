@@ -234,21 +234,13 @@ def test_health_and_the_closed_root(jobs: Jobs) -> None:
 
 
 def cifar10(target: Path, each: int = 400) -> None:
-    """The first images of each file of CIFAR-10, in its binary format. Skips where the pack of images is not there."""
-    from PIL import Image
-
-    pack = ROOT / "../shared/data/cifar10-jpeg.npz"
-    require(pack.exists(), f"{pack} is not there")
-    with np.load(pack, allow_pickle=False) as arrays:
-        header, body, labels = arrays["header"].tobytes(), arrays["body"].tobytes(), arrays["labels"]
-        ends = np.cumsum(arrays["lens"].astype(np.int64))
+    """Files of CIFAR-10's binary format, with images of noise: a byte of label, then 3 × 32 × 32 bytes."""
+    rng = np.random.default_rng(0)
     (target / "cifar-10-batches-bin").mkdir()
-    for number, name in enumerate([*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin"]):
-        with (target / "cifar-10-batches-bin" / name).open("wb") as file:
-            for row in range(number * 10_000, number * 10_000 + each):
-                data = header + body[ends[row - 1] if row else 0 : ends[row]]
-                pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
-                file.write(bytes([labels[row]]) + pixels.tobytes())
+    for name in (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin"):
+        rows = rng.integers(0, 256, (each, 1 + 3 * 32 * 32), dtype=np.uint8)
+        rows[:, 0] = rng.integers(0, 10, each)
+        rows.tofile(target / "cifar-10-batches-bin" / name)
 
 
 def test_shards_that_prepare_has_staged_are_trained_on(jobs: Jobs, tmp_path: Path) -> None:
