@@ -6,6 +6,7 @@ A disk that was full, another version or another hand may have written it: one d
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ def process(path: Path) -> dict[str, Any] | None:
 def identity(name: str) -> str:
     """What one submission of a job is known by: its ranks have it in their environment, and write it into status.json."""
     return f"{name}.{uuid.uuid4().hex[:12]}"
+
+
+def progress(said: Mapping[str, Any] | None) -> str:
+    """How far a run is that trains, from its status.json: the step, at most some seconds old, and how often it was restarted."""
+    if said is None or not isinstance(said.get("step"), int):
+        return "starting"
+    again = said.get("restart")
+    return f"step {said['step']}" + (f", restart {again}" if isinstance(again, int) and again > 0 else "")
 
 
 def said(run_dir: Path, job: str) -> dict[str, Any] | None:

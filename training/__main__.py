@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help=COMMANDS["export"])
     export.add_argument("target", type=Path, metavar="RUN")
-    export.add_argument("out", type=Path, metavar="OUT.pth")
+    export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
     export.set_defaults(action=_export)
 
     report = commands.add_parser("report", help=COMMANDS["report"])

@@ -218,7 +218,7 @@ class Session:
         own = begin(self.settings, self.world, self._place, replica, self._optimizers, others, of_rank)
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._handed.run_dir:
-            own.console.line(f"The job keeps this run in {self.run_dir}")
+            own.console.line(f"This run is kept in {self.run_dir}")
         self._own, self._attempt = own, Attempt(own, self._signals, self.began)
         if self._signals is not None:
             self._signals.on_second_signal = own.exporter.close
@@ -306,11 +306,10 @@ class Session:
                 clock.data_ready()
                 step.begin_batch(part)
                 yield to_device(item, self.device)
+                clock.between()
                 step.end_batch()
         finally:
-            close = getattr(given, "close", None)
-            if close is not None:
-                close()
+            getattr(given, "close", lambda: None)()
 
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch (a tensor, an array or a list) that every rank has in full.

@@ -184,11 +184,12 @@ def doctor(
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
     from jobs import connect
+    from jobs.code import pin
 
     found_in = connect.cluster(backend, "doctor")
     spec = None
     if file is not None or profile is not None:
-        spec = options.build(file, {} if file is not None else {"recipe": "smoke"}, profile)
+        spec, _ = pin.look(options.build(file, {} if file is not None else {"recipe": "smoke"}, profile))
     found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context, host=host))
     if as_json:
         show([item.plain() for item in found])

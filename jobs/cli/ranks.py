@@ -83,7 +83,8 @@ class Reader:
         self.run_dir = run_dir
         if not (run_dir / contract.RUN_FILE).is_file():
             raise UserError(
-                f"{run_dir} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke"
+                f"{run_dir} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke; "
+                "a run that has just been started writes it within seconds"
             )
 
     def read(self) -> dict[int, Snapshot]:

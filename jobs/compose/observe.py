@@ -6,6 +6,7 @@ import datetime
 import signal
 from typing import Any
 
+from jobs import records
 from jobs.manifest import Manifest, get
 from jobs.spec.model import JobSpec
 from jobs.status import Part, State, Status
@@ -36,7 +37,6 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: dict[str, Any] | 
     states = [str(get(node, "State", "Status")) for node in nodes]
     if any(state in _RUNNING for state in states):
         lost = [part for part in parts if part.state == "failed"]
-        step = said.get("step") if said is not None and said.get("code") is None else None
         if lost and not cancelled:
             return Status(
                 "restarting",
@@ -46,7 +46,7 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: dict[str, Any] | 
         paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
         if paused:
             return Status("running", f"{paused} is paused", parts)
-        return Status("running", f"step {step}" if step is not None else "starting", parts)
+        return Status("running", records.progress(said if said is None or said.get("code") is None else None), parts)
     if any(state == "created" for state in states):
         error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")
         if error:

@@ -143,8 +143,7 @@ class LocalBackend(Backend):
         if ended is None and supervised:
             if (folder / RUNNING).exists():
                 said = records.said(Path(record["run_dir"]), record["job"])
-                step = f"step {said['step']}" if said else "starting"
-                return answer("running", step)
+                return answer("running", records.progress(said))
             return answer("pending", "the launcher is starting")
         if ended is None and being_submitted:
             return answer("pending", "is being submitted")

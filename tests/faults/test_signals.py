@@ -41,7 +41,10 @@ def _preempted(job: Job) -> dict[str, Any]:
 def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Undisturbed, fate: str, where: str) -> None:
     done = job.go(LOCKSTEP_TEST_FATE=fate)
     assert done.code == 75, (where, done.output)
-    _preempted(job)
+    rank, _, name = fate.split(":")
+    assert f"ended early by SIG{name} on rank {rank} at step" in _preempted(job)["reason"], (
+        "the ranks know whose signal it was"
+    )
     assert "run the same command again to resume" in done.output
     _continue(job, undisturbed)
 

@@ -98,6 +98,31 @@ with Session(sys.argv[1], sync="flat") as run:
         torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-10)
 
 
+def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path) -> None:
+    """A rank that is slow there was taken for the fast one: its step seemed to end before."""
+    code = """
+import sys, time, torch
+from lockstep import Session
+with Session(sys.argv[1]) as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(1):
+        for batch in run.batches(torch.utils.data.TensorDataset(torch.randn(240, 4)), 12):
+            run.step(model(batch[0]).square().mean())
+            time.sleep(0.05 * run.rank)
+"""
+    done = _script(2, code, tmp_path / "run")
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 20 and summary["trained_seconds"] > 19 * 0.05
+    shares = []
+    for rank in (0, 1):
+        text = (tmp_path / f"run/metrics/rank-{rank:05d}.prom").read_text()
+        phases = dict(re.findall(r"training_(grad_ready|sync_wait)_seconds_sum\{[^}]*\} (\S+)", text))
+        shares.append({name: float(seconds) for name, seconds in phases.items()})
+    assert shares[1]["grad_ready"] > 19 * 0.05 and shares[0]["sync_wait"] > 0.5 > shares[0]["grad_ready"], shares
+
+
 def test_the_example_is_the_plain_one_with_few_lines_changed(tmp_path: Path) -> None:
     before, after = ((ROOT / f"examples/{name}.py").read_text().splitlines()[1:] for name in ("plain", "own_loop"))
     changed = [line for line in after if line.strip() and line not in before]

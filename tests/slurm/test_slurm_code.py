@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 from jobs.code import store
 from jobs.slurm.backend import SlurmBackend
 from jobs.spec.model import JobSpec
 from tests.processes import PYTHON
-from tests.slurm.conftest import Bench
+from tests.slurm.conftest import Bench, lockstep
 
 TRAIN = """
 import os, sys, helper, training
@@ -26,6 +27,10 @@ def test_a_waiting_job_runs_what_was_submitted_whatever_is_edited_meanwhile(benc
         "run_dir": str(bench.folder / "run"), "memory": "1Gi", "slurm": {"patch": {"begin": "now+1hour"}},
         "env": {"PYTHONPATH": str(bench.folder / "elsewhere")},
     }  # fmt: skip
+    (bench.folder / "own.json").write_text(json.dumps({**values, "slurm": {}}))
+    done = lockstep("doctor", "slurm", str(bench.folder / "own.json"))
+    node = next(line for line in done.stdout.splitlines() if line.startswith("node "))
+    assert node.split()[1] == "ok" and "has not been read" not in done.stdout, done.stdout + done.stderr
     (bench.folder / "elsewhere").mkdir()
     (bench.folder / "elsewhere/helper.py").write_text("WORD = 'of another folder'\n")
     bench.backend.submit(JobSpec.of(values))

@@ -8,9 +8,10 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,33 @@ def test_the_clock_tells_each_closed_step_once() -> None:
     clock.end()
     assert clock.measured() == [{"data_wait": 1.0, "grad_ready": 2.0, "sync_wait": 4.0, "step_duration": 9.0}]
     assert clock.measured() == []
+
+
+def test_what_a_script_does_between_two_steps_is_its_own_time_in_the_next() -> None:
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+
+    def at(seconds: float, point: Callable[[], Any]) -> Any:
+        now[0] = seconds
+        return point()
+
+    at(0, clock.begin)
+    at(1, clock.data_ready)
+    at(2, clock.grad_ready)
+    at(2, clock.synced)
+    assert at(3, clock.end)["step_duration"] == 3.0 and clock.trained == 3.0
+    at(7, clock.between)  # four seconds of the script's
+    at(20, clock.begin)  # the boundary before it, where a checkpoint is saved, is nobody's step
+    at(21, clock.data_ready)
+    at(23, clock.between)  # a batch whose gradients are added to the next one's
+    at(24, clock.begin)
+    at(25, clock.data_ready)
+    at(28, clock.grad_ready)
+    at(30, clock.synced)
+    assert at(31, clock.end) == {"data_wait": 1.0, "grad_ready": 10.0, "sync_wait": 2.0, "step_duration": 14.0}
+    assert clock.trained == 17.0
+    at(31, clock.begin)
+    assert at(32, clock.end)["step_duration"] == 1.0
 
 
 def test_what_is_queued_on_a_gpu_is_waited_for_and_counts_as_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.imports import SHARED, modules
@@ -172,9 +173,15 @@ def test_weight_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         weights.write({}, path)
     for content in (b"", b"nonsense", b"\x80\x04cposix\nsystem\n"):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=r"is not a file of plain weights"):
-            weights.read(path)
+        for bad in (path, tmp_path / "bad.safetensors"):
+            bad.write_bytes(content)
+            with pytest.raises(UserError, match=r"is not a file of plain weights"):
+                weights.read(bad)
+    plain = {"weight": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "bias": torch.randn(2)}
+    weights.write(plain, tmp_path / "w.safetensors")
+    for read in (weights.read, safetensors.torch.load_file):  # ours, and anybody's
+        found = read(tmp_path / "w.safetensors")
+        assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
     torch.save([1], path)
     with pytest.raises(UserError, match="does not hold a state dict"):
         weights.read(path)

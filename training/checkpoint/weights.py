@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -16,6 +17,8 @@ from training import files, models
 from training.checkpoint import store
 from training.checkpoint.state import checked, evaluated_weights
 from training.contract import UserError
+
+SAFETENSORS = ".safetensors"
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -27,6 +30,8 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     try:
         with files.regular(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused a line later
+            if path.suffix == SAFETENSORS:
+                return safetensors.torch.load_file(path)
             _refuse_packed(file, path)
             value = torch.load(file, map_location="cpu", weights_only=True)
     except UserError:
@@ -101,12 +106,20 @@ def published(weights: dict[str, torch.Tensor], model: str) -> dict[str, torch.T
 
 
 def write(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a plain state dict: whole, or not at all. Raises `UserError` where the file exists or cannot be written."""
+    """Writes a plain state dict: whole, or not at all. A name that ends in `.safetensors` gives such a file, else torch's.
+
+    Raises:
+        UserError: the file exists, or cannot be written.
+    """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already: choose another file, or remove it")
     try:
         with files.replacing(path) as temporary, temporary.open("xb") as file:
-            torch.save({name: tensor.clone() for name, tensor in weights.items()}, file)
+            plain = {name: tensor.clone() for name, tensor in weights.items()}
+            if path.suffix == SAFETENSORS:
+                file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in plain.items()}))
+            else:
+                torch.save(plain, file)
             file.flush()
             files.fsync(file.fileno())
     except (OSError, RuntimeError) as error:

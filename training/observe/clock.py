@@ -2,6 +2,9 @@
 
     begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
 
+What a loop of one's own does between two steps (`between`) is the rank's own time, too: it counts with `grad_ready` of the
+next step, in which the others wait for it.
+
 Step time alone hides a slow rank: all ranks wait for it and read the same. The time to `grad_ready` names it, less
 what the rank waited for others on the way there.
 
@@ -70,13 +73,24 @@ class StepClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._closed: list[Times] = []
+        self._between = 0.0
+        """Own time since the last step."""
+        self._ended: float | None = None
+        """When that was closed; None while one is open."""
         self.trained = 0.0
         """Seconds of training so far, evaluation and saving excluded; continues over restarts."""
         self.begin()
 
     def begin(self) -> None:
         self._begin = self._data = self._grad = self._synced = self._now()
-        self._waited = 0.0
+        self._waited, self._ended = 0.0, None
+
+    def between(self) -> None:
+        """The script comes back for the next batch: what it did since the last step was its own, or since the last batch
+        where that brought no step."""
+        now = self._now()
+        self._between += now - (self._begin if self._ended is None else self._ended)
+        self._ended = now
 
     def data_ready(self) -> None:
         self._data = self._grad = self._synced = self._now()
@@ -119,13 +133,15 @@ class StepClock:
     def end(self) -> Times:
         """Closes the step. Returns its seconds as the host saw them."""
         now = self._now()
-        self.trained += now - self._begin
+        self._ended = now
         times = {
             "data_wait": self._data - self._begin,
-            "grad_ready": self._grad - self._data - self._waited,
+            "grad_ready": self._grad - self._data - self._waited + self._between,
             "sync_wait": self._synced - self._grad + self._waited,
-            "step_duration": now - self._begin,
+            "step_duration": now - self._begin + self._between,
         }
+        self.trained += times["step_duration"]
+        self._between = 0.0
         self._closed = [times]
         return times
 
@@ -150,6 +166,8 @@ class CudaStepClock(StepClock):
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._free: list[torch.cuda.Event] = []
         self._step = _Step()
+        self._own: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Where the script's own time since the last step began and ended."""
         self._pending: deque[_Step] = deque()
         self._replays: tuple[_Step, RecordedPoints] | None = None
         super().__init__(now)
@@ -162,6 +180,10 @@ class CudaStepClock(StepClock):
     def begin(self) -> None:
         super().begin()
         self._step = _Step([self._event()] * 4)
+
+    def between(self) -> None:
+        super().between()
+        self._own.append((self._step.events[-1 if len(self._step.events) == 5 else 0], self._event()))
 
     def data_ready(self) -> None:
         super().data_ready()
@@ -191,6 +213,7 @@ class CudaStepClock(StepClock):
 
     def end(self) -> Times:
         self._step.events.append(self._event())
+        self._step.own, self._own = self._own, []
         self._pending.append(self._step)
         return super().end()
 
@@ -206,7 +229,8 @@ class CudaStepClock(StepClock):
             if self._replays is not None and self._replays[0] is step:
                 self.before_replay()
             found.append(step.times())
-            self._free += list(dict.fromkeys(step.events))[: self._POOL - len(self._free)]
+            # The last event may be where the next step's own time begins, so it is not used again.
+            self._free += list(dict.fromkeys(step.events[:-1]))[: self._POOL - len(self._free)]
         return found
 
 
@@ -216,15 +240,18 @@ class _Step:
 
     events: list[torch.cuda.Event] = field(default_factory=list)
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    own: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     recorded: tuple[float, float] | None = None
     """Seconds to grad_ready and from there to synced, where the step is a recording's."""
 
     def times(self) -> Times:
         begin, data, grad, synced, end = self.events
         waited = sum(_seconds(since, until) for since, until in self.waits)
+        between = sum(_seconds(since, until) for since, until in self.own)
         own, sync = self.recorded or (_seconds(data, grad) - waited, _seconds(grad, synced) + waited)
         return {
-            "data_wait": _seconds(begin, data), "grad_ready": own, "sync_wait": sync, "step_duration": _seconds(begin, end),
+            "data_wait": _seconds(begin, data), "grad_ready": own + between, "sync_wait": sync,
+            "step_duration": _seconds(begin, end) + between,
         }  # fmt: skip
 
 

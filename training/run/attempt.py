@@ -27,6 +27,7 @@ from training import contract
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.observe.clock import Times
 from training.observe.reading import Reading
+from training.parallel.exchange import all_gather_trees
 from training.parallel.world import World
 from training.resilience import divergence
 from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
@@ -34,6 +35,9 @@ from training.resilience.hang import Heartbeat, describe_failed_collective, is_c
 from training.resilience.preempt import Consensus, Decision, Signals
 from training.run.context import RunContext, note_corrupt_shard
 from training.run.saver import Saver
+
+STATUS_SECONDS = 10.0
+"""Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Attempt:
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
         self._polls = 0
+        self._told = time.monotonic()
+        """When status.json last had the step."""
         stop_file = None if context.run is None else context.run.path / contract.STOP_FILE
         self.consensus = Consensus(context.world, signals, stop_file)
         self.heartbeat = Heartbeat(context.world)
@@ -155,6 +161,9 @@ class Attempt:
         state.clock.end()
         done = context.steps_done
         self.heartbeat.beat(done)
+        if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
+            self._told = time.monotonic()
+            context.run.status(None, "running", done)
         context.console.step(state.cursor.epoch, done)
         measured = state.clock.measured()
         if measured:
@@ -213,7 +222,7 @@ class Attempt:
         if context.config.checkpoint.on_signal:
             self.save()
         saved, step = self.saver.durable(), context.steps_done
-        who = self.consensus.reason or "another rank"
+        who = next(filter(None, all_gather_trees(self.consensus.reason, context.world)), "another rank")
         context.event("preempted", step=step, reason=who, saved=saved)
         if not saved:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
