@@ -259,7 +259,7 @@ class Backend(abc.ABC):
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(
                 f"{spec.name} has already finished: {status.state}{why}: "
-                "--replace deletes it and submits again, --new takes a numbered name"
+                "--replace submits it again under this name (its run directory stays), --new under a numbered one"
             )
         return spec, self.gone_on(found, spec)
 

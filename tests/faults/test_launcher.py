@@ -24,7 +24,7 @@ from tests.processes import PYTHON, clean_env, free_port, poll, require, run, st
 from tests.runs import Job, assert_same, settings
 from tests.warm.gang import running
 from training.checkpoint import store
-from training.launch.agent import cluster_code, exit_code
+from training.launch.codes import cluster_code, deaths, exit_code
 
 
 def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
@@ -33,6 +33,7 @@ def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, 
         LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"),
     )  # fmt: skip
     assert done.code == 0, done.output
+    assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert_same(job.run_dir, undisturbed(2))
 
@@ -98,6 +99,14 @@ def test_several_endings_are_one_code() -> None:
         return exit_code(RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures))  # type: ignore[arg-type]
 
     assert [code(), code(1), code(-9, 75), code(75, 2, 1), code(-11)] == [0, 1, 75, 2, 1]
+
+
+def test_who_was_killed_is_said() -> None:
+    failures = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((1, -9, -15, -11))}
+    result = RunResult(state=WorkerState.FAILED, failures=failures)  # type: ignore[arg-type]
+    assert deaths(result, signal.SIGTERM) == [
+        "rank 1 was ended by SIGKILL (by hand, or because the memory was used up)", "rank 3 was ended by SIGSEGV",
+    ]  # fmt: skip
 
 
 def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Undisturbed) -> None:

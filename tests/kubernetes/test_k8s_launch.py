@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
-from training.launch.agent import cluster_code, own_address
+from training.launch.agent import own_address
 from training.launch.attempts import Attempts
+from training.launch.codes import cluster_code
 
 
 def live(folder: Path, code: int | None, restarts: int = 0, node: str = "n-0") -> tuple[bool, int]:

@@ -41,14 +41,12 @@ from training.contract import (
     MASTER_PORT,
     UserError,
 )  # fmt: skip
-from training.launch import carried, lines, rendezvous, scratch
+from training.launch import carried, codes, lines, rendezvous, scratch
 from training.launch.attempts import Attempts
 from training.launch.ending import Ending
 from training.launch.lifeline import FORWARDED
 from training.launch.rendezvous import NotMet
 from training.parallel.world import cores
-
-FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 
 
 class Agent(LocalElasticAgent):
@@ -157,36 +155,17 @@ class Agent(LocalElasticAgent):
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        codes = {failure.exitcode for failure in result.failures.values()}
+        ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
-        if codes == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
+        if ended == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
             # Another node's agent saw a newcomer first and asked its ranks to leave; ours left with them.
             return RunResult(state=WorkerState.HEALTHY)
-        final = not codes.isdisjoint(FINAL)
+        for line in codes.deaths(result, self.signalled):
+            print(f"launch: {line}", file=sys.stderr, flush=True)
+        final = not ended.isdisjoint(codes.FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
         return result
-
-
-def exit_code(result: RunResult) -> int:
-    """The gang's ending as one code: wrong usage beats preempted beats failed."""
-    if not result.is_failed():
-        return EXIT_DONE
-    codes = {failure.exitcode for failure in result.failures.values()}
-    return next((code for code in FINAL if code in codes), EXIT_FAILED)
-
-
-def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
-    """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
-
-    Args:
-        attempt: how often this node was restarted so far, within the pod and by replacing it.
-    """
-    if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
-        return code
-    if code == EXIT_PREEMPTED:
-        return 128 + signal.SIGTERM
-    return 138 if attempt < max_restarts else EXIT_FAILED
 
 
 def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
@@ -308,7 +287,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         with contextlib.suppress(SignalException):
             ending.leave(args.linger)
         _handle(caught, _nothing)
-    return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+    return code if final else codes.cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
@@ -342,10 +321,10 @@ def _run(
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()
         _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
-        code = exit_code(result)
+        code = codes.exit_code(result)
         if agent.ending is not None and agent.ending.verdict is not None:
             code = agent.ending.verdict
-        if agent.ours and code == EXIT_FAILED and (name := _too_early(result, agent.signalled)):
+        if agent.ours and code == EXIT_FAILED and (name := codes.too_early(result, agent.signalled)):
             print(f"launch: {name} before any rank had started", file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -378,15 +357,6 @@ def _run(
 def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
     for number in numbers:
         signal.signal(number, handler)
-
-
-def _too_early(result: RunResult, signalled: int | None) -> str:
-    """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
-
-    A rank that has begun catches all of them.
-    """
-    codes = {failure.exitcode for failure in result.failures.values()}
-    return signal.Signals(signalled).name if signalled is not None and -signalled in codes else ""
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

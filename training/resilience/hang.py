@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -29,6 +28,8 @@ _OF_A_COLLECTIVE = re.compile(
     r"gloo|nccl|c10d|timed out|pair closure|connection (closed|reset|refused)|broken pipe|socket", re.I
 )
 """gloo says "Application timeout caused pair closure" where another collective of this rank has timed out before."""
+_PLACE = re.compile(r"^\[[^]]*\] ")
+"""Where in its sources a library's message arose."""
 
 
 class Heartbeat:
@@ -53,7 +54,7 @@ def is_collective(error: BaseException) -> bool:
 
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
     """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
-    cause = (str(error) or type(error).__name__).splitlines()[0][:200]
+    cause = _PLACE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
     told = _about_the_missing(world, step, "failed", cause)
     return told or f"step {step}: a collective failed, although every rank is present ({cause})"
 
@@ -150,10 +151,11 @@ def _missing(world: World, step: int, what: str) -> list[str]:
     missing = []
     deadline = time.monotonic() + REPORT_SECONDS
     for rank in range(world.size):
-        left = max(deadline - time.monotonic(), 0.05)
-        try:
-            store.wait([f"lockstep/{what}/{rank}"], timedelta(seconds=left))
-        except (RuntimeError, ValueError):
+        key = [f"lockstep/{what}/{rank}"]
+        # Asked again and again: `store.wait` would print warnings of torch's own about a wait that is meant to end so.
+        while not (reported := store.check(key)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not reported:
             seen = f"lockstep/step/{rank}"
             last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
             missing.append(f"rank {rank} did not arrive ({last})")

@@ -122,6 +122,7 @@ class Attempt:
         decision = self.poll(self.saver.due_by_time())
         if decision.stop:
             self.leave()
+        self.saver.look()
         if self.saver.due_by_step() or (decision.save and self.saver.steps_since > 1):
             self.save()
 

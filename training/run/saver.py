@@ -81,6 +81,11 @@ class Saver:
             self.interval.stalled(stalled)
             self.context.event("checkpoint", step=self.context.steps_done, stall_seconds=round(stalled, 6))
 
+    def look(self) -> None:
+        """Notes a save that has ended, without waiting for one that has not."""
+        if self._future is not None and self._future.done():
+            self._reap()
+
     def leaving(self) -> None:
         """The ranks have agreed to leave: every wait from here on ends with the grace."""
         self._leaving_since = self._leaving_since or time.monotonic()

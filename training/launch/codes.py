@@ -1,0 +1,63 @@
+"""How the ranks of a node ended: the exit code, for people and for clusters, and who was killed."""
+
+from __future__ import annotations
+
+import signal
+
+from torch.distributed.elastic.agent.server.api import RunResult
+
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+
+FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
+"""Codes of a rank after which the gang is not started again."""
+
+
+def exit_code(result: RunResult) -> int:
+    """The gang's ending as one code: wrong usage beats preempted beats failed."""
+    if not result.is_failed():
+        return EXIT_DONE
+    ended = _ended(result)
+    return next((code for code in FINAL if code in ended), EXIT_FAILED)
+
+
+def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
+    """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
+
+    Args:
+        attempt: how often this node was restarted so far, within the pod and by replacing it.
+    """
+    if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
+        return code
+    if code == EXIT_PREEMPTED:
+        return 128 + signal.SIGTERM
+    return 138 if attempt < max_restarts else EXIT_FAILED
+
+
+def too_early(result: RunResult, signalled: int | None) -> str:
+    """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
+
+    A rank that has begun catches all of them.
+    """
+    return signal.Signals(signalled).name if signalled is not None and -signalled in _ended(result) else ""
+
+
+def deaths(result: RunResult, signalled: int | None) -> list[str]:
+    """A sentence for each rank that a signal has ended, other than the one that was handed on to it."""
+    found = []
+    for rank, failure in sorted(result.failures.items()):
+        number = -failure.exitcode
+        if number > 0 and number != signalled:
+            hint = " (by hand, or because the memory was used up)" if number == signal.SIGKILL else ""
+            found.append(f"rank {rank} was ended by {_name(number)}{hint}")
+    return found
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _ended(result: RunResult) -> set[int]:
+    return {failure.exitcode for failure in result.failures.values()}
