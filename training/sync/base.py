@@ -100,6 +100,10 @@ class GradientSync(ABC):
 
         Called once a step, between the last `backward` and the optimizer's `step`. A parameter that no sample used has a
         gradient of zero, or none.
+
+        A NaN or an infinity in one rank's gradient of a parameter leaves that parameter's gradient non-finite on every rank that
+        holds it, so that `grad_norm` shows it to all. A strategy that scales or compresses has to see to it: a maximum, a
+        clamp or a cast to integers can lose it.
         """
 
     def abandon(self) -> None:
