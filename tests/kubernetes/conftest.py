@@ -8,7 +8,8 @@ from pathlib import Path
 
 import kubernetes_validate.utils
 import pytest
-from k8s_server import ApiServer, Cluster
+from k8s_cluster import Cluster
+from k8s_server import ApiServer
 
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from k8s_server import Cluster
+from k8s_cluster import Cluster
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.kubernetes.checks import check

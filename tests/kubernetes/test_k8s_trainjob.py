@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from k8s_server import Cluster
+from k8s_cluster import Cluster
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
