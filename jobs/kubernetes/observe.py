@@ -310,7 +310,7 @@ def _refused(job: Object, pods: list[Object], events: list[Object]) -> str:
         and get(event, "involvedObject", "name") == name
         and str(event.get("lastTimestamp") or event.get("eventTime") or "~") >= latest  # else it was let in since
     ]
-    return str(found[-1].get("message", "")) if found else ""
+    return str(found[-1].get("message", "")).removeprefix("Error creating: ") if found else ""
 
 
 def _last_warning(events: list[Object]) -> str:
