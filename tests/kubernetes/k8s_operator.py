@@ -55,6 +55,7 @@ class Operator:
         self.cluster, self.kubelet, self.namespace = cluster, kubelet or Idle(), namespace
         self.held: set[str] = set()
         """Pods that are not there yet."""
+        self.now = time.time
 
     def round(self) -> None:
         jobs, pods = self.cluster.all("pytorchjobs", self.namespace), self.cluster.all("pods", self.namespace)
@@ -128,7 +129,7 @@ class Operator:
             **template["metadata"]["labels"], "training.kubeflow.org/job-name": job_name,
             "training.kubeflow.org/replica-type": replica.lower(), "training.kubeflow.org/replica-index": str(index),
         }  # fmt: skip
-        meta = {"name": name, "labels": labels, "creationTimestamp": _now()}
+        meta = {"name": name, "labels": labels, "creationTimestamp": self._stamp()}
         try:
             pod = self.cluster.create("pods", {"metadata": meta, "spec": spec, "status": {}}, self.namespace)
         except Refused as refused:
@@ -137,12 +138,15 @@ class Operator:
         self.kubelet.start(pod, node, job["metadata"]["uid"], mounted, partial(injected, job, replica, index))
         self.cluster.put("pods", {**pod, "status": started(spec["containers"][0]["name"])}, self.namespace)
 
+    def _stamp(self) -> str:
+        return datetime.fromtimestamp(self.now(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
     def _tell(self, job: dict[str, Any], message: str) -> None:
         """An event; the same again counts."""
         meta = job["metadata"]
         event = {
             "metadata": {"name": f"{meta['name']}.{meta['uid'][:8]}{hash(message) & 0xFFFFFFFF:08x}"}, "type": "Warning",
-            "reason": "FailedCreatePod", "message": message, "lastTimestamp": _now(),
+            "reason": "FailedCreatePod", "message": message, "lastTimestamp": self._stamp(),
             "involvedObject": {"kind": "PyTorchJob", "name": meta["name"], "uid": meta["uid"]},
         }  # fmt: skip
         self.cluster.put("events", event, self.namespace)
@@ -177,10 +181,6 @@ class Running(Operator):
         self._stopping.set()
         self._thread.join(90)
         self.kubelet.stop()
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def finish(cluster: Cluster, pod: dict[str, Any], code: int, namespace: str = "team", **more: Any) -> None:
