@@ -77,8 +77,9 @@ class Nodes:
 
     def _say(self, name: str, status: str, reason: str) -> None:
         spec = {"taints": [{"key": key, "effect": "NoExecute"} for key in self._taints[name]]}
-        node = {"metadata": {"name": name}, "spec": spec, "status": {"conditions": [_ready(status, reason)]}}
-        self.cluster.put("nodes", node, "")
+        node = self.cluster.get("nodes", name, "") or {"metadata": {"name": name}, "status": {}}
+        conditions = [_ready(status, reason)]
+        self.cluster.put("nodes", {**node, "spec": spec, "status": {**node["status"], "conditions": conditions}}, "")
         for pod in self._pods(name):
             had = {one["type"]: one for one in pod["status"].get("conditions", [])}
             if had.get("Ready", {}).get("status") == ("True" if status == "Unknown" else "False"):
