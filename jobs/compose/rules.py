@@ -245,7 +245,7 @@ def scraped(subject: Subject) -> Iterator[str]:
 def dangling_mounts(subject: Subject) -> Iterator[str]:
     """A mount must name a volume of the file."""
     known = next((item.get("volumes") for item in subject.objects if "services" in item), None)
-    names = set(known) if isinstance(known, dict) else set()
+    names = list(known) if isinstance(known, dict) else []  # a patch may put anything beside them
     for name, service in _nodes(subject).items():
         if not isinstance(service.get("volumes"), list):
             yield f"{name}: volumes must be a list: undo the patch"

@@ -16,7 +16,7 @@ from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
 from jobs.compare import missing_from
 from jobs.foreground import Streams
-from jobs.kubernetes import code, preparejob, render, rules, submission
+from jobs.kubernetes import code, preparejob, related, render, rules, submission
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.observe import brief, container_of, explain, hosts, newest, slim
@@ -168,10 +168,14 @@ class KubernetesBackend(Cluster):
         found = explain(job, pods, [], None, names, ranks, elastic, time.time())
         if found.final or found.state == "running":
             return found
-        workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
+        workload = (
+            related.workload(self.api, self.namespace, job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
+        )
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
-        events = [event for about in [name, *pending[:3]] for event in self._events(str(about))]
-        return explain(job, pods, events, workload, names, ranks, elastic, time.time())
+        maker = related.maker(self.api, self.namespace, job) if len(pods) < len(names) else None
+        about = [name, *([get(maker, "metadata", "name")] if maker else []), *pending[:3]]
+        events = [event for each in about for event in related.events(self.api, self.namespace, str(each))]
+        return explain(job, pods, events, workload, names, ranks, elastic, time.time(), maker)
 
     def trouble(self, status: Status) -> str:
         return next((part.reason for part in status.ranks if part.state == "unknown"), "")
@@ -370,22 +374,6 @@ class KubernetesBackend(Cluster):
                 raise
             return None
         return pod if get(pod, "metadata", "labels", JOB) == name else None
-
-    def _events(self, about: str) -> Manifests:
-        path = f"/api/v1/namespaces/{self.namespace}/events"
-        found = _all(self.api.pages(path, fieldSelector=f"involvedObject.name={about}"))
-        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
-
-    def _workload(self, job: Manifest) -> Manifest | None:
-        selector = f"kueue.x-k8s.io/job-uid={get(job, 'metadata', 'uid')}"
-        for version in ("v1beta2", "v1beta1"):
-            try:
-                path = f"/apis/kueue.x-k8s.io/{version}/namespaces/{self.namespace}/workloads"
-                return next(self.api.pages(path, labelSelector=selector), None)
-            except ApiError as error:
-                if error.status not in (403, 404):
-                    raise
-        return None
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"

@@ -103,7 +103,8 @@ def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: AR
 def rights(kind: str) -> list[tuple[str, str, str, str]]:
     """(verb, group, resource, subresource) of all that lockstep calls for this kind of job."""
     version, plural = KINDS[kind]
-    return [*((verb, version.partition("/")[0], plural, "") for verb in JOB_VERBS), *RIGHTS]
+    batch = [("get", "batch", "jobs", "")] if kind == "TrainJob" else []  # what its pods are refused for
+    return [*((verb, version.partition("/")[0], plural, "") for verb in JOB_VERBS), *RIGHTS, *batch]
 
 
 def _kind(spec: JobSpec | None) -> str:
@@ -270,15 +271,19 @@ def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
 def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if not spec.gpus:
         return
-    amounts = []
+    amounts, silent = [], 0
     for node in backend.api.pages("/api/v1/nodes"):
+        ready = [item for item in mappings(get(node, "status", "conditions")) if item.get("type") == "Ready"]
         amount = str(get(node, "status", "allocatable", k8s(spec).gpu_resource) or "0")
-        if amount.isdigit() and not get(node, "spec", "unschedulable"):
+        if ready and ready[0].get("status") != "True":
+            silent += 1
+        elif amount.isdigit() and not get(node, "spec", "unschedulable"):
             amounts.append(int(amount))
     fit = sum(amount >= spec.gpus for amount in amounts)
     needed = spec.nodes if k8s(spec).spread == "required" else 1
     detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {k8s(spec).gpu_resource}, the job needs {needed}"
-    yield Check("nodes", "ok" if fit >= needed else "missing", detail)
+    away = f"; not ready: {silent} more" if silent else ""
+    yield Check("nodes", "ok" if fit >= needed else "missing", detail + away)
 
 
 def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:

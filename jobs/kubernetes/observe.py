@@ -28,7 +28,7 @@ def condition(item: Object, kind: str) -> Object | None:
 
 def explain(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
-    elastic: bool, now: float,
+    elastic: bool, now: float, maker: Object | None = None,
 ) -> Status:  # fmt: skip
     """The status of a PyTorchJob or TrainJob.
 
@@ -37,15 +37,16 @@ def explain(
         ranks: ranks a pod.
         elastic: rank → pod is decided at run time, so parts carry no ranks.
         now: seconds since the epoch.
+        maker: the batch Job that makes a TrainJob's pods, and has the events of those that are refused.
     """
     places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
     pods = newest(pods)
-    known = {None, *(get(item, "metadata", "uid") for item in [job, *pods])}
+    known = {None, *(get(item, "metadata", "uid") for item in [job, *pods, maker])}
     # An earlier one of the same name leaves its events for an hour.
     events = [event for event in events if get(event, "involvedObject", "uid") in known]
     parts = [_part(pod, ranks, places, now) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
-    state, reason, code = _judge(job, pods, events, workload, len(hosts), now)
+    state, reason, code = _judge(job, pods, events, workload, len(hosts), now, maker)
     return Status(state, reason, parts, code)
 
 
@@ -107,8 +108,9 @@ def brief(job: Object) -> State:
 
 
 def _judge(
-    job: Object, pods: list[Object], events: list[Object], workload: Object | None, nodes: int, now: float
-) -> tuple[State, str, int | None]:
+    job: Object, pods: list[Object], events: list[Object], workload: Object | None, nodes: int, now: float,
+    maker: Object | None,
+) -> tuple[State, str, int | None]:  # fmt: skip
     if condition(job, "Succeeded") or condition(job, "Complete"):
         return "succeeded", "", EXIT_DONE
     failed = condition(job, "Failed")
@@ -145,7 +147,7 @@ def _judge(
     running = [pod for pod in pods if get(pod, "status", "phase") == "Running"]
     if running and not pending and len(running) >= nodes:
         return "running", f"{len(running)}/{nodes} pods run", None
-    refused = _refused(job, pods, events) if len(pods) < nodes else ""
+    refused = _refused(maker or job, pods, events) if len(pods) < nodes else ""
     if pods:
         others = f"the others are refused: {refused}" if refused else "the others are starting"
         return "pending", _starting(pending, events) or f"{len(running)}/{nodes} pods run, {others}", None
@@ -299,9 +301,9 @@ def _event_of(pod: Object, events: list[Object], reason: str) -> str:
     return str(found[-1].get("message", "")) if found else ""
 
 
-def _refused(job: Object, pods: list[Object], events: list[Object]) -> str:
+def _refused(maker: Object, pods: list[Object], events: list[Object]) -> str:
     """What the cluster says to pods that it does not let in: quota, PodSecurity, LimitRange. The job has no such condition."""
-    name = get(job, "metadata", "name")
+    name = get(maker, "metadata", "name")
     latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in pods), default="")
     found = [
         event
@@ -310,7 +312,7 @@ def _refused(job: Object, pods: list[Object], events: list[Object]) -> str:
         and get(event, "involvedObject", "name") == name
         and str(event.get("lastTimestamp") or event.get("eventTime") or "~") >= latest  # else it was let in since
     ]
-    return str(found[-1].get("message", "")) if found else ""
+    return str(found[-1].get("message", "")).removeprefix("Error creating: ") if found else ""
 
 
 def _last_warning(events: list[Object]) -> str:

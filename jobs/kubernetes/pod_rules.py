@@ -204,7 +204,7 @@ def limits(subject: Subject) -> Iterator[str]:
 def dangling_mounts(subject: Subject) -> Iterator[str]:
     """A mount must name a volume of the pod."""
     for pod in subject.pods:
-        known = {volume.get("name") for volume in mappings(get(pod.spec, "volumes"))}
+        known = [volume.get("name") for volume in mappings(get(pod.spec, "volumes"))]  # a patch may put anything there
         for mount in mappings(pod.container.get("volumeMounts")):
             if mount.get("name") not in known:
                 yield f"{pod.replica}: the mount at {mount.get('mountPath')!r} has no volume: a patch replaces whole lists"

@@ -176,6 +176,7 @@ PROVOKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LC012", {"image": "lockstep:latest"}, {}),
     ("LC013", {"k8s": {"queue": "gpu"}}, {}),
     ("LC014", {}, {"services": {"node-0": {"volumes": [{"type": "volume", "source": "x", "target": "/x"}]}}}),
+    ("LC014", {}, {"services": {"node-0": {"volumes": [{"type": "volume", "source": ["x"], "target": "/x"}]}}}),
     ("LC015", {"ranks_per_node": 3}, {}),
 ]
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from k8s_server import ApiServer, Fault
+from k8s_cluster import Fault
+from k8s_server import ApiServer
 
 from jobs.cli.main import spread
 from jobs.cli.names import teller

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from k8s_operator import Operator, until
+from k8s_kubelet import kill_tree
+from k8s_operator import Running, until
 from k8s_server import ApiServer
 
 from jobs import registry
@@ -97,7 +98,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
         load, namespace = load_configuration(None)
         api = Api(load, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
-        operator = Operator(server.cluster, tmp_path)
+        operator = Running(server.cluster, tmp_path)
         yield Bench(KubernetesBackend(api, namespace, interval=0.2, lost_after=2), tmp_path)
         operator.stop()
         api.close()
@@ -295,7 +296,7 @@ def test_processes_that_vanish_are_lost(local: Bench) -> None:
     until((folder / "running.json").exists, BOUND, "the launcher")
     until(lambda: "begun" in "".join(local.backend.logs("gone")), BOUND, "the rank")
     os.kill(files.read_json(folder / "supervisor.json")["pid"], 9)
-    Operator._kill_tree(files.read_json(folder / "running.json")["pid"])
+    kill_tree(files.read_json(folder / "running.json")["pid"])
     found = local.backend.wait("gone", BOUND)
     assert (found.state, found.code) == ("lost", 4)
 

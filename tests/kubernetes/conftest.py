@@ -8,10 +8,14 @@ from pathlib import Path
 
 import kubernetes_validate.utils
 import pytest
-from k8s_server import ApiServer, Cluster
+import yaml
+from k8s_cluster import Cluster
+from k8s_operator import Operator
+from k8s_server import ApiServer
 
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
+from tests.processes import ROOT
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,3 +45,16 @@ def backend(server: ApiServer) -> Iterator[KubernetesBackend]:
     api = Api(load, timeout=5, sleep=lambda seconds: None)
     yield KubernetesBackend(api, namespace, interval=0.2, lost_after=1.0)
     api.close()
+
+
+@pytest.fixture
+def rights(cluster: Cluster) -> None:
+    """Those of deploy/k8s/base, and no others."""
+    documents = yaml.safe_load_all((ROOT / "deploy/k8s/base/rbac.yaml").read_text())
+    cluster.allow(next(item for item in documents if item["kind"] == "Role"))
+
+
+@pytest.fixture
+def operator(cluster: Cluster) -> Operator:
+    """Its pods only stand there."""
+    return Operator(cluster)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from k8s_cluster import Cluster, Fault
 from k8s_operator import until
-from k8s_server import ApiServer, Cluster, Fault
+from k8s_server import ApiServer
 
 from jobs.kubernetes.api import Api, ApiError, Gone, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend

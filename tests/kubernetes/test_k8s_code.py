@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from k8s_operator import Operator, until
-from k8s_server import ApiServer, Cluster, Fault
+from k8s_cluster import Cluster, Fault
+from k8s_operator import Running, until
+from k8s_server import ApiServer
 
 from jobs.code import pin, store
 from jobs.kubernetes import checks
@@ -111,14 +112,14 @@ def test_the_maps_are_small_immutable_the_jobs_own_and_go_with_it(
 
 
 @pytest.fixture
-def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Operator]:
-    running = Operator(cluster, tmp_path)
+def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Running]:
+    running = Running(cluster, tmp_path)
     yield running
     running.stop()
 
 
 def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
-    backend: KubernetesBackend, cluster: Cluster, operator: Operator, folder: Path
+    backend: KubernetesBackend, cluster: Cluster, operator: Running, folder: Path
 ) -> None:
     operator.held.update({"own-worker-0", "own-worker-1"})  # their image is being pulled
     backend.submit(spec(folder))

@@ -11,7 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from k8s_server import Cluster
+from k8s_cluster import Cluster
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.kubernetes.pod_rules import MONITORED

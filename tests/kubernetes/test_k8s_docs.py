@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from k8s_server import Cluster
+from k8s_cluster import Cluster
 
 from tests.printed import PAGES, marked, write_files
 from tests.processes import PYTHON, clean_env, run

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from k8s_server import Cluster
+from k8s_cluster import Cluster
+from k8s_nodes import Nodes
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.kubernetes.checks import check
@@ -114,6 +115,23 @@ def test_a_trainjobs_controller_and_runtime_are_looked_for(backend: KubernetesBa
     ready.put("clustertrainingruntimes", {**runtime, "spec": {"template": {"spec": plain}}}, "")
     state, detail = found()["runtime"]
     assert state == "warning" and all(word in detail for word in ("exit code 2", "a token", "finished jobs stay"))
+
+
+def test_a_node_that_does_not_answer_is_no_place_for_a_job(backend: KubernetesBackend, ready: Cluster) -> None:
+    """It keeps what it could give away."""
+    nodes = Nodes(ready, "n0", "n1")
+    nodes.die("n0")
+    nodes.clock.sleep(nodes.grace)
+    spec = JobSpec.of({**SPEC.plain(), "k8s": {**SPEC.plain()["k8s"], "spread": "required"}})
+    (found,) = [item for item in check(backend, spec, None) if item.name == "nodes"]
+    assert (
+        found.result == "missing"
+        and found.detail.startswith("1 of 1 nodes have 4 ")
+        and found.detail.endswith("not ready: 1 more")
+    )
+    nodes.come_back("n0")
+    nodes.clock.sleep(5)
+    assert [item.result for item in check(backend, spec, None) if item.name == "nodes"] == ["ok"]
 
 
 def test_an_image_without_a_registry_is_on_one_node_at_most(backend: KubernetesBackend, ready: Cluster) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from k8s_operator import Operator, until
-from k8s_server import Cluster
+from k8s_cluster import Cluster
+from k8s_operator import Running, until
 from safetensors.torch import load_file
 
 from jobs.kubernetes.backend import KubernetesBackend
@@ -24,8 +24,8 @@ BOUND = 240
 
 
 @pytest.fixture
-def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Operator]:
-    running = Operator(cluster, tmp_path)
+def operator(cluster: Cluster, tmp_path: Path) -> Iterator[Running]:
+    running = Running(cluster, tmp_path)
     yield running
     running.stop()
 
@@ -61,7 +61,7 @@ def load(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path, slow: tuple[Path, dict[str, str]]
+    backend: KubernetesBackend, operator: Running, tmp_path: Path, slow: tuple[Path, dict[str, str]]
 ) -> None:
     file, env = slow
     calm, stormy = smoke(tmp_path, "calm"), smoke(tmp_path, "stormy", env=env)
@@ -74,11 +74,11 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
 
     backend.submit(stormy)
     until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
-    operator.lose("stormy-worker-0")  # rank 0, and the rendezvous with it
+    operator.kubelet.lose("stormy-worker-0")  # rank 0, and the rendezvous with it
     file.unlink()
     found = backend.wait("stormy", BOUND)
     assert found.state == "succeeded", (found, *backend.logs("stormy"))
-    assert operator.starts["stormy-worker-0"] >= 2
+    assert operator.kubelet.starts["stormy-worker-0"] >= 2
     assert len(events(tmp_path / "stormy", "start")) >= 2, "training was not interrupted"
     assert any(event["step"] > 0 for event in events(tmp_path / "stormy", "start")), "training began anew"
     undisturbed, disturbed = weights(tmp_path / "calm"), weights(tmp_path / "stormy")
@@ -88,7 +88,7 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
 
 
 def test_an_elastic_job_that_loses_a_pod_ends_in_the_weights_of_the_undisturbed_run(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path, slow: tuple[Path, dict[str, str]]
+    backend: KubernetesBackend, operator: Running, tmp_path: Path, slow: tuple[Path, dict[str, str]]
 ) -> None:
     """The world size may change, so the weights agree up to the order of summation, without batch statistics."""
     file, env = slow
@@ -97,7 +97,7 @@ def test_an_elastic_job_that_loses_a_pod_ends_in_the_weights_of_the_undisturbed_
     spec = spec.model_copy(update={"overrides": {**spec.overrides, **plain}})
     backend.submit(spec)
     until(lambda: events(tmp_path / "elastic", "checkpoint_written"), BOUND, "a checkpoint")
-    operator.lose("elastic-worker-1")
+    operator.kubelet.lose("elastic-worker-1")
 
     def whole_again() -> bool:
         starts = events(tmp_path / "elastic", "start")
@@ -134,7 +134,7 @@ def test_an_elastic_job_that_loses_a_pod_ends_in_the_weights_of_the_undisturbed_
     ],
 )
 def test_max_restarts_hold_whatever_the_failure(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path, program: str, runs: int, pods: int
+    backend: KubernetesBackend, operator: Running, tmp_path: Path, program: str, runs: int, pods: int
 ) -> None:
     """With ExitCode the operator itself would restart for ever."""
     program = f"import os, sys; open('{tmp_path}/runs', 'a').write('x'); {program}"
@@ -147,7 +147,7 @@ def test_max_restarts_hold_whatever_the_failure(
     assert found.state == "failed", found
     assert found.code == (2 if "exit(2)" in program else 1)
     assert (tmp_path / "runs").read_text() == "x" * runs
-    assert operator.starts["bad-worker-0"] == pods
+    assert operator.kubelet.starts["bad-worker-0"] == pods
     assert not list((tmp_path / "bad/restarts").glob("*.json")), (
         "the next job of this name would begin with an old count"
     )
@@ -155,7 +155,7 @@ def test_max_restarts_hold_whatever_the_failure(
 
 @pytest.mark.parametrize(("ending", "state", "code"), [("0", "succeeded", 0), ("2", "failed", 2)])
 def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path, ending: str, state: str, code: int
+    backend: KubernetesBackend, operator: Running, tmp_path: Path, ending: str, state: str, code: int
 ) -> None:
     """The operator ends a job of workers with the first that completes, and deletes the pods of the others."""
     program = f"""
@@ -173,11 +173,11 @@ def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
     found = backend.wait("late", BOUND)
     assert (found.state, found.code) == (state, code), found
     assert "the last line" in list(backend.logs("late", rank=0))
-    assert operator.starts == {"late-worker-0": 1, "late-worker-1": 1}
+    assert operator.kubelet.starts == {"late-worker-0": 1, "late-worker-1": 1}
 
 
 def test_a_worker_that_comes_late_costs_no_restart(
-    backend: KubernetesBackend, operator: Operator, cluster: Cluster, tmp_path: Path
+    backend: KubernetesBackend, operator: Running, cluster: Cluster, tmp_path: Path
 ) -> None:
     """Its image is being pulled. The others' launchers wait, and a minute's bound on one question is no end of that."""
     operator.held.add("slow-worker-0")  # rank 0's, and the rendezvous with it
@@ -186,20 +186,20 @@ def test_a_worker_that_comes_late_costs_no_restart(
         run_dir=str(tmp_path / "slow"),
     )  # fmt: skip
     backend.submit(spec)
-    until(lambda: operator.starts.get("slow-worker-1"), BOUND, "the other worker")
-    waits = operator.pods["slow-worker-1"].process
+    until(lambda: operator.kubelet.starts.get("slow-worker-1"), BOUND, "the other worker")
+    waits = operator.kubelet.pods["slow-worker-1"].process
     with pytest.raises(subprocess.TimeoutExpired):
         waits.wait(5)
     operator.held.clear()
     assert backend.wait("slow", BOUND).state == "succeeded", list(backend.logs("slow"))
-    assert operator.starts == {"slow-worker-0": 1, "slow-worker-1": 1}
+    assert operator.kubelet.starts == {"slow-worker-0": 1, "slow-worker-1": 1}
 
 
 def test_a_restricted_namespace_runs_what_is_rendered_by_default(
-    backend: KubernetesBackend, operator: Operator, tmp_path: Path
+    backend: KubernetesBackend, cluster: Cluster, operator: Running, tmp_path: Path
 ) -> None:
     """Not so a Master's workers: the operator's init container has no security context."""
-    operator.security = "restricted"
+    cluster.security = "restricted"
     spec = JobSpec(
         name="plain", command=["true"], image="registry.example/a:1", nodes=2, run_dir=str(tmp_path / "plain")
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from k8s_cluster import Cluster, Fault
 from k8s_exec import V4, V5, Container
-from k8s_server import Cluster, Fault
 
 from jobs.foreground import Streams
 from jobs.kubernetes import channels

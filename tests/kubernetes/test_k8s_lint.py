@@ -84,6 +84,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS032", {"patch": annotated(None)}),
     ("LS033", {"container": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}),
     ("LS034", {"patch": replica({"volumes": []})}),
+    ("LS034", {"container": {"volumeMounts": [{"name": {"of": "a template"}, "mountPath": "/x"}]}}),
     ("LS035", {"recipe_file": True}),
     ("LS036", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "k8s": {"kind": "TrainJob"}}),
     ("LS036", {"k8s": {"kind": "TrainJob", "priority_class": "high"}}),
@@ -147,7 +148,7 @@ def test_every_rule_is_provoked() -> None:
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=4,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from k8s_server import Cluster
+from k8s_cluster import Cluster
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.kubernetes.render import kubernetes

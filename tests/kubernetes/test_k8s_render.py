@@ -17,7 +17,7 @@ import yaml
 from crds import strip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from k8s_admission import violations
+from k8s_security import violations
 
 from jobs.checks.rule import errors
 from jobs.kubernetes import preparejob

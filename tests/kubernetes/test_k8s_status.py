@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import pytest
+from k8s_cluster import Cluster, Fault
 from k8s_operator import until
-from k8s_server import Cluster, Fault
 
 from jobs.kubernetes import observe
 from jobs.kubernetes.backend import KubernetesBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from k8s_server import Cluster
+from k8s_cluster import Cluster
 
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
@@ -68,6 +68,28 @@ def test_a_trainjob_is_submitted_watched_and_read(backend: KubernetesBackend, cl
     assert backend.list()[0].state == "running"
     assert backend.cancel("second").state == "cancelled"
     assert cluster.get("trainjobs", "second") is None
+
+
+def test_pods_that_are_refused_are_told(backend: KubernetesBackend, cluster: Cluster, rights: None) -> None:
+    """The batch Job that makes them has the event, under a name and a uid of its own."""
+    backend.submit(SPEC)
+    pod(cluster, 0)
+    template = {"metadata": {"labels": {"lockstep/job": "second"}}}
+    made = cluster.put("jobs", {"metadata": {"name": "second-node-0"}, "spec": {"template": template}})
+    about = {"kind": "Job", "name": "second-node-0", "uid": made["metadata"]["uid"]}
+    refused = (
+        'pods "second-node-0-1-" is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1'
+    )
+    event = {
+        "metadata": {"name": "e"},
+        "reason": "FailedCreate",
+        "type": "Warning",
+        "message": f"Error creating: {refused}",
+    }
+    cluster.put("events", {**event, "involvedObject": about})
+    assert backend.status("second").reason == f"1/2 pods run, the others are refused: {refused}"
+    cluster.put("jobs", {**made, "spec": {}})
+    assert "starting" in backend.status("second").reason, "a Job of somebody else that has the name"
 
 
 def test_a_follower_reads_the_pod_that_replaced_a_failed_one(backend: KubernetesBackend, cluster: Cluster) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from k8s_operator import until
-from k8s_server import ApiServer, Cluster, Fault
+from k8s_cluster import Cluster, Fault
+from k8s_operator import Operator, finish, until
+from k8s_server import ApiServer
 
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
@@ -24,17 +25,8 @@ SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
 )  # fmt: skip
 OTHER = SPEC.model_copy(update={"nodes": 3})
-ROLE = next(
-    item
-    for item in yaml.safe_load_all((ROOT / "deploy/k8s/base/rbac.yaml").read_text())
-    if item["kind"] == "Role"
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _rights(cluster: Cluster) -> None:
-    """Everything here is done with the rights of deploy/k8s/base alone."""
-    cluster.allow(ROLE)
+pytestmark = pytest.mark.usefixtures("rights")
+"""Everything here is done with the rights of deploy/k8s/base alone."""
 
 
 @pytest.fixture
@@ -203,213 +195,6 @@ def test_a_name_that_is_being_deleted_is_waited_for(
     timer.join()
 
 
-# What becomes of pods and nodes.
-
-
-def pod(cluster: Cluster, name: str = "smoke-master-0", phase: str = "Running", **more: Any) -> dict[str, Any]:
-    """A pod as the operator and the kubelet leave it; `meta_…` goes into its metadata, the rest into its status."""
-    meta = {key.removeprefix("meta_"): value for key, value in more.items() if key.startswith("meta_")}
-    status = {key: value for key, value in more.items() if not key.startswith("meta_")}
-    labels = {"lockstep/job": "smoke"}
-    spec = {} if phase == "Pending" else {"nodeName": "node-7"}
-    item = {"metadata": {"name": name, "labels": labels, **meta}, "spec": spec, "status": {"phase": phase, **status}}
-    return cluster.put("pods", item)
-
-
-def ended_with(code: int, reason: str = "Error") -> list[dict[str, Any]]:
-    return [{"name": "pytorch", "restartCount": 0, "state": {"terminated": {"exitCode": code, "reason": reason}}}]
-
-
-def event(cluster: Cluster, about: dict[str, Any], reason: str, message: str, uid: str | None = None) -> None:
-    involved = {"name": about["metadata"]["name"], "uid": uid or about["metadata"]["uid"]}
-    name = f"{involved['name']}.{reason}.{involved['uid'][:4]}".lower()
-    cluster.put("events", {"metadata": {"name": name}, "involvedObject": involved, "reason": reason, "message": message,
-                           "type": "Warning"})  # fmt: skip
-
-
-NOT_READY = {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
-UNSAID = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
-PAST = "2026-01-01T00:05:40Z"
-LATE = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 90))
-
-
-@pytest.mark.parametrize(
-    "dead",
-    [
-        {"conditions": [NOT_READY]},
-        {"conditions": UNSAID},
-        {"meta_deletionTimestamp": PAST, "meta_deletionGracePeriodSeconds": 90},
-        {"meta_deletionTimestamp": LATE, "meta_deletionGracePeriodSeconds": 3600},
-    ],
-    ids=[
-        "not ready",
-        "not ready, without a reason",
-        "terminating for ever",
-        "a long grace, which the time stamp holds",
-    ],
-)
-def test_a_node_that_dies_is_named_and_then_lost(
-    backend: KubernetesBackend, cluster: Cluster, dead: dict[str, Any]
-) -> None:
-    """Its pods keep the phase Running."""
-    backend.submit(SPEC)
-    pod(cluster)
-    pod(cluster, "smoke-worker-0", **dead)
-    found = backend.status("smoke")
-    assert found.state == "running" and "smoke-worker-0" in found.reason and "node-7" in found.reason, found
-    assert [part.state for part in found.ranks] == ["running", "unknown"]
-    began = time.monotonic()
-    found = backend.wait("smoke", 30)
-    assert found.state == "lost" and "node-7" in found.reason and "(for 1 s)" in found.reason, found
-    assert time.monotonic() - began < 10
-
-
-def test_a_pod_that_ends_in_its_grace_is_not_called_silent(backend: KubernetesBackend, cluster: Cluster) -> None:
-    backend.submit(SPEC)
-    later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
-    pod(cluster)
-    pod(cluster, "smoke-worker-0", meta_deletionTimestamp=later, meta_deletionGracePeriodSeconds=90)
-    assert backend.status("smoke").reason == "2/2 pods run"
-
-
-QUOTA = 'pods "smoke-worker-0" is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1'
-
-
-def test_a_pod_that_is_refused_is_told_although_others_run(backend: KubernetesBackend, cluster: Cluster) -> None:
-    backend.submit(SPEC)
-    pod(cluster)
-    event(cluster, cluster.get("pytorchjobs", "smoke"), "FailedCreatePod", QUOTA)  # type: ignore[arg-type]
-    found = backend.status("smoke")
-    assert (found.state, found.reason) == ("pending", f"1/2 pods run, the others are refused: {QUOTA}")
-
-
-def test_events_of_an_earlier_job_of_the_name_do_not_count(backend: KubernetesBackend, cluster: Cluster) -> None:
-    backend.submit(SPEC)
-    event(cluster, cluster.get("pytorchjobs", "smoke"), "FailedCreatePod", QUOTA, uid="an-earlier-one")  # type: ignore[arg-type]
-    assert "no pods yet" in backend.status("smoke").reason
-
-
-@pytest.mark.parametrize(
-    ("broken", "sentence"),
-    [
-        ({"containerStatuses": ended_with(1)}, "smoke-worker-0 ended with exit code 1: see"),
-        ({"containerStatuses": ended_with(137, "OOMKilled")}, "smoke-worker-0 was killed for memory (OOMKilled)"),
-        ({"initContainerStatuses": [{**ended_with(3)[0], "name": "init-pytorch"}]}, "exit code 3 in init-pytorch"),
-        (
-            {"reason": "Evicted", "message": "low on memory", "containerStatuses": ended_with(137)},
-            "smoke-worker-0 was evicted: low on memory",
-        ),
-    ],
-    ids=["crashed", "out of memory", "init container", "evicted"],
-)
-def test_a_failed_pod_is_named_before_and_after_the_job_has_failed(
-    backend: KubernetesBackend, cluster: Cluster, broken: dict[str, Any], sentence: str
-) -> None:
-    """The operator replaces it, or says that the job has failed, seconds to minutes later."""
-    backend.submit(SPEC)
-    pod(cluster)
-    pod(cluster, "smoke-worker-0", "Failed", **broken)
-    found = backend.status("smoke")
-    assert found.state == "restarting" and sentence in found.reason, found
-    job = cluster.get("pytorchjobs", "smoke")
-    cluster.put(
-        "pytorchjobs", {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "message": "x"}]}}
-    )  # type: ignore[dict-item]
-    found = backend.status("smoke")
-    assert found.state == "failed" and sentence in found.reason, found
-
-
-@pytest.mark.parametrize(
-    ("end", "state", "code"),
-    [
-        ({"containerStatuses": ended_with(143, "OOMKilled")}, "failed", 1),
-        ({"containerStatuses": ended_with(2, "OOMKilled")}, "failed", 1),
-        ({"reason": "Evicted", "message": "low", "containerStatuses": ended_with(143)}, "preempted", 75),
-        ({"containerStatuses": ended_with(2)}, "failed", 2),
-    ],
-    ids=["memory, 143", "memory, 2", "evicted and saved", "wrong usage"],
-)
-def test_what_a_pod_died_of_and_whether_it_saved(
-    backend: KubernetesBackend, cluster: Cluster, end: dict[str, Any], state: str, code: int
-) -> None:
-    backend.submit(SPEC)
-    pod(cluster, "smoke-master-0", "Succeeded", containerStatuses=ended_with(0, "OOMKilled"))
-    pod(cluster, "smoke-worker-0", "Failed", **end)
-    job = cluster.get("pytorchjobs", "smoke")
-    cluster.put(
-        "pytorchjobs", {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "message": "x"}]}}
-    )  # type: ignore[dict-item]
-    found = backend.status("smoke")
-    assert (found.state, found.code) == (state, code) and "smoke-worker-0" in found.reason, found
-
-
-def test_pods_that_were_replaced_and_sidecars_are_no_news(backend: KubernetesBackend, cluster: Cluster) -> None:
-    """A batch Job keeps failed pods beside those that replace them."""
-    backend.submit(SPEC)
-    sidecar = [{"name": "proxy", "restartCount": 0, "state": {"terminated": {"exitCode": 1}}}]
-    pod(cluster, containerStatuses=sidecar)
-    for name, phase, made in (
-        ("smoke-old", "Failed", "2026-01-01T00:00:01Z"),
-        ("smoke-new", "Running", "2026-01-01T00:09:00Z"),
-    ):
-        item = pod(
-            cluster,
-            name,
-            phase,
-            meta_creationTimestamp=made,
-            containerStatuses=ended_with(137) if phase == "Failed" else [],
-        )
-        cluster.put("pods", {**item, "spec": {**item["spec"], "hostname": "smoke-worker-0"}})
-    assert (backend.status("smoke").state, backend.status("smoke").reason) == ("running", "2/2 pods run")
-
-
-def test_a_refusal_that_is_over_is_not_told(backend: KubernetesBackend, cluster: Cluster) -> None:
-    backend.submit(SPEC)
-    event(cluster, cluster.get("pytorchjobs", "smoke"), "FailedCreatePod", QUOTA)  # type: ignore[arg-type]
-    (refused,) = [item for (kind, _, _), item in cluster.objects.items() if kind == "events"]
-    cluster.put("events", {**refused, "lastTimestamp": "2025-12-31T23:00:00Z"})
-    pod(cluster)
-    assert backend.status("smoke").reason == "1/2 pods run, the others are starting"
-
-
-def test_a_restart_loop_says_what_it_dies_of(backend: KubernetesBackend, cluster: Cluster) -> None:
-    backend.submit(SPEC)
-    last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
-    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-    pod(cluster, containerStatuses=[{"name": "pytorch", "restartCount": 4, "state": waiting, "lastState": last}])
-    assert "killed for memory again and again (OOMKilled)" in backend.status("smoke").reason
-
-
-def test_what_is_placed_is_what_has_a_node(backend: KubernetesBackend, cluster: Cluster) -> None:
-    """Two of three have one, and have not started."""
-    backend.submit(OTHER)
-    scheduled = {"type": "PodScheduled", "status": "True"}
-    pod(cluster, "smoke-master-0", "Pending", conditions=[scheduled])
-    pod(cluster, "smoke-worker-0", "Pending", conditions=[scheduled])
-    never = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
-    pod(cluster, "smoke-worker-1", "Pending", conditions=[never])
-    assert backend.status("smoke").reason == "2/3 pods are placed: 0/3 nodes are available"
-
-
-@pytest.mark.parametrize(
-    ("name", "message", "state"),
-    [
-        ("deadline-test", "Job deadline-test has failed because it has reached the specified backoff limit", "failed"),
-        ("smoke", "Job smoke has failed because it was active longer than specified deadline", "timed_out"),
-        ("longer", "PyTorchJob longer is failing because 1 Worker replica(s) failed: deadline", "failed"),
-    ],
-)
-def test_a_jobs_name_is_no_reason(
-    backend: KubernetesBackend, cluster: Cluster, name: str, message: str, state: str
-) -> None:
-    backend.submit(SPEC.model_copy(update={"name": name}))
-    job = cluster.get("pytorchjobs", name)
-    failed = {"type": "Failed", "status": "True", "message": message, "reason": "PyTorchJobFailed"}
-    cluster.put("pytorchjobs", {**job, "status": {"conditions": [failed]}})  # type: ignore[dict-item]
-    assert backend.status(name).state == state
-    assert backend.list()[0].state == state
-
-
 # What the server answers, and when it does not.
 
 FORBIDDEN = 'pytorchjobs.kubeflow.org "{name}" is forbidden: {why}'
@@ -458,13 +243,13 @@ def test_an_expired_login_and_a_server_that_is_away_end_commands_with_69(
 
 
 def test_a_wait_keeps_its_bound_against_a_server_that_stalls(
-    backend: KubernetesBackend, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    backend: KubernetesBackend, cluster: Cluster, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It returned after 55 s of 5."""
     monkeypatch.setattr(backend.api, "_sleep", time.sleep)
     backend.lost_after, backend.api.timeout = 300.0, 20.0
     backend.submit(SPEC)
-    pod(cluster)
+    operator.round()
     cluster.faults.append(Fault("GET", "pods", delay=30, times=99))
     began = time.monotonic()
     found = backend.wait("smoke", 3)
@@ -490,12 +275,12 @@ def test_a_wait_that_may_not_look_says_so_at_once(backend: KubernetesBackend, cl
 
 
 def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following_of_logs(
-    backend: KubernetesBackend, cluster: Cluster
+    backend: KubernetesBackend, cluster: Cluster, operator: Operator
 ) -> None:
     backend.lost_after = 20.0
     backend.submit(SPEC)
+    operator.round()
     for name in ("smoke-master-0", "smoke-worker-0"):
-        pod(cluster, name)
         cluster.logs[name] = ["2026-01-01T00:00:00.000000001Z [rank 0] before"]
     seen: list[str] = []
     states: list[str] = []
@@ -513,9 +298,9 @@ def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following
         gone.times = 0
     cluster.logs["smoke-master-0"] = [*cluster.logs["smoke-master-0"], "2026-01-01T00:00:01.000000001Z [rank 0] after"]  # type: ignore[misc]
     until(lambda: seen == ["before", "after"], 20, f"the line after the silence; {seen}")
-    for name in ("smoke-master-0", "smoke-worker-0"):
-        pod(cluster, name, "Succeeded")
-    ended(cluster)
+    for pod in cluster.all("pods"):
+        finish(cluster, pod, 0)
+    operator.round()
     for thread in threads:
         thread.join(20)
     assert states == ["succeeded"] and seen == ["before", "after"]
@@ -535,12 +320,14 @@ def test_what_somebody_has_set_beats_what_the_pod_was_given(
     assert load_configuration(None)[1] == "the-pods-own"
 
 
-def test_the_rights_of_one_kind_are_enough_for_it(backend: KubernetesBackend, cluster: Cluster) -> None:
+def test_the_rights_of_one_kind_are_enough_for_it(
+    backend: KubernetesBackend, cluster: Cluster, operator: Operator
+) -> None:
     """A 403 on TrainJobs was fatal to PyTorchJobs."""
     cluster.denied.add("trainjobs")
     assert backend.submit(SPEC).created
-    pod(cluster)
-    assert backend.status("smoke").state == "pending" and [row.name for row in backend.list()] == ["smoke"]
+    operator.round()
+    assert backend.status("smoke").state == "running" and [row.name for row in backend.list()] == ["smoke"]
     with pytest.raises(UserError, match="there is no job other"):
         backend.status("other")
     assert backend.cancel("smoke").state == "cancelled"

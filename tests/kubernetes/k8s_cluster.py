@@ -1,0 +1,169 @@
+"""The state of an emulated Kubernetes cluster: objects with uids and versions, what became of them, faults on demand.
+
+Of what has a will of its own it has admission (`k8s_admission.py`), finalizers, the decisions of a Role, and the garbage
+collection with its lag (seen: 0.5 to 0.6 s after the owner is gone). `k8s_server.py` lets clients talk to it,
+`k8s_operator.py` plays the training-operator, `k8s_nodes.py` the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import k8s_admission
+import k8s_exec
+
+KINDS = {
+    "pods": "Pod", "events": "Event", "networkpolicies": "NetworkPolicy", "pytorchjobs": "PyTorchJob", "jobs": "Job",
+    "trainjobs": "TrainJob", "workloads": "Workload", "nodes": "Node", "persistentvolumeclaims": "PersistentVolumeClaim",
+    "localqueues": "LocalQueue", "clusterqueues": "ClusterQueue", "customresourcedefinitions": "CustomResourceDefinition",
+    "deployments": "Deployment", "secrets": "Secret", "selfsubjectaccessreviews": "SelfSubjectAccessReview",
+    "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor", "configmaps": "ConfigMap",
+    "clustertrainingruntimes": "ClusterTrainingRuntime", "resourcequotas": "ResourceQuota", "limitranges": "LimitRange",
+    "leases": "Lease",
+}  # fmt: skip
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests that match."""
+
+    method: str
+    path: str
+    status: int = 0
+    message: str = "emulated fault"
+    headers: dict[str, str] = field(default_factory=dict)
+    delay: float = 0.0
+    drop: bool = False
+    drop_answer: bool = False  # the request is carried out, its answer never arrives
+    drop_after_lines: int | None = None
+    times: int = 1
+    hits: int = 0
+
+
+class Cluster:
+    """The state behind the server. All methods may be called from tests while clients talk to it."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.version = 100
+        self.oldest = 0
+        self.history: list[tuple[int, str, str, dict[str, Any]]] = []
+        self.faults: list[Fault] = []
+        self.requests: list[tuple[str, str, dict[str, str], Any]] = []
+        self.tokens: set[str] = {"good"}
+        self.logs: dict[str, list[str] | Path] = {}
+        self.unknown: set[str] = set()
+        self.denied: set[str] = set()
+        self.containers = k8s_exec.Containers()
+        self.stopping = False
+        self.role: set[tuple[str, str]] | None = None
+        """(verb, resource) that may be done; None: everything."""
+        self.security = ""
+        """PodSecurity's level in the namespaces."""
+        self.lag = 0.5
+        self.busy = 0
+        """Requests that are being carried out."""
+        self.arrived: Callable[[str, str], bool] | None = None
+        """Is told of each request (method, path) before it is carried out, and says whether it gets lost on the way."""
+
+    def allow(self, role: dict[str, Any]) -> None:
+        """From now on only what a Role grants is answered."""
+        self.role = {(verb, name) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+
+    def create(
+        self, plural: str, item: dict[str, Any], namespace: str = "team", dry_run: bool = False
+    ) -> dict[str, Any]:
+        """As everybody creates an object: admission first. Raises `k8s_admission.Refused`."""
+        with self.changed:
+            limits, quotas, others = (self.all(kind, namespace) for kind in ("limitranges", "resourcequotas", plural))
+            item = k8s_admission.admitted(plural, item, self.security, limits, quotas, others)
+            return item if dry_run else self.put(plural, item, namespace)
+
+    def put(self, plural: str, item: dict[str, Any], namespace: str = "team") -> dict[str, Any]:
+        """Creates or replaces an object, whatever admission would say."""
+        with self.changed:
+            key = (plural, namespace, item["metadata"]["name"])
+            before = self.objects.get(key)
+            self.version += 1
+            meta = item["metadata"]
+            meta.setdefault("uid", before["metadata"]["uid"] if before else str(uuid.uuid4()))
+            meta.setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
+            meta["namespace"], meta["resourceVersion"] = namespace, str(self.version)
+            item.setdefault("kind", KINDS[plural])
+            self.objects[key] = item
+            self._tell("MODIFIED" if before else "ADDED", plural, item)
+        return item
+
+    def remove(self, plural: str, name: str, namespace: str = "team") -> None:
+        with self.changed:
+            item = self.objects.pop((plural, namespace, name), None)
+            if item is not None:
+                self.version += 1
+                self._tell("DELETED", plural, item)
+                collector = threading.Timer(self.lag, self._collect, [item["metadata"]["uid"]])
+                collector.daemon = True
+                collector.start()
+
+    def finish_deletion(self, plural: str, name: str, namespace: str = "team") -> None:
+        """The finalizers have done their work."""
+        self.remove(plural, name, namespace)
+
+    def _collect(self, uid: str) -> None:
+        """Removes what names the object that is gone as its owner, whatever has its name by now."""
+        with self.changed:
+            orphans = [
+                key for key, item in self.objects.items()
+                if any(owner.get("uid") == uid for owner in item["metadata"].get("ownerReferences") or [])
+            ]  # fmt: skip
+        for plural, namespace, name in orphans:
+            self.remove(plural, name, namespace)
+
+    def get(self, plural: str, name: str, namespace: str = "team") -> dict[str, Any] | None:
+        with self.changed:
+            return self.objects.get((plural, namespace, name))
+
+    def all(self, plural: str, namespace: str = "team") -> list[dict[str, Any]]:
+        with self.changed:
+            return [item for (kind, place, _), item in self.objects.items() if (kind, place) == (plural, namespace)]
+
+    def _tell(self, kind: str, plural: str, item: dict[str, Any]) -> None:
+        self.history.append((self.version, kind, plural, json.loads(json.dumps(item))))
+        self.changed.notify_all()
+
+    def forget_history(self) -> None:
+        """Watches and pages that are older than this moment get 410 Gone."""
+        with self.changed:
+            self.oldest = self.version
+
+    def fault_for(self, method: str, path: str) -> Fault | None:
+        with self.changed:
+            for fault in self.faults:
+                if fault.times > 0 and fault.method in (method, "*") and re.search(fault.path, path):
+                    fault.times -= 1
+                    fault.hits += 1
+                    return fault
+        return None
+
+
+def matches(item: dict[str, Any], query: dict[str, str]) -> bool:
+    labels = item["metadata"].get("labels") or {}
+    for term in filter(None, query.get("labelSelector", "").split(",")):
+        name, _, value = term.partition("=")
+        if labels.get(name) != value:
+            return False
+    for term in filter(None, query.get("fieldSelector", "").split(",")):
+        name, _, value = term.partition("=")
+        current: Any = item
+        for part in name.split("."):
+            current = current.get(part, {}) if isinstance(current, dict) else {}
+        if current != value:
+            return False
+    return True

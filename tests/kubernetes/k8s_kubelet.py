@@ -1,0 +1,167 @@
+"""The kubelet's part, twice: pods that are real processes, and pods that only stand there.
+
+One machine stands for all nodes, so each launcher gets a loopback address of its own and the rendezvous a free port.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from k8s_cluster import Cluster
+from k8s_exec import Container
+
+from tests.processes import free_port
+
+REPOSITORY = Path(__file__).parents[2]
+Object = dict[str, Any]
+Variables = Callable[[str, int], dict[str, str]]
+"""Of the address and the port at which the nodes meet: what the operator has put into the container's environment."""
+
+
+def started(name: str) -> Object:
+    return {
+        "phase": "Running",
+        "conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready", "ContainersReady")],
+        "containerStatuses": [{"name": name, "restartCount": 0, "state": {"running": {}}}],
+    }
+
+
+class Idle:
+    """Pods run from the moment they are there until a test says otherwise. Nothing is started."""
+
+    def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
+        return {}
+
+    def start(self, pod: Object, node: int, job: str, mounted: dict[str, str], variables: Variables) -> None:
+        pass
+
+    def ended(self, pod: Object) -> int | None:
+        return None
+
+    def end(self, name: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    reader: threading.Thread
+
+
+class Processes(Idle):
+    """Every pod is a real launcher with real ranks. Nothing survives `stop()`."""
+
+    def __init__(self, cluster: Cluster, folder: Path, namespace: str = "team") -> None:
+        self.cluster, self.folder, self.namespace = cluster, folder, namespace
+        self.pods: dict[str, _Running] = {}
+        self.starts: dict[str, int] = {}
+        self._ports: dict[str, int] = {}
+
+    def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
+        """Mount path → a folder of this machine, of the ConfigMaps that a projected volume shows; None where one is missing."""
+        found = {}
+        for volume in spec.get("volumes", []):
+            folder = self.folder / f"volume-{name}-{volume['name']}"
+            for source in volume.get("projected", {}).get("sources", []):
+                held = self.cluster.get("configmaps", source["configMap"]["name"], self.namespace)
+                if held is None:
+                    return None
+                folder.mkdir(exist_ok=True)
+                for item in source["configMap"]["items"]:
+                    (folder / item["path"]).write_bytes(base64.b64decode(held["binaryData"][item["key"]]))
+                mount = next(one for one in spec["containers"][0]["volumeMounts"] if one["name"] == volume["name"])
+                found[mount["mountPath"]] = str(folder)
+        return found
+
+    def start(self, pod: Object, node: int, job: str, mounted: dict[str, str], variables: Variables) -> None:
+        name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]
+        command = [mounted.get(word, word) for word in container["command"]]
+        command = [sys.executable if word == "python" else word.replace("$$", "$") for word in command]
+        command[command.index("launch") + 1 : command.index("launch") + 1] = ["--address", f"127.0.0.{node + 2}"]
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
+        env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
+        env |= variables("127.0.0.2", self._ports.setdefault(job, free_port()))
+        env |= {
+            "PYTHONPATH": str(REPOSITORY),
+            "TMPDIR": str(self.folder),
+        }  # a pod that is killed leaves its /tmp behind
+        self.starts[name] = self.starts.get(name, 0) + 1
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        # A container shows the processes of its own pod alone; here the launcher's mark stands for that.
+        self.cluster.containers.there[name] = Container({**env, "LOCKSTEP_LAUNCHER": str(process.pid)}, self.folder)
+        lines: list[str] = []
+        self.cluster.logs[name] = lines
+        reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
+        reader.start()
+        self.pods[name] = _Running(process, reader)
+
+    @staticmethod
+    def _read(process: subprocess.Popen[bytes], lines: list[str]) -> None:
+        assert process.stdout is not None
+        for raw in process.stdout:
+            stamp = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f") + "000Z"
+            lines.append(f"{stamp} {raw.decode(errors='replace').rstrip()}")
+        process.stdout.close()
+
+    def ended(self, pod: Object) -> int | None:
+        """The container's exit code; None while it runs."""
+        running = self.pods[pod["metadata"]["name"]]
+        code = running.process.poll()
+        if code is None:
+            return None
+        running.reader.join(10)
+        return 128 - code if code < 0 else code
+
+    def end(self, name: str) -> None:
+        """TERM, the grace, KILL."""
+        running = self.pods.get(name)
+        if running is not None:
+            running.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(60)
+            self._kill_group(running)
+
+    @staticmethod
+    def _kill_group(running: _Running) -> None:
+        if running.process.poll() is None:  # an id that was waited for may be somebody else's by now
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait(10)
+        running.reader.join(10)
+
+    def lose(self, name: str) -> None:
+        """All that runs in the pod is gone at once."""
+        kill_tree(self.pods[name].process.pid)
+
+    def stop(self) -> None:
+        for running in self.pods.values():
+            if running.process.poll() is None:
+                kill_tree(running.process.pid)
+            self._kill_group(running)
+
+
+def kill_tree(pid: int) -> None:
+    """The launcher's ranks have sessions of their own, so they are found by their parent."""
+    children = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                children.append(int(entry.name))
+    for number in [pid, *children]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
