@@ -72,7 +72,7 @@ def _ended(nodes: list[Manifest], parts: list[Part], said: dict[str, Any] | None
     if cancelled:
         return answer("cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled")
     if code == contract.EXIT_PREEMPTED:
-        return answer("preempted", reason or "saved; submit it again with --replace to resume")
+        return answer("preempted", reason or "saved; submit it again to resume")
     starved = next((part for part, node in zip(parts, nodes) if get(node, "State", "OOMKilled")), None)
     if starved is not None:
         return answer("failed", starved.reason)
