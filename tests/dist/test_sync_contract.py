@@ -388,6 +388,7 @@ def _variants(world: World, name: str) -> dict[str, Any]:
         for number in range(4):
             run.step(number, clip=0.5)
         found["clipped"] = run.weights()
+    found["sparse"] = _sparse(world, settings)
     for kind, value in NON_FINITE.items():
         run = Run(settings, _fresh("conv"), world, shape)
         last = world.rank == world.size - 1
@@ -405,6 +406,35 @@ def _variants(world: World, name: str) -> dict[str, Any]:
         except UserError as error:
             found[f"unused, {mark} marked"] = str(error)
     return found
+
+
+def _embedded() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(12, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+
+
+def _words(rank: int) -> torch.Tensor:
+    """One sample of two words, the second of which all ranks have."""
+    return torch.tensor([[rank, 3]])
+
+
+def _plain_step(parameters: Any) -> torch.optim.Optimizer:
+    """Takes sparse gradients."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _sparse(world: World, settings: config.Sync) -> dict[str, torch.Tensor] | str:
+    """The weights after one step with a sparse gradient, or what was said against it."""
+    strategy, model = sync.build(settings), _embedded()
+    try:
+        network = strategy.wrap(model, world, torch.zeros(1, 2, dtype=torch.long))
+        optimizer = strategy.make_optimizer(_plain_step)
+        (network(_words(world.rank)).sum() * strategy.loss_factor).backward()
+        strategy.synchronize()
+        optimizer.step()
+    except UserError as error:
+        return str(error)
+    return {name: p.detach().clone() for name, p in strategy.full_module(model).named_parameters()}
 
 
 def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
@@ -732,6 +762,24 @@ def test_what_is_not_finite_on_one_rank_reaches_all(by_size: Any, name: str, kin
             finite, norm = rank[f"{name}, variants"][kind]
             assert not finite, f"{finite}: the update did not see it"
             assert not math.isfinite(norm)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_sparse_gradients_are_summed_or_refused_by_name(by_size: Any, name: str) -> None:
+    for size in (1, 2, 3):
+        expected = _embedded()
+        optimizer = _plain_step(expected.parameters())
+        for rank in range(size):
+            expected(_words(rank)).sum().backward()
+        optimizer.step()
+        for each in by_size[size]:
+            found = each[f"{name}, variants"]["sparse"]
+            if isinstance(found, str):
+                assert found.startswith("0.weight has a sparse gradient") and "\n" not in found
+            elif ROWS[name].error is None:
+                assert _distance(found, expected) < 1e-6
+            else:
+                assert _relative(found, expected, _embedded()) < _bound(name)
 
 
 @pytest.mark.parametrize("name", VARIED)
