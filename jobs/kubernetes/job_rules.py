@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from jobs.command import GRACE_MARGIN
 from jobs.kubernetes.pod import KUEUE_QUEUE
 from jobs.kubernetes.section import k8s
-from jobs.kubernetes.subject import PYTORCHJOB, TRAINJOB, Subject, rule
+from jobs.kubernetes.subject import PYTORCHJOB, TRAINJOB, Subject, number, rule
 from jobs.manifest import HASH, JOB, get, mappings
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 @rule("LS001")
@@ -23,7 +17,7 @@ def name_length(subject: Subject) -> Iterator[str]:
     if not isinstance(name, str):
         return
     if subject.is_pytorchjob:
-        highest = max([_number(pod.count) or 1 for pod in subject.pods] or [1]) - 1
+        highest = max([number(pod.count) or 1 for pod in subject.pods] or [1]) - 1
         longest = 63 - len(f"-worker-{highest}")
     else:
         longest = 63 - len(f"-node-0-{subject.spec.nodes - 1}-xxxxx")
@@ -43,14 +37,6 @@ def container(subject: Subject) -> Iterator[str]:
         yield "image is not set: add `image: registry/name@sha256:…` to the job, or pass --image"
 
 
-@rule("LS003", kinds=PYTORCHJOB)
-def processes(subject: Subject) -> Iterator[str]:
-    """`nprocPerNode` is a number written as text; `auto` counts the host's CPUs."""
-    value = get(subject.job, "spec", "nprocPerNode")
-    if not isinstance(value, str) or not re.fullmatch(r"[1-9]\d{0,3}", value):
-        yield f'nprocPerNode must be a number written as text such as "4", got {value!r}: set ranks_per_node'
-
-
 @rule("LS004", kinds=PYTORCHJOB)
 def replica_keys(subject: Subject) -> Iterator[str]:
     """Replica keys are exactly Master and Worker, with one Master and at least one Worker."""
@@ -59,67 +45,13 @@ def replica_keys(subject: Subject) -> Iterator[str]:
     for pod in subject.pods:
         if pod.replica not in ("Master", "Worker"):
             yield f"replica {pod.replica!r} is unknown to the operator: use Master and Worker"
-        elif (_number(pod.count) or 0) < 1:
+        elif (number(pod.count) or 0) < 1:
             yield f"{pod.replica} has {pod.count!r} replicas, expected at least 1"
         elif pod.replica == "Master" and pod.count != 1:
             yield f"Master has {pod.count} replicas, the operator accepts 1: put the others under Worker"
-    total = sum(_number(pod.count) or 0 for pod in subject.pods)
+    total = sum(number(pod.count) or 0 for pod in subject.pods)
     if subject.replicas and total != subject.spec.nodes:
         yield f"the replicas are {total} pods, nodes is {subject.spec.nodes}: set nodes, do not patch the manifest"
-
-
-@rule("LS005", kinds=PYTORCHJOB)
-def clean_pods(subject: Subject) -> Iterator[str]:
-    """`cleanPodPolicy` defaults to None, which lets running workers keep their GPUs."""
-    value = get(subject.job, "spec", "runPolicy", "cleanPodPolicy")
-    if value not in ("Running", "All"):
-        yield f"cleanPodPolicy is {value!r}: use Running, else workers keep their GPUs after the end"
-
-
-@rule("LS006", kinds=PYTORCHJOB)
-def backoff(subject: Subject) -> Iterator[str]:
-    """`backoffLimit` unset is infinite, and one gang restart costs as many as there are pods."""
-    value = _number(get(subject.job, "spec", "runPolicy", "backoffLimit"))
-    needed = sum(_number(pod.count) or 0 for pod in subject.pods) * subject.spec.max_restarts + 1
-    if value is None:
-        yield f"backoffLimit is not set, which means restarts without end: set it to {needed}"
-    elif value < needed:
-        yield f"backoffLimit {value} ends the job before max_restarts {subject.spec.max_restarts}: it must be {needed}"
-
-
-@rule("LS007", "warning", PYTORCHJOB)
-def time_to_live(subject: Subject) -> Iterator[str]:
-    """Finished jobs stay for ever without a TTL."""
-    if _number(get(subject.job, "spec", "runPolicy", "ttlSecondsAfterFinished")) is None:
-        yield "ttlSecondsAfterFinished is not set: the finished job is never cleaned up; set k8s.ttl"
-
-
-@rule("LS008", "warning")
-def deadline(subject: Subject) -> Iterator[str]:
-    """Without a deadline a hung job holds its GPUs for ever."""
-    path = ("runPolicy", "activeDeadlineSeconds") if subject.is_pytorchjob else ("activeDeadlineSeconds",)
-    if subject.job and _number(get(subject.job, "spec", *path)) is None:
-        yield "activeDeadlineSeconds is not set: set time_limit"
-
-
-@rule("LS009")
-def grace(subject: Subject) -> Iterator[str]:
-    """The kubelet must wait longer than the ranks' grace, or it kills them in the middle of a save."""
-    needed = subject.spec.grace_seconds + GRACE_MARGIN
-    for pod in subject.pods:
-        value = get(pod.spec, "terminationGracePeriodSeconds")
-        if (_number(value) or 0) < needed:
-            yield f"{pod.replica}: terminationGracePeriodSeconds is {value!r}, below grace_seconds + {GRACE_MARGIN} = {needed}"
-
-
-@rule("LS018", kinds=PYTORCHJOB)
-def restart_policy(subject: Subject) -> Iterator[str]:
-    """Only `ExitCode` tells wrong usage from a crash; OnFailure retries both."""
-    for pod in subject.pods:
-        if pod.restart_policy != "ExitCode":
-            yield f"{pod.replica}: restartPolicy is {pod.restart_policy!r}, expected ExitCode: others retry wrong usage (exit 2)"
-        if get(pod.spec, "restartPolicy") is not None:
-            yield f"{pod.replica}: restartPolicy in the pod template is overwritten by the operator: remove it"
 
 
 @rule("LS021", kinds=PYTORCHJOB)
@@ -155,37 +87,6 @@ def topology(subject: Subject) -> Iterator[str]:
         annotations = get(pod.metadata, "annotations") or {}
         if not queue and isinstance(annotations, dict) and any("podset-" in str(key) for key in annotations):
             yield "k8s.topology does nothing without k8s.queue: set the queue, or remove topology"
-
-
-@rule("LS027", "warning", PYTORCHJOB)
-def gang(subject: Subject) -> Iterator[str]:
-    """`schedulingPolicy` is silently ignored where the operator runs without --gang-scheduler-name."""
-    if get(subject.job, "spec", "runPolicy", "schedulingPolicy") is not None:
-        yield "schedulingPolicy works only with the operator's --gang-scheduler-name: see `lockstep doctor`, or use k8s.queue"
-
-
-@rule("LS028")
-def identity(subject: Subject) -> Iterator[str]:
-    """`patch` must not take away what `status`, `logs`, `cancel` and the NetworkPolicy find the job by."""
-    if not subject.job:
-        yield "the patch changed kind: patch the fields below it"
-        return
-    versions = {"PyTorchJob": "kubeflow.org/v1", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
-    if subject.job.get("apiVersion") != versions[subject.job["kind"]]:
-        yield f"apiVersion is {subject.job.get('apiVersion')!r}, expected {versions[subject.job['kind']]}"
-    if get(subject.job, "metadata", "name") != subject.spec.name:
-        yield "the patch changed metadata.name: change name in the job instead"
-    if get(subject.job, "metadata", "namespace") != k8s(subject.spec).namespace:
-        yield "the patch changed metadata.namespace: set k8s.namespace instead"
-    if (
-        get(subject.job, "metadata", "labels", JOB) != subject.spec.name
-        or get(subject.job, "metadata", "labels", HASH) != subject.spec.hash()
-    ):
-        yield f"the patch removed the labels {JOB} or {HASH}: lockstep finds the job by them"
-    for pod in subject.pods:
-        for label, value in ((JOB, subject.spec.name), (HASH, subject.spec.hash())):
-            if get(pod.metadata, "labels", label) != value:
-                yield f"{pod.replica}: the patch removed the label {label}, so the NetworkPolicy misses the pod"
 
 
 @rule("LS045", "warning", TRAINJOB)

@@ -76,14 +76,6 @@ def duplicate_variables(subject: Subject) -> Iterator[str]:
             yield f"{pod.replica}: env has {name} twice: keep one"
 
 
-@rule("LS017", kinds=PYTORCHJOB)
-def readiness(subject: Subject) -> Iterator[str]:
-    """Headless Services publish no unready address: a readinessProbe on Master delays DNS until workers give up."""
-    for pod in subject.pods:
-        if pod.container.get("readinessProbe") is not None:
-            yield f"{pod.replica}: a readinessProbe delays the DNS name that the workers wait for: remove it"
-
-
 @rule("LS019", "warning")
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod."""
@@ -106,15 +98,6 @@ def shared_run(subject: Subject) -> Iterator[str]:
             yield f"run_dir {path} lies on a read-only volume: drop read_only, or choose another run_dir"
         if subject.spec.elastic and get(volume, "persistentVolumeClaim") is None:
             yield "an elastic job's rank 0 may move, so run_dir must lie on a shared volume: add one to volumes"
-
-
-@rule("LS023")
-def scraped_twice(subject: Subject) -> Iterator[str]:
-    """A `prometheus.io/port` annotation beside the PodMonitor scrapes one port twice and the others never."""
-    for pod in subject.pods:
-        annotations = get(pod.metadata, "annotations")
-        if isinstance(annotations, dict) and any(str(key).startswith("prometheus.io/") for key in annotations):
-            yield f"{pod.replica}: prometheus.io annotations carry one port only: use the PodMonitor of deploy/k8s"
 
 
 @rule("LS024", kinds=PYTORCHJOB)
@@ -179,25 +162,6 @@ def amounts_of_ranks(subject: Subject) -> Iterator[str]:
     each, least = size_in_bytes(spec.memory) / spec.ranks, (4 << 30 if spec.gpus else 700 << 20)
     if each < least:
         yield f"memory {spec.memory} is {each / 2**20:.0f} MiB a rank, below {least >> 20}: raise memory, or leave it out"
-
-
-@rule("LS030")
-def launcher(subject: Subject) -> Iterator[str]:
-    """Without the launcher the operator's RANK is the pod's index, and each pod trains alone."""
-    for pod in subject.pods:
-        command = pod.container.get("command")
-        words = command if isinstance(command, list) else []
-        if not {"launch", "torchrun"} & {str(word) for word in words}:
-            yield f"{pod.replica}: the command is not `python -m training launch …`: no rank would be started"
-
-
-@rule("LS033")
-def limits(subject: Subject) -> Iterator[str]:
-    """Without memory and CPU limits a pod is the first to be evicted."""
-    for pod in subject.pods:
-        for name in ("cpu", "memory"):
-            if pod.resource(name) is None:
-                yield f"{pod.replica}: no limit of {name}: set {'cpus' if name == 'cpu' else name}"
 
 
 @rule("LS034")

@@ -1,8 +1,8 @@
-"""The rules of Kubernetes: about the job as a whole, about its pods, about what a pod may do."""
+"""The rules of Kubernetes: protected paths, and rules about the job as a whole, about its pods, about what a pod may do."""
 
 from __future__ import annotations
 
-from jobs.kubernetes import job_rules, pod_rules, security_rules
+from jobs.kubernetes import job_rules, pod_rules, protected, security_rules
 from jobs.kubernetes.subject import RULES
 
-__all__ = ["RULES", "job_rules", "pod_rules", "security_rules"]
+__all__ = ["RULES", "job_rules", "pod_rules", "protected", "security_rules"]

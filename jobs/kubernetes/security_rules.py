@@ -92,11 +92,3 @@ def host_access(subject: Subject) -> Iterator[str]:
         for volume in mappings(get(pod.spec, "volumes")):
             if "hostPath" in volume:
                 yield f"{pod.replica}: volume {volume.get('name')!r} is a hostPath: use a claim"
-
-
-@rule("LS032", "warning")
-def sidecars(subject: Subject) -> Iterator[str]:
-    """A service mesh's proxy never ends, and so would the pod."""
-    for pod in subject.pods:
-        if get(pod.metadata, "annotations", "sidecar.istio.io/inject") != "false":
-            yield f'{pod.replica}: the annotation sidecar.istio.io/inject: "false" is gone: put it back'

@@ -14,6 +14,10 @@ TRAINJOB = ("TrainJob",)
 KINDS = PYTORCHJOB + TRAINJOB
 
 
+def number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Pod:
     """A pod template of the job."""
@@ -29,6 +33,12 @@ class Pod:
         """The container `pytorch` (PyTorchJob) or `node` (TrainJob); empty where there is none."""
         named = [item for item in mappings(get(self.spec, "containers")) if item.get("name") in ("pytorch", "node")]
         return named[0] if named else {}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As one mapping, for paths into it."""
+        parts = {"metadata": self.metadata, "spec": self.spec, "container": self.container}
+        return {"restartPolicy": self.restart_policy, **parts}
 
     def resource(self, name: str) -> Any:
         return get(self.container, "resources", "limits", name)
