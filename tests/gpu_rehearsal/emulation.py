@@ -41,7 +41,7 @@ STEP = {
     ("trainer.py", "step"),
     ("trainer.py", "update_average"),
     ("attempt.py", "step_done"),
-    ("epochs.py", "batches"),
+    ("recipe_attempt.py", "batches"),
 }
 """The functions of the loop that belong to a step: what makes the host wait in one of them is paid at every step."""
 

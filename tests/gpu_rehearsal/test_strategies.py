@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu_rehearsal.conftest import OnCpu
+from tests.gpu_rehearsal.emulation import STEP
 from tests.gpu_rehearsal.rehearsal import differing, rehearsing, settings, trained
+from tests.processes import ROOT
 from tests.runs import LOSSY_START
 
 LOOK_FOR_NAN = "cudaStreamSynchronize by trainer.py:compute_gradients"
@@ -49,6 +51,13 @@ def test_work_that_runs_as_late_as_it_may_changes_no_number(
     """Who reads before it has waited, or forgets that one stream has to wait for another, reads what was there before."""
     _, found = trained(tmp_path, data_root, options={"STANDIN_LATE": late}, **changes_of(strategy))
     assert differing(found, on_cpu(**changes_of(strategy))) == []
+
+
+def test_the_functions_of_a_step_are_where_the_rehearsal_looks_for_them() -> None:
+    """A function that was moved would be in no step, and nothing that it waits for would be seen."""
+    for file, function in STEP:
+        sources = [path.read_text() for path in (ROOT / "training").rglob(file)]
+        assert any(f"    def {function}(" in source for source in sources), (file, function)
 
 
 def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
