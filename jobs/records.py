@@ -45,12 +45,17 @@ def identity(name: str) -> str:
     return f"{name}.{uuid.uuid4().hex[:12]}"
 
 
+def restarts(said: Mapping[str, Any] | None) -> int:
+    """How often the launcher has started the ranks again, from a run's status.json."""
+    again = said.get("restart") if said is not None else None
+    return again if isinstance(again, int) and again > 0 else 0
+
+
 def progress(said: Mapping[str, Any] | None) -> str:
     """How far a run is that trains, from its status.json: the step, at most some seconds old, and how often it was restarted."""
     if said is None or not isinstance(said.get("step"), int):
         return "starting"
-    again = said.get("restart")
-    return f"step {said['step']}" + (f", restart {again}" if isinstance(again, int) and again > 0 else "")
+    return f"step {said['step']}" + (f", restart {again}" if (again := restarts(said)) else "")
 
 
 def said(run_dir: Path, job: str) -> dict[str, Any] | None:

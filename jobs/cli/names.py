@@ -10,7 +10,7 @@ import typer
 from jobs.cli import inside, options
 from jobs.cli.options import Backend, Context, File, Host, Json, Name, Namespace, Profile
 from jobs.cli.waiting import line, teller, unfinished
-from jobs.terminal import say, show, table
+from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
@@ -78,11 +78,15 @@ def logs(
     """Print the output of the ranks; with --json one object per line."""
     import json
 
+    silent = True
     for text in _open(backend, namespace, context, host).logs(name, rank, follow, tail):
+        silent = False
         if as_json:
             print(json.dumps({"line": text}), flush=True)
         else:
             say(text)
+    if rank and silent and tail != 0:
+        note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
 
 
 def execute(

@@ -84,7 +84,7 @@ class Reader:
         if not (run_dir / contract.RUN_FILE).is_file():
             raise UserError(
                 f"{run_dir} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke; "
-                "a run that has just been started writes it within seconds"
+                "a run that is starting writes it once its ranks have met"
             )
 
     def read(self) -> dict[int, Snapshot]:

@@ -134,7 +134,8 @@ class LocalBackend(Backend):
         cancelled = (folder / "cancelled").exists()
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
-            return Status(state, reason, [Part("this machine", list(range(total)), state)], code)
+            again = records.restarts(records.said(Path(record["run_dir"]), record["job"]))
+            return Status(state, reason, [Part("this machine", list(range(total)), state, restarts=again)], code)
 
         if ended is not None and ended["job"] != record["job"]:
             ended = None  # of an earlier submission

@@ -284,3 +284,37 @@ def test_a_job_that_submits_another_leaves_it_alone(backend: LocalBackend) -> No
     backend.submit(_spec("outer", words))
     assert backend.wait("outer", 20).state == "succeeded"
     assert backend.wait("inner", BOUND).state == "succeeded"
+
+
+def test_restarts_of_the_ranks_are_told_while_it_runs_and_afterwards(backend: LocalBackend, tmp_path: Path) -> None:
+    """The launcher counts them into status.json, which this program writes in its place."""
+    program = (
+        "import json, os, pathlib, time\n"
+        "run, go = pathlib.Path(os.environ['RUN']), pathlib.Path(os.environ['RUN'] + '/go')\n"
+        "run.mkdir(parents=True, exist_ok=True)\n"
+        "said = {'code': None, 'step': 7, 'attempt': 3, 'reason': 'running', 'job': os.environ['LOCKSTEP_JOB'], 'restart': 2}\n"
+        "(run / 'status.json').write_text(json.dumps(said))\n"
+        "while not go.exists(): time.sleep(0.02)\n"
+    )
+    run = tmp_path / "runs/again"
+    spec = JobSpec(name="again", command=["python", "-c", program], max_restarts=0, ranks_per_node=1, run_dir=str(run),
+                   env={"RUN": str(run)})  # fmt: skip
+    backend.submit(spec)
+    poll(lambda: backend.status("again").reason == "step 7, restart 2", BOUND, "the step, and that it was restarted")
+    (run / "go").touch()
+    found = backend.wait("again", BOUND)
+    assert found.state == "succeeded" and [part.restarts for part in found.ranks] == [2]
+
+
+def test_a_rank_that_has_printed_nothing_is_told_so(backend: LocalBackend, tmp_path: Path) -> None:
+    spec = JobSpec(name="done", command=["python", "-c", "print('[rank 0] hi')"], max_restarts=0, ranks_per_node=2)
+    backend.submit(spec)
+    backend.wait("done", BOUND)
+    for words, out, said in (
+        (["--rank", "0"], "hi", ""),
+        (["--rank", "1"], "", "rank 1 has printed nothing"),
+        ([], "hi", ""),
+    ):
+        done = lockstep(tmp_path, "logs", "local", "done", *words, LOCKSTEP_HOME=str(tmp_path / "home"))
+        assert done.returncode == 0 and out in done.stdout and said in done.stderr, (words, done)
+        assert bool(done.stderr) == bool(said), (words, done)

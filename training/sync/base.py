@@ -107,7 +107,11 @@ class GradientSync(ABC):
         """
 
     def abandon(self) -> None:
-        """Discards the gradients of this step, and what the strategy keeps of them."""
+        """Discards the gradients of this step, and what the strategy keeps of them.
+
+        Called after `synchronize`, in place of the optimizer's `step`, where the gradient is not finite. What the strategy
+        remembers from step to step must be as finite afterwards as before that step.
+        """
         self.zero_grad()
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -138,7 +142,11 @@ class GradientSync(ABC):
         """Collective."""
 
     def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
-        """From the states of all ranks of another world size the one that every rank takes over. On one rank alone."""
+        """From the states of all ranks of another world size the one that every rank takes over. On one rank alone.
+
+        What the ranks together have left to send must stay the same. A strategy that averages (`powersgd`) takes the mean of
+        its memories; one that sums takes their sum, and `load_merged_state` divides it by the new world size.
+        """
         return {}
 
     def load_merged_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
