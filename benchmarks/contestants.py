@@ -29,7 +29,7 @@ from training.data.loader import Loader
 from training.data.sources import load
 from training.evaluate.evaluator import Evaluator
 from training.parallel.world import detect, joined
-from training.run import epochs, prepare
+from training.run import prepare, recipe_attempt
 from training.run.recipe import train
 
 
@@ -69,7 +69,7 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
             moments["scored"] = time.perf_counter()
             return found
 
-    prepare.Loader, epochs.Evaluator = TimedLoader, TimedEvaluator  # type: ignore[misc]
+    prepare.Loader, recipe_attempt.Evaluator = TimedLoader, TimedEvaluator  # type: ignore[misc]
 
     def run(seed: int) -> Outcome:
         words = [f"data.root={data_root}", f"seed={seed}", *BARE, *assignments]
