@@ -88,7 +88,7 @@ test-packaging: $(READY) ## the wheel and the sdist, without torch and beside on
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/packaging -rs
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
-	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/exercises
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/exercises
 
 test-gpu-rehearsal: $(READY) ## the GPU path over a stand-in for CUDA and NCCL, without a GPU (g++, torch's CUDA build)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/gpu_rehearsal -m "not matrix"

@@ -105,7 +105,7 @@ def test_who_was_killed_is_said() -> None:
     failures = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((1, -9, -15, -11))}
     result = RunResult(state=WorkerState.FAILED, failures=failures)  # type: ignore[arg-type]
     assert deaths(result, signal.SIGTERM) == [
-        "rank 1 was ended by SIGKILL (by hand, or because the memory was used up)", "rank 3 was ended by SIGSEGV",
+        "rank 1 was ended by SIGKILL, by hand or because the memory was used up", "rank 3 was ended by SIGSEGV",
     ]  # fmt: skip
 
 

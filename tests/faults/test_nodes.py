@@ -230,3 +230,29 @@ def test_a_node_may_be_late_without_a_restart(tmp_path: Path, late: int) -> None
             assert [_end(other)[0], _end(early)[0]] == [0, 0]
     nodes.seen("begun-0")
     nodes.seen("begun-1")
+
+
+LOOP = """
+import os, signal, sys, torch
+from lockstep import Session
+with Session("run", "checkpoint.every_steps=1") as run:
+    model = run.replicate(torch.nn.Linear(2, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(1):
+        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(16, 2)), 4):
+            if run.rank == 1 and run.steps == 2 and not os.path.exists("killed"):
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.step(model(x).sum())
+"""
+
+
+def test_a_killed_rank_is_named_on_the_other_node_and_both_start_again(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    nodes = Nodes(tmp_path, "--max-restarts", "1")
+    program = f"exec {PYTHON} loop.py"
+    with nodes.node(0, program) as first, nodes.node(1, program) as second:
+        (code, output), (other, _) = _end(first), _end(second)
+    assert code == other == 0, output
+    assert "rank 1 did not arrive: ended by SIGKILL, by hand or because the memory was used up (last seen" in output
+    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0

@@ -41,7 +41,7 @@ from training.contract import (
     MASTER_PORT,
     UserError,
 )  # fmt: skip
-from training.launch import carried, codes, lines, rendezvous, scratch
+from training.launch import carried, codes, failures, lines, rendezvous, scratch
 from training.launch.attempts import Attempts
 from training.launch.ending import Ending
 from training.launch.lifeline import FORWARDED
@@ -154,6 +154,7 @@ class Agent(LocalElasticAgent):
         """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
+        failures.tell(worker_group, self._pcontext)
         result = super()._monitor_workers(worker_group)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler

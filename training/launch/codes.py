@@ -47,9 +47,16 @@ def deaths(result: RunResult, signalled: int | None) -> list[str]:
     for rank, failure in sorted(result.failures.items()):
         number = -failure.exitcode
         if number > 0 and number != signalled:
-            hint = " (by hand, or because the memory was used up)" if number == signal.SIGKILL else ""
-            found.append(f"rank {rank} was ended by {_name(number)}{hint}")
+            found.append(f"rank {rank} was {how(failure.exitcode)}")
     return found
+
+
+def how(code: int) -> str:
+    """How a process has ended, by its exit code as Python gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = ", by hand or because the memory was used up" if -code == signal.SIGKILL else ""
+    return f"ended by {_name(-code)}{hint}"
 
 
 def _name(number: int) -> str:

@@ -67,6 +67,18 @@ def _bound(host: str, port: int) -> socket.socket | None:
     return listener
 
 
+def ended(rank: int) -> str:
+    """The key, in the store without a prefix, under which the launcher says how a rank has ended."""
+    return f"lockstep/ended/{rank}"
+
+
+def without_prefix(store: dist.Store) -> dist.Store:
+    """The store itself, of one that puts the group's name before each key."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

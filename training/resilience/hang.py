@@ -1,7 +1,8 @@
 """Who is missing? When a collective fails or times out, names the ranks that did not arrive, and each one's last step.
 
 Every rank notes its step in the store about once a second. A rank whose collective failed reports itself there and
-looks who else reports within a few seconds: the ones that do not are gone, stopped or stuck.
+looks who else reports within a few seconds: the ones that do not are gone, stopped or stuck. Of a rank whose process has ended
+our launcher says so in the store, and nobody waits for it.
 
 gloo raises in the thread that waits. NCCL does not: that thread waits for the GPU, and torch's watchdog aborts the process.
 `naming_the_missing` has the sentence said before that.
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from training.contract import EXIT_FAILED
+from training.parallel import stores
 from training.parallel.world import World
 
 REPORT_SECONDS = 5.0
@@ -147,16 +149,18 @@ def _watch(
 def _missing(world: World, step: int, what: str) -> list[str]:
     """The ranks that did not report the same (`failed`: a collective) within a few seconds."""
     store = _get_default_store()
+    launchers = stores.without_prefix(store)
     store.set(f"lockstep/{what}/{world.rank}", str(step))
     missing = []
     deadline = time.monotonic() + REPORT_SECONDS
     for rank in range(world.size):
-        key = [f"lockstep/{what}/{rank}"]
+        key, ended = [f"lockstep/{what}/{rank}"], stores.ended(rank)
         # Asked again and again: `store.wait` would print warnings of torch's own about a wait that is meant to end so.
-        while not (reported := store.check(key)) and time.monotonic() < deadline:
+        while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
             time.sleep(0.05)
         if not reported:
             seen = f"lockstep/step/{rank}"
             last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
-            missing.append(f"rank {rank} did not arrive ({last})")
+            how = f": {launchers.get(ended).decode()}" if launchers.check([ended]) else ""
+            missing.append(f"rank {rank} did not arrive{how} ({last})")
     return missing

@@ -1,0 +1,34 @@
+"""Tells the ranks that still run which rank of this node has ended, and how: they need not wait to miss it.
+
+It is said in the store where the ranks meet (`training.resilience.hang` reads it), so other nodes' ranks hear of it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from training.launch.codes import how
+from training.parallel import stores
+
+SECONDS = 2.0
+"""Bound on reaching the store: its node may be the one that is lost."""
+
+
+def tell(group: WorkerGroup, processes: PContext | None) -> None:
+    """Says it of each rank of this node that has failed. torch's agent ends the others as soon as it looks itself."""
+    if not isinstance(processes, SubprocessContext) or not group.master_addr or not group.master_port:
+        return
+    codes = {local: handler.proc.poll() for local, handler in processes.subprocess_handlers.items()}
+    failed = {group.workers[local].global_rank: code for local, code in codes.items() if code}
+    alone = len(group.workers) == group.group_world_size == 1  # nobody is left to wait for it
+    # Rank 0 serves a new store each time the ranks start. One of the agent's outlives them, and what is said in it, too.
+    if not failed or alone or group.spec.rdzv_handler.use_agent_store:
+        return
+    with contextlib.suppress(RuntimeError, ValueError):  # torch's DistError among them: then they wait for it
+        store = stores.tcp_store(group.master_addr, group.master_port, serves=False, seconds=SECONDS)
+        for rank, code in failed.items():
+            store.set(stores.ended(rank), how(code))
