@@ -2,12 +2,15 @@
 
 Images a second of an epoch's batches: from our shards (read as they lie, and gathered from the memory that a rank keeps
 them in), from torch's DataLoader that decodes the same JPEG files in the same way with 0, 1 and 2 workers, and reading
-the files' bytes without decoding them. And once: making the shards with 1 and 2 processes. The files are in the page cache.
+the files' bytes without decoding them. The files are in the page cache, but for two rows: our shards and the bytes of the
+same shards, in a row, from the disk (of a virtual machine its host may still have them). And once: making the shards.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 import tempfile
 import time
@@ -72,11 +75,41 @@ def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
 
 def epoch_of(manifest: Manifest, resident: str) -> Callable[[], None]:
     settings = config.Config(global_batch_size=BATCH, data=config.Data(resident=resident))  # type: ignore[arg-type]
-    loader = Loader(settings, World(), manifest, BATCH, 1)
+    loader = Loader(settings, World(), manifest, BATCH, 1, verified=True)
 
     def run() -> None:
         for batch in loader.epoch(0):
             batch.images[batch.rows]  # what a step does first; of a batch that was read it is one more copy
+
+    return run
+
+
+def cold(manifest: Manifest, read: Callable[[], None]) -> Callable[[], None]:
+    """`read` after the shards were thrown out of the page cache. Nothing else may have them mapped."""
+
+    def run() -> None:
+        for path in manifest.directory.glob("*.safetensors"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # what is not written yet stays
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read()
+
+    return run
+
+
+def opened_epoch(manifest: Manifest) -> Callable[[], None]:
+    """An epoch of a loader that is opened for it."""
+    return lambda: epoch_of(manifest, "never")()
+
+
+def in_a_row(manifest: Manifest) -> Callable[[], None]:
+    """The bytes of the training shards, as fast as they come."""
+
+    def run() -> None:
+        for shard in manifest.splits["train"]:
+            with (manifest.directory / shard.file).open("rb", buffering=0) as file:
+                while file.read(1 << 20):
+                    pass
 
     return run
 
@@ -114,9 +147,10 @@ def main() -> int:
         root = Path(folder)
         paths = write_images(root, args.images, args.side)
         making: dict[str, Any] = {}
-        for workers in (1, 2):
-            manifest, seconds = made(root, args.size, workers)
-            making[f"{workers} processes"] = round(args.images / seconds)
+        other, seconds = made(root, args.size, 1)  # for what is thrown out of the page cache
+        making["1 process"] = round(args.images / seconds)
+        manifest, seconds = made(root, args.size, 2)
+        making["2 processes"] = round(args.images / seconds)
         torch.set_num_threads(1)
         variants = {
             "shards, read": epoch_of(manifest, "never"),
@@ -125,10 +159,11 @@ def main() -> int:
             "DataLoader, 1 worker": decoding(paths, args.size, 1),
             "DataLoader, 2 workers": decoding(paths, args.size, 2),
             "files, not decoded": reading(paths),
+            "shards, from the disk": cold(other, opened_epoch(other)),
+            "disk, shards in a row": cold(other, in_a_row(other)),
         }
         images = {
-            name: manifest.count("train") // BATCH * BATCH if name.startswith("shards") else args.images
-            for name in variants
+            name: manifest.count("train") // BATCH * BATCH if "shards" in name else args.images for name in variants
         }
         times = interleaved(variants, args.rounds, warm_up=None)
     print(f"{args.images} JPEG files of {args.side}², as {args.size}², batches of {BATCH}")
@@ -137,6 +172,9 @@ def main() -> int:
     rows["shards, read / DataLoader, 2 workers"] = figures.ratios(
         rates, "shards, read", "DataLoader, 2 workers", "more"
     )
+    one = math.prod(manifest.shape) / 1e6
+    for name in ("shards, read", "shards, from the disk", "disk, shards in a row"):
+        rows[f"{name}, bytes"] = figures.figure([rate * one for rate in rates[name]], "MB/s", "more")
     for name, rate in making.items():
         rows[f"making shards, {name}"] = figures.figure([rate], "images/s", "more")
     return measured.finish(rows, {"images": images, "seconds": times, "making": making})
