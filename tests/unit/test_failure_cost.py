@@ -1,0 +1,39 @@
+"""The parts of a failure's cost, from the marks that a training prints (benchmarks/failure.py)."""
+
+from __future__ import annotations
+
+from benchmarks.failure import Mark, marks, parts
+
+KILLED = Mark("killed", 1, 11, 100.0, 31)
+START = [
+    Mark(name, rank, 20 + rank, at + rank, 20)
+    for name, at in (("begun", 101.0), ("imported", 104.0), ("joined", 105.0), ("restored", 106.5))
+    for rank in (0, 1)
+]
+STEPS = [Mark("step", 0, 20, 107.6 + 0.5 * number, 21 + number) for number in range(15)]
+
+
+def test_a_failures_parts_add_up_to_the_step_where_it_struck() -> None:
+    before = [Mark("step", 0, 10, 99.9, 31), Mark("begun", 0, 10, 50.0, 0)]
+    found = parts(KILLED, {*before, *START, *STEPS})
+    assert found is not None
+    assert {name: round(value, 3) for name, value in found.items()} == {
+        "noticed": 2.0, "imports": 3.0, "ranks meet": 1.0, "restored": 1.5, "first step": 0.1, "replayed": 5.0, "steps lost": 11,
+    }  # fmt: skip
+
+
+def test_the_last_of_several_starts_counts() -> None:
+    """Where the ranks had to start twice: nothing was trained in between."""
+    in_vain = [Mark("begun", rank, 30 + rank, 100.5, 20) for rank in (0, 1)]
+    assert parts(KILLED, {*in_vain, *START, *STEPS}) == parts(KILLED, {*START, *STEPS})
+
+
+def test_without_the_step_of_the_failure_there_is_no_cost_yet() -> None:
+    assert parts(KILLED, {*START, *STEPS[:9]}) is None
+    late = [Mark("step", 0, 10, 100.2, 32)]  # an old process' step that ended after the kill
+    assert parts(KILLED, {*START, *late}) is None
+
+
+def test_marks_stand_in_lines_of_any_rank_and_may_be_cut_off() -> None:
+    lines = ['[rank 1] MARK ["killed", 1, 11, 100.0, 31]', '[rank 0] MARK ["step", 0, 1', "[rank 0] something else"]
+    assert marks(lines) == {KILLED}
