@@ -118,7 +118,7 @@ def fail(watched: Watched, step: int, down: str, up: str) -> dict[str, float]:
         return watched.until(lambda: parts(killed, watched.seen), "the steps after it")
     watched.until(lambda: watched.trained(step), f"step {step}")
     began = time.time()
-    subprocess.run(down, shell=True, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(down.replace("{name}", watched.spec.name), shell=True, check=True, stdout=subprocess.DEVNULL)
     watched.look()
     reached = max(mark.step for mark in watched.seen if mark.name == "step" and mark.at < began)
     if up:
@@ -144,7 +144,9 @@ def main() -> int:
     parser.add_argument("--on", default="local", help="the backend (default: %(default)s)")
     parser.add_argument("--job", help="a job file whose nodes, image and limits are used")
     parser.add_argument("--kind", default="rank", choices=("rank", "launcher", "node"))
-    parser.add_argument("--node-down", default="", help="the command that ends a node, with --kind node")
+    parser.add_argument(
+        "--node-down", default="", help="the command that ends a node, with --kind node; {name}: the job's name"
+    )
     parser.add_argument("--node-up", default="", help="the command that brings it back")
     args = parser.parse_args()
     if (args.kind == "node") != bool(args.node_down):
