@@ -48,6 +48,8 @@ def main(steps: int, every: int, seconds: float, kind: str, fates: list[int]) ->
                         ("restored", time.time()),
                     ):
                         mark(name, at, run.steps)
+                    for file in sorted(run_dir.glob("killed-*")):  # what it printed went with its launcher
+                        mark("killed", *json.loads(file.read_text()))
                     first = False
                 fired = run_dir / f"killed-{run.steps}"
                 if (
@@ -56,8 +58,7 @@ def main(steps: int, every: int, seconds: float, kind: str, fates: list[int]) ->
                     and kind in ("rank", "launcher")
                     and not fired.exists()
                 ):
-                    fired.touch()
-                    mark("killed", time.time(), run.steps)
+                    fired.write_text(json.dumps([time.time(), run.steps]))
                     os.kill(os.getpid() if kind == "rank" else os.getppid(), signal.SIGKILL)
                 time.sleep(seconds)
                 run.step(model(x).square().mean())
