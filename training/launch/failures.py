@@ -6,12 +6,13 @@ It is said in the store where the ranks meet (`training.resilience.hang` reads i
 from __future__ import annotations
 
 import contextlib
+import socket
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from training.launch.codes import how
+from training.launch.codes import FINAL, how
 from training.parallel import stores
 
 SECONDS = 2.0
@@ -23,12 +24,15 @@ def tell(group: WorkerGroup, processes: PContext | None) -> None:
     if not isinstance(processes, SubprocessContext) or not group.master_addr or not group.master_port:
         return
     codes = {local: handler.proc.poll() for local, handler in processes.subprocess_handlers.items()}
-    failed = {group.workers[local].global_rank: code for local, code in codes.items() if code}
+    # A rank that ends for good has said why, and the others end with it.
+    failed = {group.workers[local].global_rank: code for local, code in codes.items() if code and code not in FINAL}
     alone = len(group.workers) == group.group_world_size == 1  # nobody is left to wait for it
     # Rank 0 serves a new store each time the ranks start. One of the agent's outlives them, and what is said in it, too.
     if not failed or alone or group.spec.rdzv_handler.use_agent_store:
         return
-    with contextlib.suppress(RuntimeError, ValueError):  # torch's DistError among them: then they wait for it
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # torch's DistError among them: then they wait for it
+        # Asked in Python first: where rank 0 is gone, this knows it at once, and torch's store only when the time is over.
+        socket.create_connection((group.master_addr, group.master_port), SECONDS).close()
         store = stores.tcp_store(group.master_addr, group.master_port, serves=False, seconds=SECONDS)
         for rank, code in failed.items():
             store.set(stores.ended(rank), how(code))
