@@ -26,6 +26,8 @@ class Bf16Compress(Flat):
 
 
 class _Bf16Reducer(Reducer):
+    receives = True
+
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket]) -> None:
         super().__init__(named, buckets)
         self._rounded: dict[Bucket, torch.Tensor] = {}

@@ -72,6 +72,9 @@ class Reducer:
     `backward` raises `UserError` for a sparse gradient.
     """
 
+    receives = False
+    """`receive` has work to do: it is done for each bucket as soon as its sum is there, while backward still runs."""
+
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
         scale: float = 1.0, passes: int = 1, error: type[Exception] = UserError,
@@ -116,7 +119,7 @@ class Reducer:
         while self._started < len(self.buckets) and not self.buckets[self._started].missing:
             self.buckets[self._started].work = self.send(self.buckets[self._started])
             self._started += 1
-        if self.on_done is not None:
+        if self.receives or self.on_done is not None:
             while self._finished < self._started and _is_completed(self.buckets[self._finished].work):
                 self._finish_next()
 

@@ -47,8 +47,17 @@ class Flat(Bucketed):
         torch._foreach_mul_(self._flats, factor)
 
 
+LAST_BYTES = 1e6
+"""The last bucket has at most so much, or one parameter: nothing is left to compute while it is summed."""
+
+
 def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float) -> list[Bucket]:
-    """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last one."""
+    """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last two.
+
+    The last one holds what the backward pass reaches last, and is small. The one before it is what was left over.
+    """
+    least, last = (size / flat.element_size() for size in (min_bytes, min(LAST_BYTES, min_bytes)))
+    last = max(last, params[-1].numel())
     buckets: list[Bucket] = []
     start = end = 0
     inside: list[nn.Parameter] = []
@@ -59,7 +68,9 @@ def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float) -> lis
         views.append(piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset()))
         inside.append(parameter)
         end += parameter.numel()
-        if end - start >= min_bytes / flat.element_size() or number == len(params) - 1:
+        left = len(flat) - end
+        begins_the_last = left <= last < left + parameter.numel()
+        if end - start >= least or begins_the_last or number == len(params) - 1:
             buckets.append(Bucket(inside, flat[start:end], views))
             start, inside, views = end, [], []
     return buckets
