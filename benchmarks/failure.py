@@ -112,7 +112,7 @@ class Watched:
 
 
 def fail(watched: Watched, step: int, down: str, up: str) -> dict[str, float]:
-    """One failure. A node's comes from outside, by the commands; the others are the training's own."""
+    """One failure. A node's comes from outside, and its commands count as *noticed*; the others are the training's own."""
     if not down:
         killed = watched.until(lambda: watched.killed(step), f"the failure at step {step}")
         return watched.until(lambda: parts(killed, watched.seen), "the steps after it")

@@ -165,6 +165,7 @@ def main() -> int:
         images = {
             name: manifest.count("train") // BATCH * BATCH if "shards" in name else args.images for name in variants
         }
+        images["disk, shards in a row"] = manifest.count("train")
         times = interleaved(variants, args.rounds, warm_up=None)
     print(f"{args.images} JPEG files of {args.side}², as {args.size}², batches of {BATCH}")
     rates = {name: [images[name] / seconds for seconds in taken] for name, taken in times.items()}

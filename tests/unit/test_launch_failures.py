@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -64,3 +65,14 @@ def test_where_nobody_serves_the_store_nothing_is_waited_for(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         failures.tell(group(free.getsockname()[1]), processes)
+
+
+def test_a_store_that_accepts_and_never_answers_is_not_waited_for(
+    processes: SubprocessContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was stopped: the kernel takes connections for it."""
+    monkeypatch.setattr(failures, "SECONDS", 0.3)
+    with socket.socket() as silent, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        pool.submit(failures.tell, group(silent.getsockname()[1]), processes).result(timeout=30)

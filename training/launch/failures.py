@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import PContext
@@ -16,7 +17,7 @@ from training.launch.codes import FINAL, how
 from training.parallel import stores
 
 SECONDS = 2.0
-"""Bound on reaching the store: its node may be the one that is lost."""
+"""Bound on it all: rank 0, which serves the store, may be the one that is lost, or stand still."""
 
 
 def tell(group: WorkerGroup, processes: PContext | None) -> None:
@@ -30,9 +31,16 @@ def tell(group: WorkerGroup, processes: PContext | None) -> None:
     # Rank 0 serves a new store each time the ranks start. One of the agent's outlives them, and what is said in it, too.
     if not failed or alone or group.spec.rdzv_handler.use_agent_store:
         return
+    # torch bounds the connection and not the first answer. Signals are heeded meanwhile.
+    thread = threading.Thread(target=_tell, args=(group.master_addr, group.master_port, failed), daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+
+
+def _tell(host: str, port: int, failed: dict[int, int]) -> None:
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # torch's DistError among them: then they wait for it
         # Asked in Python first: where rank 0 is gone, this knows it at once, and torch's store only when the time is over.
-        socket.create_connection((group.master_addr, group.master_port), SECONDS).close()
-        store = stores.tcp_store(group.master_addr, group.master_port, serves=False, seconds=SECONDS)
+        socket.create_connection((host, port), SECONDS).close()
+        store = stores.tcp_store(host, port, serves=False, seconds=SECONDS)
         for rank, code in failed.items():
             store.set(stores.ended(rank), how(code))

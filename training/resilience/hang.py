@@ -163,4 +163,13 @@ def _missing(world: World, step: int, what: str) -> list[str]:
             last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
             how = f": {launchers.get(ended).decode()}" if launchers.check([ended]) else ""
             missing.append(f"rank {rank} did not arrive{how} ({last})")
+    _stay_until_all_know(store, f"lockstep/{what}/know", world, world.size - len(missing))
     return missing
+
+
+def _stay_until_all_know(store: dist.Store, key: str, world: World, reported: int) -> None:
+    """Rank 0 may serve the store: it is there until the others have read what they looked for, a second at most."""
+    known, deadline = store.add(key, 1), time.monotonic() + 1.0
+    while world.leader and known < reported and time.monotonic() < deadline:
+        time.sleep(0.05)
+        known = store.add(key, 0)

@@ -25,10 +25,11 @@ class Flat(Bucketed):
         self._flats: list[torch.Tensor] = []
         buckets: list[Bucket] = []
         # Backward reaches the last layers first, so the buffer begins with them.
-        for params in self.groups(trainable(model)):
+        every = trainable(model)
+        for params in self.groups(every):
             flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             self._flats.append(flat)
-            buckets += cut(flat, params, self.settings.bucket_mb * 1e6)
+            buckets += cut(flat, params, self.settings.bucket_mb * 1e6, small_last=params[-1] is every[-1])
         self.reducer = self.make_reducer(buckets)
         self.zero_grad()
         return model
@@ -51,13 +52,15 @@ LAST_BYTES = 1e6
 """The last bucket has at most so much, or one parameter: nothing is left to compute while it is summed."""
 
 
-def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float) -> list[Bucket]:
+def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_last: bool = True) -> list[Bucket]:
     """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last two.
 
-    The last one holds what the backward pass reaches last, and is small. The one before it is what was left over.
+    Args:
+        small_last: the last bucket holds what the backward pass reaches last, and is to be small. The one before it is
+            what was left over.
     """
     least, last = (size / flat.element_size() for size in (min_bytes, min(LAST_BYTES, min_bytes)))
-    last = max(last, params[-1].numel())
+    last = max(last, params[-1].numel()) if small_last else 0
     buckets: list[Bucket] = []
     start = end = 0
     inside: list[nn.Parameter] = []
