@@ -146,11 +146,12 @@ class Login:
         self._process = None
 
     def drop(self) -> int:
-        """Cuts all connections; the sshd takes new ones. Returns how many."""
+        """Cuts all connections, and returns how many when they are gone; the sshd takes new ones."""
         found = self.connections()
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        poll(lambda: not {*found} & {*self.connections()}, 30, "the end of the connections")
         return len(found)
 
     def connections(self) -> list[int]:
