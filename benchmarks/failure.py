@@ -65,17 +65,17 @@ def parts(killed: Mark, seen: set[Mark]) -> dict[str, float] | None:
     """The seconds of each of `PARTS`, and the steps that were lost. None: the step of the failure is not reached again."""
     after = [mark for mark in seen if mark.at > killed.at]
     born = {mark.pid for mark in after if mark.name == "begun"}
-    steps = sorted(mark.at for mark in after if mark.name == "step" and mark.pid in born)
-    again = sorted((mark.at, mark.step) for mark in after if mark.name == "step" and mark.pid in born)
-    reached = next((at for at, step in again if step >= killed.step), None)
+    steps = sorted((mark.at, mark.step) for mark in after if mark.name == "step" and mark.pid in born)
+    reached = next((at for at, step in steps if step >= killed.step), None)
     if reached is None:
         return None
+    first, number = steps[0]
     times = [killed.at]
     for name in ("begun", "imported", "joined", "restored"):
-        times.append(max(mark.at for mark in after if mark.name == name and mark.at <= steps[0]))
-    times += [steps[0], reached]
+        times.append(max(mark.at for mark in after if mark.name == name and mark.at <= first))
+    times += [first, reached]
     found = {name: end - begin for name, begin, end in zip(PARTS, times, times[1:])}
-    return {**found, "steps lost": killed.step - (again[0][1] - 1)}
+    return {**found, "steps lost": killed.step - (number - 1)}
 
 
 class Watched:
@@ -133,7 +133,7 @@ def spec_of(args: argparse.Namespace, code: str) -> JobSpec:
     fates = [str(APART * (number + 1)) for number in range(args.rounds)]
     steps = str(APART * (args.rounds + 2) + (2000 if args.node_down else 0))
     command = ["python", "failure_loop.py", steps, str(EVERY), str(SECONDS), args.kind, *fates]
-    known = {name: value for name, value in given.items() if name not in ("recipe", "recipe_config", "data", "shards")}
+    known = {name: value for name, value in given.items() if name not in ("recipe", "overrides", "shards")}
     name = f"failure-{secrets.token_hex(3)}"  # a run of its own
     return JobSpec.of({**known, "name": name, "command": command, "code": code, "max_restarts": 5 * args.rounds})
 

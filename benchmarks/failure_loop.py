@@ -6,23 +6,24 @@ STEPS in all, of SECONDS each; a checkpoint EVERY steps. At each STEP, once in t
 or its launcher (`launcher`) is killed; with another KIND nothing is.
 """
 
+# ruff: noqa: E402 - the imports are among what is measured
 from __future__ import annotations
 
 import time
 
 BEGUN = time.time()
 
-import json  # noqa: E402 - what is imported is measured
-import os  # noqa: E402
-import signal  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
+import json
+import os
+import signal
+import sys
+from pathlib import Path
 
-import torch  # noqa: E402
-from torch.utils.data import TensorDataset  # noqa: E402
+import torch
+from torch.utils.data import TensorDataset
 
-from lockstep import Session  # noqa: E402
-from training.launch.handed import Handed  # noqa: E402
+from lockstep import Session
+from training.launch.handed import Handed
 
 IMPORTED = time.time()
 

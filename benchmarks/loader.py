@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import figures
-from benchmarks.measure import interleaved
+from benchmarks.measure import forget, interleaved
 from training import config
 from training.contract import user_errors
 from training.data import shards, sources
@@ -88,10 +87,7 @@ def cold(manifest: Manifest, read: Callable[[], None]) -> Callable[[], None]:
     """`read` after the shards were thrown out of the page cache. Nothing else may have them mapped."""
 
     def run() -> None:
-        for path in manifest.directory.glob("*.safetensors"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # what is not written yet stays
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        forget(manifest.directory)
         read()
 
     return run

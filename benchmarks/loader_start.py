@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.measure import Load, write
+from benchmarks.measure import Load, forget, write
 from training import config
 from training.data import shards
 from training.data.loader import Loader
@@ -61,19 +60,12 @@ def made(folder: Path, number: int) -> Manifest:
     return Manifest(folder, "images", ["black"], SHAPE, splits)
 
 
-def forget(manifest: Manifest) -> None:
-    """Throws the shards out of the page cache."""
-    for path in manifest.directory.iterdir():
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def verified(manifest: Manifest, parts: int) -> float:
     """Seconds, from a cold page cache, until `parts` ranks have verified them together.
 
     Threads are as good as processes: sha256 runs without the GIL.
     """
-    forget(manifest)
+    forget(manifest.directory)
     began = time.perf_counter()
     with ThreadPoolExecutor(parts) as pool:
         list(pool.map(lambda part: shards.verify(manifest, ("train",), part, parts), range(parts)))

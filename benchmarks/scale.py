@@ -46,7 +46,7 @@ def real(size: int, timeout: float, local: int | None = None) -> dict[str, Any]:
         root = Path(folder)
         shards.prepare(scale_ranks.settings(root / "data").data)
         began = time.monotonic()
-        found = scale_ranks.launch(size, scale_ranks.parts, folder, timeout=timeout, local_size=local)
+        found = scale_ranks.launch(size, scale_parts.parts, folder, timeout=timeout, local_size=local)
         seconds = time.monotonic() - began
     names = list(dict.fromkeys(name for rank in found for name in rank["phases"]))
     table: dict[str, Any] = {}

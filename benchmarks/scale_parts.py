@@ -1,9 +1,11 @@
-"""What surrounds a step, one part after another, on ranks that have joined. Each part's counts go into `phases`."""
+"""What a rank does for `scale.py`: what surrounds a step, one part after another. Each part's counts go into `phases`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.scale_counts import Counts, Spent
-from benchmarks.scale_ranks import REPEATS, Phases, settings
+from benchmarks.scale_counts import Counts, Spent, held
+from benchmarks.scale_ranks import REPEATS, Phases, joined, settings
 from training.checkpoint import state as states
 from training.checkpoint import store
 from training.parallel import agreement
@@ -182,3 +184,13 @@ def calls(world: World, state: states.TrainState) -> dict[str, tuple[Callable[[]
 
 def rounds(size: int) -> int:
     return math.ceil(math.log2(max(size, 2)))
+
+
+def parts(port: int, folder: str) -> dict[str, Any]:
+    """One rank of everything that `scale.py` counts."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as this process lives
+    root = Path(folder)
+    with joined(port, [root / "data", root / "run"]) as (world, counts, phases):
+        start_and_train(world, counts, phases, root)
+        alone(world, counts, phases, root)
+        return {"phases": {name: spent.plain() for name, spent in phases.items()}, "held": held()}

@@ -1,4 +1,4 @@
-"""Ranks that are forked from this process, which has torch loaded, and what each does for `scale.py`.
+"""Ranks that are forked from this process, which has torch loaded, and how they join for `scale.py`.
 
 A forked rank is a real process with real gloo connections. It costs milliseconds; an interpreter with torch costs two
 seconds of CPU time and 200 MB. Nothing but the main thread may run when it is forked.
@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.scale_counts import Counts, Spent, held
+from benchmarks.scale_counts import Counts, Spent
 from training import config as configuration
 from training import files
 from training.parallel import world as worlds
@@ -112,15 +111,3 @@ def joined(port: int, folders: list[Path]) -> Iterator[tuple[World, Counts, Phas
 
 def settings(data: Path, *more: str) -> configuration.Config:
     return configuration.load("smoke", [f"data.root={data}", *TINY, *more])
-
-
-def parts(port: int, folder: str) -> dict[str, Any]:
-    """One rank of everything that `scale.py` counts."""
-    from benchmarks import scale_parts
-
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as this process lives
-    root = Path(folder)
-    with joined(port, [root / "data", root / "run"]) as (world, counts, phases):
-        scale_parts.start_and_train(world, counts, phases, root)
-        scale_parts.alone(world, counts, phases, root)
-        return {"phases": {name: spent.plain() for name, spent in phases.items()}, "held": held()}

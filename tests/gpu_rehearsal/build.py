@@ -28,7 +28,7 @@ HEADERS = [
 FLAGS = ["-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1"]
 
 
-def library() -> Path:
+def stand_in() -> Path:
     """The library to preload. Skips the test where it cannot be built; in CI that is a failure."""
     require(
         torch.__version__ == WRITTEN_FOR,

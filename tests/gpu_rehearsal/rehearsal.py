@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu_rehearsal.build import library
+from tests.gpu_rehearsal.build import stand_in
 from tests.processes import clean_env, free_port
 from tests.runs import tensors
 from tests.warm.process import Process, start
@@ -24,7 +24,7 @@ RANK = ["-m", "tests.gpu_rehearsal.rank"]
 
 @functools.cache
 def preload() -> str:
-    return str(library())
+    return str(stand_in())
 
 
 @dataclass

@@ -20,7 +20,7 @@ def test_another_torch_is_named_and_in_ci_a_failure(
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(build, "WRITTEN_FOR", "1.2.3+cu1")
     with pytest.raises(outcome, match=rf"was written for torch 1\.2\.3\+cu1, this is {re.escape(torch.__version__)}"):
-        build.library()
+        build.stand_in()
 
 
 def test_ci_installs_the_torch_that_the_stand_in_was_written_for() -> None:
