@@ -102,7 +102,7 @@ def measure(megabytes: int, rounds: int, directory: Path) -> tuple[dict[str, Fig
             began = time.perf_counter()
             action()
             times[name].append(time.perf_counter() - began)
-    writer.close()
+    writer.wait()
     newest = directory / "ours" / f"step-{step[0]:08d}"
     reads = interleaved(
         {"verify": lambda: verify(newest), "resume": lambda: load(newest_verified(directory / "ours") or newest)},

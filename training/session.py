@@ -17,6 +17,7 @@ The same script runs in one process and under every launcher. All ranks must cal
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -180,8 +181,8 @@ class Session:
         replica = self._replicated()
         if name in self._optimizers:
             raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
-        if self._optimizers and self.settings.sync.name in ("zero1", "hooks", "horovod"):
-            raise replica.sync.refuse("takes one optimizer", "use sync.name=flat, ddp or fsdp for several")
+        if self._optimizers and self.settings.sync.name in ("zero1", "fsdp", "hooks", "horovod"):
+            raise replica.sync.refuse("takes one optimizer", "use sync.name=flat or ddp for several")
         self._optimizers[name] = replica.sync.make_optimizer(build)
         return self._optimizers[name]
 
@@ -278,16 +279,15 @@ class Session:
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of `loader` for this rank that are left of the epoch. Between two batches all ranks save, or end, together.
 
-        A run that resumes in the middle of an epoch skips the batches that were used before. So the loader must give the
-        same batches again. The loaders of all ranks must give the same number. `step` needs the argument `samples`.
+        A run that resumes in the middle of an epoch skips the batches that were used before, so the loader must give the same
+        ones again. A loader that is kept itself (`keep`, `keep_of_rank`) goes on where its own state says: nothing is skipped.
+        The loaders of all ranks must give the same number. `step` needs the argument `samples`.
         """
         own = self._started()
         own.expect_data({})
         leave_signals_to_the_rank(loader)
-        passed, given = own.state.cursor.step, iter(loader)
-        for _ in range(passed):
-            if next(given, self) is self:
-                break
+        passed, given = 0 if own.kept.has(loader) else own.state.cursor.step, iter(loader)
+        next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
         return self._iterate((item, None) for item in given)
 
     def _iterate(self, given: Iterator[tuple[T, Part | None]]) -> Iterator[T]:
@@ -330,7 +330,8 @@ class Session:
             samples: number of this rank's samples. `batches` and `part` know it. Other loaders must give it, so that unequal
                 parts get the right weight.
             clip: largest norm of the gradient; 0: no clipping.
-            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks skip the step.
+            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks skip the step and lower the scale. For a
+                loss that is not finite `nonfinite` applies instead.
         """
         self.backward(loss, samples, scaler)
         self.update(clip=clip, scaler=scaler)

@@ -62,7 +62,7 @@ def _format_2(folder: Path) -> Path:
     writer = Writer(folder, keep=1, keep_best=False)
     state = {"shared": {"model": {"w": torch.arange(50.0)}, "n": [1, 2]}, "ranks": [{"rng": (1, None)}]}
     path = writer.save(3, state).result().path
-    writer.close()
+    writer.wait()
     return path
 
 

@@ -1,8 +1,9 @@
 """python tests/own/loop.py RUN_DIR KIND [NAME=VALUE …]: three epochs over 190 noisy images, with a scheduler and an average.
 
 KIND: `batches` (Lockstep's order; LOOP_WORKERS processes load), `loader` (torch's DataLoader over a shuffled dataset),
-`part` (a permutation that the script draws itself). LOOP_EXACT=1: float64, no noise, dropout or batch statistics.
-LOOP_BATCH: samples of all ranks together a step. LOOP_HARD=1: an accumulation, clipping and a second optimizer, too.
+`part` (a permutation that the script draws itself), `cursor` (a loader that keeps its own place).
+LOOP_EXACT=1: float64, no noise, dropout or batch statistics. LOOP_BATCH: samples of all ranks together a step.
+LOOP_HARD=1: micro-batches, clipping and a second optimizer, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -48,6 +50,29 @@ class Noisy(Dataset):  # type: ignore[type-arg]
         return self.images[index] + 0.1 * noise, self.labels[index]
 
 
+class Resumable:
+    """This rank's batches, drawn epoch by epoch; it knows how many of the epoch it has given."""
+
+    def __init__(self, data: Noisy, size: int, rank: int, ranks: int) -> None:
+        self.data, self.size, self.rank, self.ranks = data, size, rank, ranks
+        self.epoch = self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(self.epoch))
+        own = order[: COUNT // self.ranks * self.ranks].view(self.ranks, -1)[self.rank].split(self.size)
+        while self.given < len(own):
+            self.given += 1
+            images, labels = zip(*(self.data[int(index)] for index in own[self.given - 1]), strict=True)
+            yield torch.stack(images), torch.stack(labels)
+        self.epoch, self.given = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
 class Two(nn.Module):
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -70,7 +95,11 @@ def main(run: Session, kind: str) -> None:
         optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     run.average(0.9, every=3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
-    run.keep(schedule=schedule)
+    own = Resumable(data, BATCH // run.size, run.rank, run.size)
+    if kind == "cursor":
+        run.keep_of_rank({"loader": own}, schedule=schedule)
+    else:
+        run.keep(schedule=schedule)
     run.values.setdefault("seen", np.zeros(10, dtype=np.int64))
     sampler = DistributedSampler(data, run.size, run.rank, shuffle=True)
     loader = DataLoader(data, BATCH // run.size, sampler=sampler, num_workers=WORKERS)
@@ -80,16 +109,18 @@ def main(run: Session, kind: str) -> None:
         elif kind == "loader":
             sampler.set_epoch(epoch)
             batches = run.iterate(loader)
+        elif kind == "cursor":
+            batches = run.iterate(own)
         else:
             batches = run.iterate(torch.randperm(COUNT).split(BATCH))
         for batch in batches:
-            images, labels = batch if kind != "part" else (data.images[own := run.part(batch)], data.labels[own])
+            images, labels = batch if kind != "part" else (data.images[mine := run.part(batch)], data.labels[mine])
             if HARD:
                 for x, y in run.accumulate(zip(images.chunk(2), labels.chunk(2), strict=True)):
                     run.backward(F.cross_entropy(model(x), y), samples=len(y))
                 run.update(clip=1.0)
             else:
-                samples = len(labels) if kind == "loader" else None
+                samples = len(labels) if kind in ("loader", "cursor") else None
                 run.step(F.cross_entropy(model(images), labels), samples=samples)
             schedule.step()
             run.values["seen"][int(labels[0])] += run.leader

@@ -29,6 +29,10 @@ def test_a_new_project_trains_and_passes_its_own_test(tmp_path: Path, kind: str)
     done = run(["make", "train", "test", "lint"], env, 400, cwd=tmp_path / "mine")
     assert done.code == 0 and "Ran 2 tests" in done.output, done.output
     assert (tmp_path / "mine/runs/mine/summary.json").exists()
+    own = env | {"LOCKSTEP_HOME": str(tmp_path / "home")}
+    for words in (["submit", "local", "job.yaml"], ["wait", "local", "mine"]):
+        done = run([str(Path(PYTHON).parent / "lockstep"), *words], own, 120, cwd=tmp_path / "mine")
+        assert done.code == 0, done.output
     left = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
     ignored = {name for name in left if name.startswith(("runs/", "data/")) or "__pycache__" in name}
     subprocess.run(["git", "init", "-q"], cwd=tmp_path / "mine", check=True)

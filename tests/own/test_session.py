@@ -21,7 +21,8 @@ from tests.warm.gang import python, running
 from training.checkpoint import store
 
 EXACT = ("ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "fsdp")
-COUNT, BATCH = 190, 40
+COUNT, BATCH = 190, 41
+"""Neither 2 nor 3 divides a batch, and the last one of an epoch has 26 samples."""
 
 
 @functools.cache
@@ -52,7 +53,6 @@ def plain() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("sync", EXACT)
 def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path, sync: str, ranks: int) -> None:
-    """The last batch of an epoch has 30 samples, which 2 ranks share equally, and 40 are no multiple of 3."""
     job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
     done = job.go()
     assert done.code == 0, done.output
@@ -70,7 +70,7 @@ def test_parts_in_bfloat16_stay_near(tmp_path: Path) -> None:
 
 
 def test_unequal_parts_of_a_loader_of_ones_own_count_for_what_they_are(tmp_path: Path) -> None:
-    """Rank 0 takes 30 of each 40 samples, rank 1 the others; only `samples` tells."""
+    """Rank 0 takes 30 of each 41 samples, rank 1 the others; only `samples` tells."""
     code = """
 import sys, torch, torch.nn.functional as F
 from lockstep import Session
@@ -85,8 +85,8 @@ with Session(sys.argv[1], sync="flat") as run:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
     run.keep(schedule=schedule)
     for epoch in run.epochs(3):
-        for batch in run.iterate(torch.randperm(190).split(40)):
-            cut = 30 * len(batch) // 40
+        for batch in run.iterate(torch.randperm(190).split(41)):
+            cut = 30 * len(batch) // 41
             own = batch[:cut] if run.leader else batch[cut:]
             run.step(F.cross_entropy(model(data.images[own]), data.labels[own]), samples=len(own))
             schedule.step()
@@ -96,6 +96,55 @@ with Session(sys.argv[1], sync="flat") as run:
     found = store.load(store.candidates(tmp_path / "run/checkpoints")[0])["shared"]["model"]
     for name, expected in plain().items():
         torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("sync", ["ddp", "flat"])
+def test_micro_batches_clipping_two_optimizers_and_the_average_are_those_of_the_plain_loop(
+    tmp_path: Path, sync: str, ranks: int
+) -> None:
+    variables = {"LOOP_EXACT": "1", "LOOP_BATCH": str(BATCH), "LOOP_HARD": "1"}
+    job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", **variables)
+    done = job.go()
+    assert done.code == 0, done.output
+    found = store.load(store.candidates(job.run_dir / "checkpoints")[0])["shared"]
+    model, average = plain_and_hard()
+    for name, expected in model.items():
+        torch.testing.assert_close(found["model"][name], expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found["average"][name], average[name], rtol=0, atol=1e-10)
+
+
+@functools.cache
+def plain_and_hard() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same with LOOP_HARD, over whole batches: the weights, and their average."""
+    from tests.own import loop
+
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(3)
+        data = loop.Noisy()
+        model = loop.Two(DyingPlain())
+        average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        body = torch.optim.SGD(model.body.parameters(), lr=0.05, momentum=0.9)
+        bias = torch.optim.Adam([model.bias], lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(body, 0.1, total_steps=1000)
+        steps = 0
+        for _ in range(3):
+            for batch in torch.randperm(COUNT).split(BATCH):
+                model.zero_grad()
+                F.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                body.step()
+                bias.step()
+                schedule.step()
+                if (steps := steps + 1) % 3 == 0:
+                    for name, parameter in model.named_parameters():
+                        average[name].lerp_(parameter.detach(), 1 - 0.9**3)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}, average
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_rng_state(state)
 
 
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path) -> None:
@@ -121,6 +170,16 @@ with Session(sys.argv[1]) as run:
         phases = dict(re.findall(r"training_(grad_ready|sync_wait)_seconds_sum\{[^}]*\} (\S+)", text))
         shares.append({name: float(seconds) for name, seconds in phases.items()})
     assert shares[1]["grad_ready"] > 19 * 0.05 and shares[0]["sync_wait"] > 0.5 > shares[0]["grad_ready"], shares
+
+
+def test_the_example_of_realistic_size_learns(tmp_path: Path) -> None:
+    with running(
+        [[str(ROOT / "examples/imagenet_style.py"), str(tmp_path / "run")]], {"LOCKSTEP_THREADS": "1"}
+    ) as started:
+        done = started.wait(120)
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["epochs"] == 4 and summary["accuracy"] > 0.25, "a tenth is chance"
 
 
 def test_the_example_is_the_plain_one_with_few_lines_changed(tmp_path: Path) -> None:
@@ -187,6 +246,10 @@ WRONG = {
     "a batch counted in part": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 16): step(run, m, b, samples=1)",
         "RuntimeError: the losses were said to be of 1 samples, but this rank's part of the batch has",
+    ),
+    "a batch without an update": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16): run.backward(m(x).sum())",
+        "RuntimeError: a batch of run.batches() had a backward() and no update(): a global batch is one step.",
     ),
     "no number": ("make(run); run.log(a='x')", "TypeError: log(a=…) takes a number, got str"),
     "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError: log(a b=…): a name has letters"),

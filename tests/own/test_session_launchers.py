@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.own.job import OwnJob, assert_same
-from tests.processes import PYTHON, ROOT, clean_env, free_port, run
+from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, run, started
 from tests.warm.gang import running
 
 LAUNCHERS = {
@@ -39,7 +39,7 @@ def test_killed_and_started_again_under_a_launcher(tmp_path: Path, launcher: str
     if launcher != "torchrun":  # which has restarted it already
         assert once.code != 0, once.output
         once = run(command, clean_env(**variables), 120)
-    assert once.code == 0, once.output
+    assert once.code == 0 and "Resuming at step" in once.output, once.output
     assert_same(disturbed, calm)
 
 
@@ -50,6 +50,31 @@ def test_one_process_without_a_launcher_is_the_same_program(tmp_path: Path) -> N
     again = OwnJob(tmp_path / "forked", 1, "batches", "sync.name=flat")
     assert again.go().code == 0
     assert_same(alone, again)
+
+
+def test_the_launcher_is_killed(tmp_path: Path) -> None:
+    """Its ranks end with it; what is started next goes on to the same bits."""
+    calm, disturbed = job(tmp_path / "calm"), job(tmp_path / "run")
+    assert calm.go().code == 0
+    held, variables = tmp_path / "held", {**disturbed.variables, "PYTHONPATH": str(ROOT)}
+    command = [*LAUNCHERS["lockstep"], PYTHON, *disturbed.words]
+    fate = {"LOCKSTEP_TEST_FATE": "0:13:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    with started(command, clean_env(**variables, **fate)) as launcher:
+        poll(held.exists, 90, "rank 0 in its thirteenth pass")
+        poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 60, "a checkpoint")
+        launcher.kill()
+        launcher.communicate(timeout=60)  # its output is open for as long as a rank lives
+    done = run(command, clean_env(**variables), 120)
+    assert done.code == 0 and "Resuming at step 1" in done.output, done.output
+    assert_same(disturbed, calm)
+
+
+def test_a_disk_that_hangs_does_not_outlive_the_grace(tmp_path: Path) -> None:
+    """No launcher is there to end the process. Its interpreter must not wait for the thread that writes."""
+    alone = OwnJob(tmp_path / "run", 1, "batches", "preempt.grace_seconds=2", "checkpoint.every_steps=100")
+    fate = {"LOCKSTEP_TEST_WRITE": "0:HANG", "LOCKSTEP_TEST_FATE": "0:9:TERM"}
+    done = run([PYTHON, *alone.words], clean_env(**alone.variables, **fate), 60)
+    assert done.code == 1 and "the disk did not answer within the grace period of 2 s" in done.output, done.output
 
 
 def test_a_terminal_that_is_closed_ends_with_75_every_time(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.events import events
 from tests.own.job import OwnJob, assert_same
 from tests.processes import poll
+from training.checkpoint import store
 from training.sync import STRATEGIES
 
 ALONE = ("data_parallel",)
@@ -59,11 +60,54 @@ def test_killed_anywhere_it_goes_on_to_the_same_bits(
     disturbed = job(tmp_path / "run", sync, ranks, kind)
     died = disturbed.go(LOCKSTEP_TEST_FATE=fate, LOOP_WORKERS=str(workers))
     assert died.code != 0, died.output
+    saved = store.candidates(disturbed.run_dir / "checkpoints")
+    assert saved or int(fate.split(":")[1]) <= 10, "the one after step 2 is on the disk by step 10"
     # What a loader of torch's own draws for a sample depends on the number of its workers; with `batches` it does not.
     again = workers if kind == "loader" else (workers + 1) % 3
     done = disturbed.go(LOOP_WORKERS=str(again))
-    assert done.code == 0, done.output
+    assert done.code == 0 and ("Resuming at step" in done.output) == bool(saved), done.output
     assert_same(disturbed, calm(sync, ranks, kind, **({"LOOP_WORKERS": str(workers)} if kind == "loader" else {})))
+
+
+@pytest.mark.parametrize("sync", ["ddp", "zero1"])
+def test_all_ranks_are_killed_at_once(calm: Calm, tmp_path: Path, sync: str) -> None:
+    """As by a machine that goes out."""
+    disturbed = job(tmp_path / "run", sync, 2, "batches")
+    held = tmp_path / "held"
+    with disturbed.started(LOCKSTEP_TEST_FATE="0:13:HOLD", LOCKSTEP_TEST_HELD=str(held)) as gang:
+        poll(held.exists, 60, "rank 0 in its thirteenth pass")
+        poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 60, "a checkpoint")
+        gang.send_signal(signal.SIGKILL)
+        assert gang.wait(30).code == 1
+    done = disturbed.go()
+    assert done.code == 0 and "Resuming at step 1" in done.output, done.output
+    assert_same(disturbed, calm(sync, 2, "batches"))
+
+
+def test_a_loader_with_a_place_of_its_own_goes_on_there(calm: Calm, tmp_path: Path) -> None:
+    """Nothing is skipped a second time."""
+    disturbed = job(tmp_path / "run", "flat", 2, "cursor")
+    assert disturbed.go(LOCKSTEP_TEST_FATE="1:13:KILL").code != 0
+    done = disturbed.go()
+    assert done.code == 0 and "Resuming at step 1" in done.output, done.output
+    assert_same(disturbed, calm("flat", 2, "cursor"))
+
+
+@pytest.mark.parametrize("sync", ["flat", "zero1", "fsdp"])
+def test_it_goes_on_with_another_number_of_ranks(tmp_path: Path, sync: str) -> None:
+    """The optimizer's momentum comes along: weights as without a break, but for the order of additions."""
+    exact = {"LOOP_EXACT": "1", "LOOP_BATCH": "41"}
+    undisturbed, resized = (job(tmp_path / name, sync, 2, "batches", **exact) for name in ("calm", "run"))
+    assert undisturbed.go().code == 0
+    assert resized.go(LOCKSTEP_TEST_FATE="1:9:TERM").code == 75
+    resized.ranks = 3
+    done = resized.go()
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
+    before, after = (one.leaves() for one in (undisturbed, resized))
+    names = [name for name in before if name.startswith(("/shared/model/", "/shared/optimizer/state/"))]
+    assert len(names) > 10
+    for name in names:
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -75,7 +119,8 @@ def test_a_signal_to_one_rank_ends_all_saved(calm: Calm, tmp_path: Path, kind: s
     assert "the script goes on" not in left.output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["code"] == 75 and status["step"] >= 13
-    assert disturbed.go().code == 0
+    done = disturbed.go()
+    assert done.code == 0 and f"Resuming at step {status['step']}" in done.output, done.output
     assert_same(disturbed, calm("flat", 2, kind))
 
 
@@ -84,7 +129,8 @@ def test_a_signal_during_an_evaluation(calm: Calm, tmp_path: Path) -> None:
     disturbed = job(tmp_path / "run", "flat", 2, "batches")
     left = disturbed.go(LOCKSTEP_TEST_FATE="1:-1:TERM")
     assert left.code == 75, left.output
-    assert disturbed.go().code == 0
+    done = disturbed.go()
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
     assert_same(disturbed, calm("flat", 2, "batches"))
 
 
@@ -108,7 +154,7 @@ def test_two_optimizers_micro_batches_and_clipping(calm: Calm, tmp_path: Path) -
     disturbed = job(tmp_path / "run", "flat", 2, "batches", LOOP_HARD="1")
     assert disturbed.go(LOCKSTEP_TEST_FATE="0:21:KILL").code != 0
     done = disturbed.go()
-    assert done.code == 0, done.output
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
     assert_same(disturbed, calm("flat", 2, "batches", LOOP_HARD="1"))
 
 

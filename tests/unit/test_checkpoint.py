@@ -69,7 +69,7 @@ def test_every_tree_can_be_saved_and_read(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder), keep=1, keep_best=False)
         assert _same(load(writer.save(1, tree).result().path), tree)
-        writer.close()
+        writer.wait()
 
 
 def test_each_tensor_has_a_name_that_says_what_it_is(writer: Writer) -> None:
@@ -129,7 +129,7 @@ def test_what_no_checkpoint_can_hold() -> None:
 def writer(tmp_path: Path) -> Any:
     made = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
     yield made
-    made.close()
+    made.wait()
 
 
 def test_a_checkpoint_gives_back_every_bit(writer: Writer) -> None:
@@ -238,7 +238,7 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch
     monkeypatch.setattr(files, "rename", failing)
     with pytest.raises(OSError, match="Input/output"):
         writer.save(1, _state(9)).result()
-    writer.close()
+    writer.wait()
     found = newest_verified(tmp_path)
     assert found is not None and _same(load(found), _state(1))
 

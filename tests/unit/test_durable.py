@@ -56,7 +56,7 @@ def test_every_file_and_folder_is_forced_to_the_disk_before_the_name_is_there(
     for step in (1, 2, 2):
         writer.save(step, _state(step)).result()
         assert not unsafe, "a save that is reported as done is on the disk"
-    writer.close()
+    writer.wait()
     assert renamed == ["step-00000001", "step-00000002", "step-00000002"]
 
 
@@ -69,7 +69,7 @@ def test_a_removal_that_is_cut_short_leaves_no_candidate(tmp_path: Path) -> None
         first = Writer(folder, keep=2, keep_best=False)
         for step in (1, 2):
             first.save(step, _state(step)).result()
-        first.close()
+        first.wait()
         survived = _saves(folder, 3, kill_at)
         assert [store.step_of(path) for path in store.candidates(folder)] == [3, 2]
         for path in store.candidates(folder):

@@ -20,7 +20,7 @@ def saved(tmp_path: Path) -> Path:
     writer = Writer(tmp_path / "checkpoints", keep=2, keep_best=False)
     for step in (1, 2):
         newest = writer.save(step, {"w": torch.ones(3)}).result().path
-    writer.close()
+    writer.wait()
     return newest
 
 

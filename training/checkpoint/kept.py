@@ -17,6 +17,27 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+class Values(dict[str, Any]):
+    """Values of the script's own. One that no checkpoint can hold is refused where it is set; raises `TypeError`."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_tree(value, f"run.values[{name!r}]")
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *others: Any, **values: Any) -> None:
+        for name, value in dict(*others, **values).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+
 class Kept:
     """The objects of `Session.keep`, by name, and plain values.
 
@@ -28,8 +49,8 @@ class Kept:
         """The same on every rank: rank 0's states are saved, and given to all."""
         self.rank_objects: dict[str, Stateful] = {}
         """Each rank's own: its state is saved and given back to that rank."""
-        self.values: dict[str, Any] = {}
-        """Values of the script's own, the same on every rank."""
+        self.values = Values()
+        """The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
         self.data: dict[str, Any] = {}
@@ -54,12 +75,16 @@ class Kept:
             check_tree(thing.state_dict(), f"keep({name}=…)")
             (self.rank_objects if of_rank else self.objects)[name] = thing
 
+    def has(self, thing: object) -> bool:
+        """Whether this very object is kept, and so has its own state back."""
+        return any(thing is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
+
     def shared_state(self) -> dict[str, Any]:
         """Raises `TypeError` for a value that no checkpoint can hold."""
-        check_tree(self.values, "run.values")
+        check_tree(self.values, "run.values")  # what lies in a list may have changed since it was set
         return {
             "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
-            "values": self.values, "steps": self.steps, "samples": self.samples, "data": self.data,
+            "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
             "logged": self.logged,
         }  # fmt: skip
 

@@ -23,9 +23,10 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,6 @@ class Writer:
     def __init__(self, directory: Path, keep: int, keep_best: bool) -> None:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
         self._buffers: list[torch.Tensor] = []
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[SaveResult] | None = None
 
     def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
@@ -167,18 +167,23 @@ class Writer:
         self.wait()
         plain, tensors = split(state)
         self._snapshot(tensors)
-        self._pending = self._executor.submit(self._write, step, plain, list(self._buffers), score)
-        return self._pending
+        self._pending = future = Future[SaveResult]()
+        arguments = (future, step, plain, list(self._buffers), score)
+        # A daemon: the process can end also where the disk never answers. `wait` is for every other end.
+        threading.Thread(target=self._answer, args=arguments, name="checkpoint", daemon=True).start()
+        return future
+
+    def _answer(self, future: Future[SaveResult], *what: Any) -> None:
+        try:
+            future.set_result(self._write(*what))
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits
+            future.set_exception(error)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Does not raise: the future does."""
         if self._pending is not None:
             with contextlib.suppress(Exception):
                 self._pending.result()
-
-    def close(self, wait: bool = True) -> None:
-        """Ends the thread; without `wait` also where the disk never answers."""
-        self._executor.shutdown(wait, cancel_futures=not wait)
 
     def _snapshot(self, tensors: list[torch.Tensor]) -> None:
         same = len(tensors) == len(self._buffers) and all(

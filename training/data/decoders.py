@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from training import extras
+from training.parallel.world import cores
 
 SECONDS = 60.0
 """For one image. There are small files that take hours."""
@@ -60,7 +61,7 @@ class Decoders:
 
     def __init__(self, height: int, width: int, workers: int = 0) -> None:
         extras.require("PIL")
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = workers or cores()
         self._size = height, width
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="decoder")
         self._own = threading.local()

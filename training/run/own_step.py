@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from training.data.batches import Part
 from training.models.stand_in import without_batch_statistics
+from training.optim.loss_scaler import LOWEST
 from training.parallel.exchange import all_gather_trees
 from training.run.attempt import Attempt
 from training.run.own import OwnRun, Replica
@@ -47,7 +48,16 @@ class Step:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.own.world.device)
 
     def begin_batch(self, part: Part | None) -> None:
-        """A batch is there. The batch statistics are kept, should its gradient not be finite."""
+        """A batch is there. The batch statistics are kept, should its gradient not be finite.
+
+        Raises:
+            RuntimeError: the gradient of the batch before was not used, and a global batch is one step.
+        """
+        if self.pending and part is not None:
+            raise RuntimeError(
+                "a batch of run.batches() had a backward() and no update(): a global batch is one step. To accumulate, make "
+                "global_batch_size larger, and cut the batch into micro-batches with run.accumulate()"
+            )
         if self.looks and not self.pending:
             self._buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
         self._counted = False
@@ -132,23 +142,21 @@ class Step:
         overflow = False if scaler is None else _unscaled(scaler, optimizers, own.world.device)
         norm = sync.grad_norm() if self.looks and not overflow else None
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
+        scale_is_kept = False
         if overflow or (norm is not None and not bool(torch.isfinite(norm))):
             sync.abandon()
             self._restore_buffers()
-            if not overflow:
-                self.attempt.skip_step(self._who())
+            scale_is_kept = not self._scale_too_high(scaler if overflow else None)
         else:
             if clip:
                 norm = sync.clip(clip)
-            for optimizer in () if scaler is not None else optimizers:
-                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
             self.attempt.step_was_finite()
             own.state.losses[0] += self._loss_sum
             own.state.losses[1] += self._samples
         if scaler is not None:
-            for optimizer in optimizers:
-                scaler.step(optimizer)  # none, where any rank has found an infinity
-            scaler.update()
+            scaler.update(scaler.get_scale() if scale_is_kept else None)
         sync.zero_grad()
         self._end_stand_in()
         own.kept.steps += 1
@@ -176,12 +184,23 @@ class Step:
             for buffer, before in zip(self.replica.model.buffers(), self._buffers, strict=True):
                 buffer.copy_(before)
 
-    def _who(self) -> str:
-        """Whose loss was not finite, in a sentence. Collective."""
+    def _scale_too_high(self, scaler: Any) -> bool:
+        """Why the step moves no weight: the scale of the loss, which is lowered then, or a step that is not finite by itself.
+
+        Collective. Raises `Ended` where the run is not to go on.
+
+        Args:
+            scaler: whose scaled gradient overflowed; None: the gradient had no scale.
+        """
         own = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         bad = [rank for rank, finite in enumerate(all_gather_trees(own, self.own.world)) if not finite]
+        if scaler is not None and not bad and scaler.get_scale() > LOWEST:
+            return True
         said = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
-        return f"step {self.own.steps_done + 1}: {said or 'a gradient is not finite, though every loss is'}"
+        reason = f"step {self.own.steps_done + 1}: {said or 'a gradient is not finite, though every loss is'}"
+        if self.looks:
+            self.attempt.skip_step(reason)
+        return False
 
 
 def _unscaled(scaler: Any, optimizers: tuple[torch.optim.Optimizer, ...], device: torch.device) -> bool:

@@ -153,4 +153,3 @@ class Saver:
             self._reap()
             if not self._hangs:
                 self._writer.wait()
-            self._writer.close(wait=not self._hangs)

@@ -1,0 +1,96 @@
+"""A loop of one's own with torch's GradScaler: the same bits as without, and a NaN is not taken for an overflow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import Result
+from tests.warm.gang import running
+from training.checkpoint import store
+
+CODE = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+run_dir, scaled, fate, *words = sys.argv[1:]
+with Session(run_dir, "checkpoint.every_steps=2", *words, config={"name": "scaler"}) as run:
+    torch.manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(240, 6), torch.randint(0, 3, (240,)))
+    model = run.replicate(net := torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
+    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=scaled == "scaled")
+    run.keep(scaler=scaler)
+    rank, at, what = fate.split(":")
+    infinite = []
+    def overflowing(module, given, output):
+        if infinite:
+            output.register_hook(lambda grad: grad * float("inf"))
+    net[1].register_forward_hook(overflowing)
+    for epoch in run.epochs(1):
+        for x, y in run.batches(data, 8):
+            struck = run.rank == int(rank) and run.steps >= int(at) and (what == "EVER" or run.steps == int(at))
+            infinite[:] = [1] * (struck and what in ("INF", "EVER"))
+            if struck and what == "NAN":
+                x = x * float("nan")
+            if struck and what == "LEAVE":
+                sys.exit(0)
+            run.step(F.cross_entropy(model(x), y), scaler=scaler, clip=1.0)
+    print("SCALE", scaler.get_scale())
+"""
+
+
+def script(run_dir: Path, scaled: str, fate: str, *words: str, ranks: int = 2) -> Result:
+    with running([["-c", CODE, str(run_dir), scaled, fate, *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
+        return started.wait(90)
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = store.load(store.candidates(run_dir / "checkpoints")[0])["shared"]["model"]
+    return found
+
+
+def assert_same(one: Path, other: Path) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("sync", ["ddp", "flat", "bf16_compress", "zero1", "fsdp", "horovod"])
+def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(tmp_path: Path, sync: str) -> None:
+    """All factors are powers of two: the weights are those without a scaler, which leaves out the same step."""
+    name = f"sync.name={sync}"
+    plain = script(tmp_path / "plain", "plain", "1:7:INF", name, "nonfinite=skip")
+    assert plain.code == 0, plain.output
+    done = script(tmp_path / "scaled", "scaled", "1:7:INF", name)
+    assert done.code == 0, done.output
+    assert done.output.count("SCALE 1048576.0") == 2, done.output  # 2^16: doubled once, halved, doubled four times
+    assert_same(tmp_path / "plain", tmp_path / "scaled")
+
+
+def test_the_scale_goes_on_where_it_was(tmp_path: Path) -> None:
+    assert script(tmp_path / "calm", "scaled", "0:99:NEVER").code == 0
+    assert script(tmp_path / "run", "scaled", "0:13:LEAVE", ranks=2).code != 2
+    done = script(tmp_path / "run", "scaled", "0:99:NEVER")
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
+    assert_same(tmp_path / "calm", tmp_path / "run")
+    assert "SCALE 4194304.0" in done.output, done.output
+
+
+def test_a_loss_that_is_nan_is_no_overflow(tmp_path: Path) -> None:
+    stopped = script(tmp_path / "stop", "scaled", "1:7:NAN")
+    assert stopped.code == 1 and "the run diverged at step 8: rank 1: loss is not finite" in stopped.output, (
+        stopped.output
+    )
+    skipped = script(tmp_path / "skip", "scaled", "1:7:NAN", "nonfinite=skip")
+    assert skipped.code == 0 and "left out step 8: rank 1: loss is not finite" in skipped.output, skipped.output
+    assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path / "skip").values())
+
+
+def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
+    """It was skipped to the end, and the run called complete."""
+    done = script(tmp_path / "run", "scaled", "1:3:EVER")
+    assert done.code == 1 and "a gradient is not finite, though every loss is" in done.output, done.output
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["code"] == 1 and 20 < status["step"] < 30, status
