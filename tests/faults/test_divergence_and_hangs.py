@@ -11,6 +11,7 @@ import torch
 from tests.conftest import Undisturbed
 from tests.events import events
 from tests.runs import FINAL, Job, assert_same, tensors
+from training.observe import trackers
 
 
 @pytest.mark.parametrize("strategy", ["flat", "ddp"])
@@ -50,6 +51,33 @@ def test_a_nan_step_can_be_left_out(job: Job) -> None:
     assert done.code == 0, done.output
     assert [event["step"] for event in events(job.run_dir, "nonfinite")] == [23, 24]
     assert job.steps()[0] == FINAL
+
+
+def test_an_epoch_of_which_every_step_was_left_out_has_no_loss(job: Job) -> None:
+    """0.0 would be told as a perfect one."""
+    job.words += ["nonfinite=skip", "log.every=4"]
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:NAN")
+    assert done.code == 0, done.output
+    epochs = events(job.run_dir, "epoch")
+    losses = [event["train_loss"] for event in epochs]
+    assert losses[0] > 0 and losses[1:] == [None, None]
+    assert ["train_loss" in trackers.scalars(event) for event in epochs] == [True, False, False]
+    assert json.loads((job.run_dir / "summary.json").read_text())["train_loss"] is None
+    table = [line.split() for line in done.output.partition("epoch    batch")[2].splitlines()]
+    told = [words[4] for words in table if words[:2] in (["1", "8"], ["2", "16"], ["3", "24"])]
+    assert told == [f"{losses[0]:.4f}", "–", "–"], done.output
+    assert "no report.html" not in done.output and (job.run_dir / "report.html").exists()
+    again = job.go()  # the checkpoint holds no loss either
+    assert again.code == 0 and "The run is complete" in again.output, again.output
+
+
+def test_a_step_that_was_left_out_has_no_score_of_its_loss(job: Job) -> None:
+    job.words += ["nonfinite=skip", "log.score_every=4"]
+    done = job.go(LOCKSTEP_TEST_FATE="1:9:NAN")
+    assert done.code == 0, done.output
+    losses = {event["step"]: event["train_loss"] for event in events(job.run_dir, "score")}
+    assert all(losses[step] > 0 for step in (1, 4, 8)) and [losses[step] for step in (12, 16, 20, 24)] == [None] * 4
+    assert "step    24 | train_loss       – | test_loss " in done.output, done.output
 
 
 def test_steps_that_are_left_out_in_a_row_have_a_limit(job: Job) -> None:

@@ -48,6 +48,20 @@ class Raising(SmallConv):
         return super().forward(x)
 
 
+def _fail(_: torch.Tensor) -> None:
+    raise ArithmeticError("this rank was told to fail")
+
+
+class Unfinished(DyingPlain):
+    """Rank 1 fails late in its fifth backward pass, when gradients of other layers are being summed already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        if self.training and self.passes == 5 and os.environ.get("RANK") == "1":
+            self.conv1.weight.register_hook(_fail)
+        return logits
+
+
 class Unhooked(DyingPlain):
     """On a torch whose NCCL calls nobody before it aborts."""
 

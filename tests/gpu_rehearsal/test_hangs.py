@@ -35,6 +35,19 @@ def test_the_rank_that_nccl_waits_for_is_named(tmp_path: Path, data_root: Path, 
     _assert_told(tmp_path, gang)
 
 
+def test_a_rank_that_fails_does_not_wait_for_the_sums_it_has_begun(tmp_path: Path, data_root: Path) -> None:
+    """They wait for a rank that does not come: without an abort it would stay for the whole of `collective_timeout`."""
+    held = tmp_path / "held"
+    held.touch()
+    changes = {"model": "tests.gpu_rehearsal.nets:Unfinished", "sync__name": "hooks", "collective_timeout": 600}
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]
+    with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="0:5:WAIT", LOCKSTEP_TEST_HELD=str(held)) as gang:
+        poll(lambda: gang.ranks[1].code is not None, 60, "the end of rank 1")
+        assert gang.ranks[0].code is None, gang.output
+    assert gang.ranks[1].code == 1, gang.output
+    assert "ArithmeticError: this rank was told to fail" in gang.ranks[1].output, gang.output
+
+
 def test_where_torch_has_no_hook_a_thread_says_so(tmp_path: Path, data_root: Path) -> None:
     """Then torch's watchdog ends the process, by a signal."""
     words = _words(tmp_path, data_root, "tests.gpu_rehearsal.nets:Unhooked")

@@ -23,6 +23,7 @@ from jobs.spec.model import JobSpec
 from tests.jobs.helpers import Bare
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from tests.terminal import at_a_terminal, resize, until_shown
+from training.launch import beside
 
 BOUND = 30
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
@@ -32,6 +33,12 @@ LAUNCHER = (
     f"subprocess.run(['sleep', '600'], env={{**os.environ, **{RANK!r}, 'LOCKSTEP_LAUNCHER': str(os.getpid())}})"
 )
 TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+
+
+def test_a_word_that_it_does_not_know_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert beside.main(["--rank", "first"]) == 2
+    told = capfd.readouterr().err
+    assert told.startswith("error: argument --rank: invalid int value: 'first' (see ") and told.count("\n") == 1
 
 
 @dataclass

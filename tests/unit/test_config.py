@@ -16,6 +16,7 @@ from tests.processes import ROOT
 from training import config
 from training.__main__ import main
 from training.config import load, settings
+from training.config.own import own_settings
 from training.contract import UserError
 from training.run import context
 
@@ -136,10 +137,24 @@ def test_the_schema_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     wrong: list[dict[str, Any]] = [
         {"epochs": 0}, {"optim": {"lrr": 1}}, {"optim": {"lr": "x"}}, {"optim": {"groups": {"head": {"lr": -1}}}},
         {"sync": {"name": "dpp"}}, {"data": {"std": [0]}}, {"preempt": {"signals": ["KILL"]}}, {"ema": {"decay": 1}},
+        {"optim": {"momentum": 1.5}}, {"optim": {"groups": {"head": {"momentum": 1.5}}}},
     ]  # fmt: skip
     assert [values for values in wrong if check.is_valid(values)] == []
     described = [field for part in (schema, *schema["$defs"].values()) for field in part["properties"].values()]
     assert len(described) > 80 and sum("description" not in field for field in described) == 4, "those of optim.groups"
+
+
+def test_dotted_names_of_nested_values() -> None:
+    found = settings.dotted({"a": {"b": 1, "c": {}}, "d": [{"e": 2}], "f": None})
+    assert found == {"a.b": 1, "a.c": {}, "d": [{"e": 2}], "f": None}
+
+
+def test_an_empty_mapping_of_a_script_is_a_setting_that_it_has() -> None:
+    script = {"options": {}}
+    found = own_settings("train", script, {}, ["config.options={depth: 3}"])
+    assert found.config == {"options": {"depth": 3}} and script == {"options": {}}
+    with pytest.raises(UserError, match="expected a value like the script's {}, got 3"):
+        own_settings("train", script, {}, ["config.options=3"])
 
 
 def test_a_config_is_changed_in_place_and_copied() -> None:

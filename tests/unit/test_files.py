@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from training import files
-from training.parallel.memory import resident_bytes
+from training.parallel.memory import mapped_bytes, resident_bytes
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -55,6 +55,8 @@ def test_a_folder_is_put_where_there_is_none_and_not_upon_files(tmp_path: Path) 
 
 
 def test_resident_memory_is_what_the_kernel_says() -> None:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
-    found = resident_bytes()
-    assert found is not None and abs(found - (int(line.split()[1]) << 10)) < 32 << 20
+    words = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    told = {line[0]: int(line[1]) << 10 for line in words if line[0] in ("VmRSS:", "RssFile:", "RssShmem:")}
+    found, mapped = resident_bytes(), mapped_bytes()
+    assert found is not None and abs(found - told["VmRSS:"]) < 32 << 20
+    assert mapped is not None and abs(mapped - told["RssFile:"] - told["RssShmem:"]) < 32 << 20

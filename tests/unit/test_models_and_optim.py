@@ -152,6 +152,35 @@ def test_a_group_that_matches_nothing_is_refused_with_the_nearest_name() -> None
         optim.build(model.parameters(), settings, 512, model)
 
 
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        ("{whitening: {lr: 1}}", r"whitening: every parameter with 'whitening' .* is frozen .* remove the group"),
+        ("{weight: {lr: 1}, head: {lr: 2}}", r"head: every trained parameter .* taken by optim.groups.weight, which"),
+        (
+            "{conv: {lr: 1}, norm: {lr: 1}, stem: {lr: 1}}",
+            r"stem: .* taken by optim.groups.conv and optim.groups.norm, which comes earlier: write 'stem' before it",
+        ),
+        # Of `whitening` only what is frozen is left over: the rest of the model counts as little as if it were not there.
+        ("{weight: {lr: 1}, whitening: {lr: 1}}", r"whitening: every parameter .* is frozen"),
+    ],
+)
+def test_a_group_that_would_be_empty_is_refused_with_the_reason(groups: str, told: str) -> None:
+    model = models.build("bag_of_tricks", {"width": 0.0625}, 10)
+    settings = config.load("bag_of_tricks", [f"optim.groups={groups}"])
+    with pytest.raises(UserError, match=f"^optim.groups.{told}"):
+        optim.build(model.parameters(), settings, 512, model)
+
+
+def test_a_group_may_lose_some_of_its_parameters_to_an_earlier_one() -> None:
+    model = models.build("bag_of_tricks", {"width": 0.0625}, 10)
+    settings = config.load("bag_of_tricks", ["optim.groups={norm: {lr: 1}, stem: {lr: 1}}"])
+    optimizer = optim.build(model.parameters(), settings, 512, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {group.get("part"): [names[p] for p in group["params"]] for group in optimizer.param_groups}
+    assert found["stem"] == ["stem.conv.weight"] and "stem.norm.bias" in found["norm"]
+
+
 def test_adam_takes_a_groups_momentum_as_its_first_beta() -> None:
     model = torch.nn.Sequential(OrderedDict(stem=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2)))
     settings = config.load("smoke", ["optim.name=adam", "optim.groups={head: {momentum: 0.5}}"])

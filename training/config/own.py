@@ -32,7 +32,7 @@ def check_words(words: Sequence[str]) -> None:
 
 def _like(config: Mapping[str, Any], name: str, value: Any) -> Any:
     """`value`, where the script has a setting of this name and type. Raises `UserError`."""
-    known = _flat(config)
+    known = settings.dotted(config)
     own = name.removeprefix("config.")
     if own not in known:
         hint = settings.nearest(own, known) if known else ": its Session is given no config"
@@ -48,10 +48,3 @@ def _like(config: Mapping[str, Any], name: str, value: Any) -> Any:
 def _kind(value: Any) -> str:
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
     return kinds.get(type(value), "a value")
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found

@@ -27,6 +27,7 @@ from training.config.types import (
     SecondsOrAuto,
     WrittenPair,
     WrittenRate,
+    WrittenShare,
 )
 
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
@@ -136,7 +137,7 @@ class Group(TypedDict, total=False):
     __pydantic_config__ = Section.model_config  # type: ignore[misc]
 
     lr: WrittenRate
-    momentum: WrittenRate
+    momentum: WrittenShare
     weight_decay: WrittenRate
     schedule: Schedule[WrittenPair]
 
@@ -147,7 +148,7 @@ class Optim(Section):
     `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
     lr: Number = Field(default=0.1, ge=0)
     """Learning rate of the weights, multiplied by the schedule."""
-    momentum: Number = Field(default=0.9, ge=0)
+    momentum: Number = Field(default=0.9, ge=0, le=1)
     """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
     weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
@@ -168,6 +169,17 @@ class Optim(Section):
     may have `lr, momentum, weight_decay, schedule`."""
     normalise_every: Positive = 1
     """Steps between two scalings of the filters to norm √out (`muon` only)."""
+
+    @model_validator(mode="after")
+    def _of_adam(self) -> Self:
+        momenta = {f"groups.{part}.momentum": own.get("momentum", 0.0) for part, own in self.groups.items()}
+        too_large = [name for name, value in {"momentum": self.momentum, **momenta}.items() if value >= 1]
+        if self.name == "adam" and too_large:
+            raise ValueError(
+                f"{too_large[0]}=1 is Adam's first beta, and must be below 1, because its bias correction divides by 1 − beta: "
+                "set 0.9, or choose another optim.name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _of_muon(self) -> Self:

@@ -218,6 +218,17 @@ def flatten(section: BaseModel, without: object = None, prefix: str = "") -> dic
     return flat
 
 
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
 def documentation(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
     """(dotted name, type, default, docstring) of each setting."""
     for name, field in model.model_fields.items():

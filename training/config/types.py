@@ -103,6 +103,7 @@ WrittenNumber = Annotated[Number, WrapValidator(_as_written)]
 WrittenRate = Annotated[
     FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number), WrapValidator(_as_written)
 ]
+WrittenShare = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number), WrapValidator(_as_written)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
 Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from training import files
+from training.parallel.memory import mapped_bytes
 
 BOUND = 128 << 20
 """Bytes of mapped files that `take` may add to a process' memory, about; one batch more is possible."""
@@ -48,25 +49,14 @@ class Kept:
 
     def __init__(self, maps: list[Mapped]) -> None:
         self._maps = maps
-        self._floor = _resident()
+        self._floor = mapped_bytes() or 0
 
     def look(self) -> None:
         """To be called after some samples have been read."""
-        found = _resident()
+        found = mapped_bytes() or 0
         if found - self._floor > BOUND:
             for one in self._maps:
                 one.give_back()
-            found = _resident()
+            found = mapped_bytes() or 0
             self._floor = found
         self._floor = min(self._floor, found)
-
-
-def _resident() -> int:
-    """Bytes of mapped files in this process' memory; 0 where the kernel does not tell."""
-    try:
-        return int(_STATM.read_bytes().split()[2]) * mmap.PAGESIZE
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-_STATM = Path("/proc/self/statm")

@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 
 from training.evaluate.evaluator import Score
+from training.observe.reading import mean_loss
 from training.run.prepare import Prepared
 
 
 class PeriodicScore:
     """An event `score` at step 1 and every `log.score_every` steps.
 
-    `train_loss` is the mean loss of that step's global batch, before its update; `test_loss` is of the whole test split, after it.
+    `train_loss` is the mean loss of that step's global batch, before its update, and None where the step was left out;
+    `test_loss` is of the whole test split, after it.
     `step_seconds` is the mean seconds of a step since the last score.
     """
 
@@ -38,6 +40,6 @@ class PeriodicScore:
         self._last = (p.steps_done, state.clock.trained)
         if score is not None:
             p.event(
-                "score", step=p.steps_done, train_loss=float(loss[0] / loss[1].clamp_min(1)), test_loss=score.loss,
+                "score", step=p.steps_done, train_loss=mean_loss(*loss.tolist()), test_loss=score.loss,
                 accuracy=score.accuracy, step_seconds=seconds / max(steps, 1),
             )  # fmt: skip

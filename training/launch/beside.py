@@ -1,7 +1,7 @@
 """python -m training.launch.beside --rank N -- COMMAND …: a command beside a rank of this node, in its folder, with its environment.
 
 `lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
-What marks the processes of a job is taken away: the command is none of them, and a run that it starts is another one.
+What marks the processes of a job is taken away: the command does not belong to the job, and neither does a run that it starts.
 
 With `--stdin told` the first byte says how standard input comes: `r` as it is; `f` in pieces, each behind its length in four
 bytes, the last one of length 0, for a way that cannot say where it ends.
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from training.cli import Parser
 from training.contract import (
     ENV_EXEC,
     ENV_JOB,
@@ -27,6 +28,7 @@ from training.contract import (
     ENV_RUN_DIR,
     ENV_SESSION,
     EXIT_USAGE,
+    UserError,
     rank_of,
 )
 
@@ -101,9 +103,7 @@ def _enter_folder(pid: int) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m training.launch.beside", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = Parser(prog="python -m training.launch.beside", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
     parser.add_argument("--instead", action="append", default=[], metavar="NAME=VALUE",
@@ -120,7 +120,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Returns only where the command did not take this process's place."""
-    args = _parse(argv)
+    try:
+        args = _parse(argv)
+    except UserError as error:
+        return _refuse(str(error))
     if args.signal is not None:
         for pid, env in processes():
             if args.token and env.get(ENV_EXEC) == args.token:

@@ -73,20 +73,23 @@ class Console:
                 say(json_text(event))
         elif event["event"] == "score":
             say(
-                f"step {event['step']:5d} | train_loss {event['train_loss']:7.4f} | test_loss {event['test_loss']:7.4f}"
-                f" | step time {1000 * event['step_seconds']:7.2f} ms"
+                f"step {event['step']:5d} | train_loss {_number(event['train_loss'], 7)}"
+                f" | test_loss {event['test_loss']:7.4f} | step time {1000 * event['step_seconds']:7.2f} ms"
             )
         elif event["event"] == "epoch" and not self._by_step:
             if not self._header:
                 self._header = True
                 say("epoch    batch    train time [sec]    validation accuracy    train loss    images/s")
-            accuracy = "            –" if event["accuracy"] is None else f"{event['accuracy']:13.4f}"
             say(
-                f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}{accuracy}"
-                f" {event['train_loss']:13.4f} {event['images_per_second']:11.0f}"
+                f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}"
+                f"{_number(event['accuracy'], 13)} {_number(event['train_loss'], 13)} {event['images_per_second']:11.0f}"
             )
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _number(value: float | None, width: int) -> str:
+    return f"{'–':>{width}}" if value is None else f"{value:{width}.4f}"

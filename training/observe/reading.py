@@ -102,12 +102,16 @@ class Reading:
             copy.wait()
             before = (0.0, 0.0) if copy.first_of_epoch else (self._sum, self._count)
             self._sum, self._count = copy.sums.tolist()
-            samples = self._count - before[1]
             yield {
                 **copy.values,
-                "train_loss": (self._sum - before[0]) / samples if samples > 0 else None,
+                "train_loss": mean_loss(self._sum - before[0], self._count - before[1]),
                 "grad_norm": None if copy.norm is None else float(copy.norm),
             }
+
+
+def mean_loss(losses: float, samples: float) -> float | None:
+    """Of a sum of losses and its number of samples; None where there are none: 0 would be told as a perfect loss."""
+    return losses / samples if samples > 0 else None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

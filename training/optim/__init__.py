@@ -26,7 +26,7 @@ def build(
     as the gradient does.
 
     Raises:
-        UserError: no parameter has that name.
+        UserError: a name of `optim.groups` leaves its group without a parameter.
     """
     optim = config.optim
     growth = global_batch / optim.reference_batch_size if optim.reference_batch_size else 1.0
@@ -35,8 +35,7 @@ def build(
     named = {parameter: name.split(".") for name, parameter in model.named_parameters()} if model is not None else {}
     groups: list[dict[str, Any]] = []
     for part, own in optim.groups.items():
-        if model is not None:
-            _check_part(part, {name for parts in named.values() for name in parts})
+        _check_part(part, named, groups)
         members = [p for p in trained if part in named.get(p, ())]
         trained = [p for p in trained if part not in named.get(p, ())]
         groups.append({
@@ -67,10 +66,29 @@ def build(
     return sgd
 
 
-def _check_part(part: str, known: set[str]) -> None:
-    if part not in known:
-        near = settings.nearest(part, known)
+def _check_part(part: str, named: dict[nn.Parameter, list[str]], earlier: list[dict[str, Any]]) -> None:
+    """Raises `UserError` where a group would be empty: nobody would notice that its settings have no effect.
+
+    Args:
+        earlier: the groups before this one, with the parameters that they have taken.
+    """
+    having = [parameter for parameter, parts in named.items() if part in parts]
+    if not having:
+        near = settings.nearest(part, {name for parts in named.values() for name in parts})
         raise UserError(f"optim.groups.{part}: no parameter of the model has {part!r} in its dotted name{near}")
+    trained = [parameter for parameter in having if parameter.requires_grad]
+    if not trained:
+        raise UserError(
+            f"optim.groups.{part}: every parameter with {part!r} in its dotted name is frozen (requires_grad=False), and no "
+            "optimizer moves it: remove the group, or name parameters that are trained"
+        )
+    taken = {parameter: group["part"] for group in earlier for parameter in group["params"]}
+    if all(parameter in taken for parameter in trained):
+        names = " and ".join(dict.fromkeys(f"optim.groups.{taken[parameter]}" for parameter in trained))
+        raise UserError(
+            f"optim.groups.{part}: every trained parameter with {part!r} in its dotted name is taken by {names}, which comes "
+            f"earlier: write {part!r} before it, or remove one of them"
+        )
 
 
 def _start_momentum(sgd: torch.optim.Optimizer, *_: object) -> None:

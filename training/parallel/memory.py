@@ -29,8 +29,18 @@ def keep_freed() -> bool:
 
 def resident_bytes() -> int | None:
     """Memory of this process that is in RAM now; None where there is no Linux to tell."""
+    return _statm(1)
+
+
+def mapped_bytes() -> int | None:
+    """The part of it that is mapped files, and memory shared with other processes."""
+    return _statm(2)
+
+
+def _statm(column: int) -> int | None:
+    """Bytes of a column of /proc/self/statm (proc(5)), which counts pages."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[column]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None

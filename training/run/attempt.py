@@ -26,7 +26,7 @@ import torch.distributed as dist
 from training import contract
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.observe.clock import Times
-from training.observe.reading import Reading
+from training.observe.reading import Reading, mean_loss
 from training.parallel.exchange import all_gather_trees
 from training.parallel.world import World
 from training.resilience import divergence
@@ -193,13 +193,16 @@ class Attempt:
             times = {name: round(value, 6) for name, value in self.times.items()}
             self.context.event("step", **values, **times)
 
-    def epoch_loss(self) -> float:
-        """The mean loss of the epoch, over the samples of all ranks; the next epoch's sum begins at zero. Collective."""
+    def epoch_loss(self) -> float | None:
+        """The mean loss of the epoch, over the samples of all ranks; the next epoch's sum begins at zero. Collective.
+
+        None where every step was left out (`nonfinite: skip`).
+        """
         losses = self.context.state.losses.cpu().clone()
         dist.all_reduce(losses)
         self.context.state.losses.zero_()
         self.reading.new_epoch()
-        return float(losses[0] / losses[1].clamp_min(1))
+        return mean_loss(*losses.tolist())
 
     def save(self, accuracy: float | None = None) -> None:
         """Saves. Raises `Ended` instead where weights are lost, so that the newest checkpoint is a good one."""

@@ -51,7 +51,7 @@ class RunRecord:
     @property
     def config(self) -> dict[str, Any]:
         """Settings by their dotted names."""
-        return flat(self.part("config"))
+        return settings.dotted(self.part("config"))
 
     def part(self, name: str) -> dict[str, Any]:
         """A mapping within run.yaml; empty where there is none."""
@@ -78,17 +78,6 @@ def read(path: Path) -> RunRecord:
         path.name, path, settings.read_yaml(run_file), _mapping(path / contract.STATUS_FILE),
         _mapping(path / contract.SUMMARY_FILE), _events(path / contract.EVENTS_FILE), _ranks(path / contract.METRICS),
     )  # fmt: skip
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}"""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def _mapping(path: Path) -> dict[str, Any]:
