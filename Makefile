@@ -60,7 +60,7 @@ coverage: $(READY) ## make test, and the lines that it covers; takes half as lon
 test-fast: $(READY) ## for every change: unit tests, and one real run on two ranks (a minute)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/unit tests/dist/test_launching.py::test_two_ranks_under_lockstep_run
 
-test-sync: $(READY) ## gradient sync under mpiexec (Open MPI), torchrun and mp.spawn, the examples, and kills of every strategy
+test-sync: $(READY) ## gradient sync in scripts of one's own; runs under mpiexec (Open MPI), torchrun and mp.spawn, killed and resumed
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/sync
 
 test-own: $(READY) ## loops of one's own (lockstep.Session): the plain loop's weights, kills, signals (LOCKSTEP_SCENARIOS=50 for all)

@@ -193,11 +193,15 @@ sys.exit(75 if start == 2 else 7)
 
 
 def test_without_scontrol_the_script_asks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container there is no scontrol: rank 0 leaves a note, and the script has the job started again."""
+    """In a container there is no scontrol: rank 0 leaves a note, and the script has the job started again, once."""
     _stand_in(bench, monkeypatch, f"PATH={bench.folder}/bin")
     slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
-    program = "import os, shutil, sys; print(shutil.which('scontrol')); sys.exit(75 * (os.environ['LOCKSTEP_RESTARTS'] == '0'))"
+    program = (  # the second start ends for good, by rank 0, before rank 1 could
+        "import os, shutil, sys, time; print(shutil.which('scontrol')); first = os.environ['LOCKSTEP_RESTARTS'] == '0'\n"
+        "time.sleep(0 if first or os.environ['RANK'] == '0' else 60); sys.exit(75 if first else 2)"
+    )
     bench.backend.submit(bench.command("inside", program, max_restarts=1, nodes=2, ranks_per_node=1, slurm=slurm))
     found = bench.wait("inside")
-    assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found
-    assert list(bench.backend.logs("inside", rank=0)) == ["None", "None"]
+    assert (found.state, found.code, found.ranks[0].restarts) == ("failed", 2, 1), found
+    said = [line for line in bench.backend.logs("inside", rank=0) if not line.startswith("slurmstepd")]
+    assert said == ["None", "None"]

@@ -3,7 +3,8 @@
 Forks a Python process for each request that comes over the socket FD. Importing torch and the package costs 2.3 seconds of
 CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its own, with the
 signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself with its own
-exit code, through the interpreter's own end.
+exit code, output and exit functions (tests/dist/test_warm.py compares). Two things differ: what it prints is not buffered, and
+the interpreter is not torn down.
 
 Nothing may run beside the main thread when it forks: another thread's locks would stay locked in the child. So OpenMP and
 OpenBLAS get one thread before they are loaded, and /proc/self/task is looked at before each fork.
@@ -12,6 +13,7 @@ OpenBLAS get one thread before they are loaded, and /proc/self/task is looked at
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import gc
 import json
@@ -23,9 +25,9 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 PRELOADED = (
@@ -173,24 +175,35 @@ def _no_result(_: object) -> None:
     """What a module leaves behind goes here, while the interpreter still stands."""
 
 
+def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+    """Without the calls that lead to the program, which one from a shell does not show."""
+    ours = {_task.__code__.co_filename, runpy.run_path.__code__.co_filename}
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
 def _leave(task: Callable[[], None]) -> NoReturn:
     """Ends as the interpreter does, but for its own teardown, which frees what the server has loaded: that takes seconds."""
-    code = 0
+    code, interrupted = 0, False
     try:
         task()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if isinstance(error.code, str):
+        if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        error.__traceback__ = _of_the_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        code = 128 + signal.SIGINT if interrupted else 1
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+    if interrupted:  # who waits for it is to see the signal
+        atexit._run_exitfuncs()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     # Not before: a module that is loaded already cannot be run as a program without a warning.
     from training.__main__ import leave
 

@@ -1,0 +1,58 @@
+"""A forked process (tests/warm) is what one from a shell is: in what it finds, and in how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, run
+from tests.warm.gang import python
+
+FINDS = """
+import json, os, signal, sys
+
+with open("/proc/self/status") as file:
+    status = dict(line.split(":", 1) for line in file)
+libc = 0b11 << 31  # 32 and 33 are its own
+print(json.dumps({
+    "mask, ignored and caught": [int(status[name], 16) & ~libc for name in ("SigBlk", "SigIgn", "SigCgt")],
+    "handlers": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
+    "leads its session and group": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
+    "descriptors": sorted(os.listdir("/proc/self/fd")),
+    "threads": len(os.listdir("/proc/self/task")),
+    "umask": os.umask(0o22),
+    "folder": os.getcwd(),
+    "words": [__name__, sys.argv, sys.path[0]],
+    "variables": sorted(set(os.environ) - {"LC_CTYPE"}),  # which Python sets where there is no locale
+}, indent=1))
+"""
+BEGINS = "import atexit, functools, signal, sys\natexit.register(functools.partial(print, 'last words', flush=True))\n"
+ENDS = {
+    "an error": (1, BEGINS + "def fail():\n    raise ArithmeticError('of its own')\nfail()\n"),
+    "a text": (1, BEGINS + "sys.exit('what is wrong')\n"),
+    "a number": (3, BEGINS + "sys.exit(3)\n"),
+    "Ctrl-C": (-2, BEGINS + "signal.raise_signal(signal.SIGINT)\n"),
+}
+
+
+def _both(program: str, tmp_path: Path) -> tuple[int, str]:
+    """What the program ends with, which is the same in both."""
+    (tmp_path / "program.py").write_text(program)
+    words = [str(tmp_path / "program.py"), "word"]
+    # These tests may have been started in the background, with INT ignored.
+    shell, forked = run(["env", "--default-signal", PYTHON, *words]), python(*words)
+    assert forked == shell
+    return forked.code, forked.output
+
+
+def test_a_forked_process_finds_what_one_from_a_shell_finds(tmp_path: Path) -> None:
+    code, output = _both(FINDS, tmp_path)
+    assert code == 0 and '"descriptors"' in output, output
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_forked_process_ends_as_one_from_a_shell_does(how: str, tmp_path: Path) -> None:
+    expected, program = ENDS[how]
+    code, output = _both(program, tmp_path)
+    assert code == expected and output.endswith("last words\n"), output
