@@ -37,18 +37,46 @@ API = {
     "Dispatching": {
         "jobs.status.Status": "Where a job stands.",
         "jobs.backend.Backend": "What a backend of your own is made from.",
+        "jobs.sweep.parse": "The texts of `--sweep`. `from jobs import sweep`, for all three.",
+        "jobs.sweep.expand": "The jobs of a sweep.",
+        "jobs.sweep.submit": "Submits the jobs of a sweep.",
+        "jobs.spec.profile.load": "A cluster profile, for `JobSpec.load(FILE, below=…)`.",
+        "jobs.slurm.backend.training_task": "What submitit can run as a task of a job.",
+        "jobs.terminal.say": "Prints a line that may hold text of others.",
+        "jobs.terminal.table": "Prints a table that may hold text of others.",
     },
-    "Training": {
-        "training.parallel.world.script": "Joins the ranks of a program of your own.",
+    "Ranks": {
+        "training.parallel.world.script": "Joins the ranks of a program of your own. `from training import parallel`.",
+        "training.parallel.world.joined": "The same, for a program that handles errors itself.",
+        "training.parallel.world.detect": "Reads what the launcher says of this process.",
+        "training.parallel.world.World": "A process's place among the ranks.",
+        "training.exercises.collectives.all_gather": "Tensors of unequal length, to all ranks.",
+        "training.exercises.collectives.gather_objects": "Plain values, to rank 0.",
+    },
+    "Gradient sync": {
         "training.sync.build": "A gradient strategy by its name.",
         "training.sync.from_words": "A gradient strategy from the words of a command line.",
         "training.sync.base.GradientSync": "What every gradient strategy can do.",
         "training.sync.hooked.HookedDataParallel": "Gradient sync as a wrapper of a model.",
+        "training.sync.horovod": "Horovod's interface. `import training.sync.horovod as hvd`.",
+    },
+    "Data and models": {
         "training.data.sampler.OrderSampler": "Lockstep's data order as a torch sampler.",
+        "training.data.order.key": "The key of a data order.",
+        "training.data.order.permute": "The data order itself.",
+        "training.data.order.bounds": "A rank's part of a batch.",
+        "training.data.sources.load": "The samples of a data source. `from training.data import sources`.",
+        "training.data.sources.raw.Raw": "What `load` returns.",
+        "training.data.dataset.SourceDataset": "A data source as a torch data set.",
+        "training.models.bag_of_tricks.BagOfTricks": "The model of the recipes `bag_of_tricks` and `smoke`.",
+        "training.models.resnet9.ResNet9": "The model of the recipe `resnet9`.",
+    },
+    "Errors": {
         "training.contract.UserError": "An error that the user can mend: one line, exit code 2.",
+        "training.contract.user_errors": "Ends a program at such an error.",
     },
 }
-"""What the API page shows, from the docstrings."""
+"""What the API page shows, from the docstrings. Of a module: the names in its `__all__`."""
 FOOTER = "\n<!-- Made from the code by docsite/reference.py. -->\n"
 
 
@@ -117,7 +145,7 @@ def _tidy(text: str) -> str:
 
 def _below(helps: dict[tuple[str, ...], str]) -> list[list[str]]:
     """The commands that stand below others: `bench scaling`."""
-    found = {words: re.search(r"positional arguments:\n\s+\{([\w,]+)\}\s*\n", text) for words, text in helps.items()}
+    found = {words: re.search(r"positional arguments:\n\s+\{([\w,]+)\}\s", text) for words, text in helps.items()}
     return [[*words[1:], name] for words, it in found.items() if it for name in it[1].split(",")]
 
 
@@ -263,7 +291,8 @@ OTHERS = {
     "LOCKSTEP_HOME": "Folder of the jobs that this machine has submitted; default `~/.local/state/lockstep`. "
     "With SLURM the nodes must see it.",
     "LOCKSTEP_PROFILES": "Folder of cluster profiles, looked at first.",
-    "LOCKSTEP_THREADS": "CPU threads of a rank.",
+    "LOCKSTEP_SLURM_HOST": "Login node of a SLURM cluster to go to over ssh, where no flag, job file or profile names one.",
+    "LOCKSTEP_THREADS": "CPU threads of a rank; default: an equal share of the node's cores.",
     "LOCKSTEP_METRICS_PORT": "First port of the metrics servers; the local rank is added.",
 }
 """Variables that a user sets, where the code has no sentence for users."""
@@ -278,6 +307,15 @@ def environment() -> str:
     return "\n".join(parts) + "\n"
 
 
+def members(name: str) -> list[str]:
+    """What a module of `API` has in its `__all__`; [] for a class or a function."""
+    path = ROOT / f"{name.replace('.', '/')}.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
 def api() -> str:
     parts = ["# Python API\n", "From the docstrings. What is not here is not meant to be imported.\n"]
     for title, names in API.items():
@@ -286,4 +324,6 @@ def api() -> str:
             parts.append(
                 f"{lead}\n\n::: {name}\n    options:\n      heading_level: 3\n      filters: ['!^_']\n      show_root_full_path: true\n"
             )
+            if offered := members(name):
+                parts[-1] += f"      members: {json.dumps(offered)}\n"
     return "\n".join(parts)

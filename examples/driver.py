@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from jobs import Job, JobSpec, submit, sweep
-from jobs.cli import options
+from jobs.spec import profile
 from jobs.status import Status
 from jobs.terminal import say, table
 from training.contract import UserError
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=3, help="how often to submit again after a preemption")
     parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks")
     args = parser.parse_args()
-    spec = options.build(args.file, {}, args.profile)
+    spec = JobSpec.load(args.file, below=profile.load(args.profile) if args.profile else None)
     specs = sweep.expand(spec, sweep.parse(args.sweep)) if args.sweep else [spec]
     jobs = sweep.submit(spec, specs, args.backend) if args.sweep else [submit(spec, args.backend)]
     rows, code = [], 0

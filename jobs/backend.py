@@ -277,7 +277,7 @@ class Backend(abc.ABC):
         """Lines of one rank, or of all with `[rank 5] ` before each. Following ends with the job.
 
         Args:
-            last: begin so many lines before the end: of that rank's, or of all ranks' together.
+            last: begin this many lines before the end: of that rank's, or of all ranks' together.
         """
         found = self.require(name)
         spec = self._spec_with(found, rank)

@@ -40,7 +40,7 @@ class Streams:
 
 @contextlib.contextmanager
 def heard(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueue[int]]:
-    """Signals that come in the block, instead of what they would do. None of them outside of the main thread."""
+    """Signals that come in the block, instead of what they would do. Always empty outside of the main thread."""
     found: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature

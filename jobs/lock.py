@@ -14,7 +14,7 @@ from training.contract import UserError
 
 @contextlib.contextmanager
 def held(folder: Path, seconds: float) -> Iterator[None]:
-    """The folder's lock. Raises `UserError`: another command has it for so long, or nothing can be written there."""
+    """The folder's lock. Raises `UserError`: another command holds it for longer than that, or nothing can be written there."""
     try:
         with filelock.FileLock(private.make(folder) / ".lock", timeout=seconds):
             yield

@@ -84,7 +84,7 @@ def spec_in(labels: Any) -> Manifest:
 
 
 def mappings(value: Any) -> list[Manifest]:
-    """The mappings in a list; nothing where it is none."""
+    """The mappings in a list; [] if the value is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 

@@ -20,6 +20,7 @@ def show(value: Any) -> None:
 
 
 def say(text: str) -> None:
+    """Prints one line, control codes made visible."""
     print(clean(text), flush=True)
 
 
@@ -33,7 +34,7 @@ def warn(text: str) -> None:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Columns as wide as their widest cell."""
+    """Prints columns as wide as their widest cell, control codes made visible."""
     cells = [tuple(clean(cell) for cell in row) for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     for row in cells:

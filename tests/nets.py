@@ -210,7 +210,7 @@ class Held(SmallConv):
     While FILE holds a number n, the last rank does not get beyond its n-th training pass of this start; it writes n to
     FILE.held as soon as it stands there. The other ranks go on, into the collective in which they then wait for it. A signal
     lets the rank go: only a run that reaches its next step can agree on the end. n must be above 3, because a signal
-    that was there before the first pass is none that a model hears of, and a run that has one makes no more passes.
+    that was there before the first pass is not seen by a model, and a run that has one makes no more passes.
     """
 
     SECONDS = 120.0

@@ -23,7 +23,7 @@ HARDWARE = {
     "minutes": "minutes of time",
     "by hand": "a person who presses Ctrl-C: tests/faults/test_signals.py sends the signals",
     "during a run": "a second terminal",
-    "after a run": "programs that are not ours",
+    "needs promtool": "promtool: tests/prometheus/test_rules.py",
 }
 """The marker in a command's comment → what is needed to run it."""
 _MARKER = re.compile(r"\((" + "|".join(map(re.escape, HARDWARE)) + r")[^)]*\)")

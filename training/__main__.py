@@ -35,6 +35,7 @@ _APART = {
     "doctor": "doctor.command",
 }  # fmt: skip
 """Commands with words of their own: the module that has their `main(argv)`."""
+_RECIPE = "a recipe's name, or the path of a YAML file"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,8 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     run = commands.add_parser("run", help=COMMANDS["run"], description="Trains a recipe, or resumes it.")
-    _add_recipe(run)
-    run.add_argument("--run-dir", type=Path, help="default: runs/RECIPE")
+    run.add_argument("recipe", help=_RECIPE)
+    _add_set(run)
+    run.add_argument("--run-dir", type=Path, help="run directory; a run that is there is resumed; default: runs/RECIPE")
     run.add_argument(
         "--fresh", action="store_true", help="start over; an earlier run in the directory is renamed, not deleted"
     )
@@ -53,19 +55,23 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--verbose", action="store_true", help="print the messages of all ranks")
     run.add_argument("--deterministic", action="store_true", help="only deterministic kernels")
     run.add_argument("--check-closeness", metavar="every=N", help="compare the ranks' parameters every N steps")
-    run.add_argument("--log-format", choices=("table", "json"))
-    run.add_argument("--checkpoint-on-signal", action=argparse.BooleanOptionalAction, help="default: yes")
+    run.add_argument(
+        "--log-format", choices=("table", "json"), help="table for people (the default), json for clusters"
+    )
+    run.add_argument("--checkpoint-on-signal", action=argparse.BooleanOptionalAction,
+                     help="save when a signal ends the run early; default: yes")  # fmt: skip
     run.set_defaults(action=_run)
 
     shard = commands.add_parser("shard", help=COMMANDS["shard"])
-    _add_recipe(shard)
+    shard.add_argument("recipe", help=_RECIPE)
+    _add_set(shard)
     shard.add_argument("--out", type=Path, help="folder to write; default: the folder where a run looks for them")
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=Path, metavar="RUN|FILE")
+    evaluate.add_argument("target", type=Path, metavar="RUN|FILE", help="a run directory, or a file of weights")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
-    evaluate.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
         "--trust-model",
         action="store_true",
@@ -74,12 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=Path, metavar="RUN")
+    export.add_argument("target", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
     export.set_defaults(action=_export)
 
     report = commands.add_parser("report", help=COMMANDS["report"])
-    report.add_argument("runs", type=Path, metavar="RUN", nargs="+")
+    report.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories")
     report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
     report.set_defaults(action=_report)
 
@@ -87,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument(
         "recipe", nargs="?", help="show the values of this recipe, and mark those that are not the defaults"
     )
-    settings.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    _add_set(settings)
     settings.add_argument("--schema", action="store_true", help="print the JSON Schema of a recipe, for editors")
     settings.set_defaults(action=_settings)
 
@@ -96,11 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file")
+def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") -> None:
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
-        help="change settings, e.g. --set epochs=2 lr=0.1 (all names: python -m training settings)",
+        help=f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)",
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +36,12 @@ INSIDE = ("run", "launch", "doctor")
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def about(docstring: str | None) -> str:
+    """What the first paragraph of a command's module says, without how it is called: that is in the usage line."""
+    first = re.sub(r"^(python -m training|lockstep) [^:]*: ", "", (docstring or "").partition("\n\n")[0])
+    return first[:1].upper() + first[1:]
 
 
 def positive(text: str) -> int:

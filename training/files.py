@@ -125,7 +125,7 @@ def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
 
 
 def regular(path: Path) -> BinaryIO:
-    """Opens a regular file to read. Behind a name of somebody else's may be a FIFO or a device, which never ends.
+    """Opens a regular file to read. A name that somebody else chose may be that of a FIFO or a device, which never ends.
 
     Raises:
         OSError: it cannot be opened, or is something else.

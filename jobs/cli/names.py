@@ -169,11 +169,12 @@ def doctor(
     profile: Profile = None,
     as_json: Json = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="ROW", help="gpu: only the rows whose names begin so; repeat for more.")
+        list[str] | None,
+        typer.Option(metavar="ROW", help="gpu: only the rows whose names begin with this; repeat for more."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="gpu: a JSON file to write, or a folder for one.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="gpu: where CIFAR-10 lies, for the speedrun.")] = None,
-    seconds: Annotated[int | None, typer.Option(help="gpu: begin no row after so long (300).", min=1)] = None,
+    seconds: Annotated[int | None, typer.Option(help="gpu: begin no row after this time (300).", min=1)] = None,
 ) -> None:
     """Check whether a cluster can run a job, or what this machine's GPUs can do. Exit code 1 if something is missing."""
     words = [word for row in only or () for word in ("--only", row)]

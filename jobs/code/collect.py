@@ -59,7 +59,7 @@ def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
         raise _too_large(sizes, f"{sum(sizes.values())} bytes", f"{MAX_BYTES >> 20} MiB")
     read = [_read(folder, path) for path in paths]
     for path, (_, seen) in zip(paths, read):
-        if _seen(_status(folder, path)) != seen:  # all of it is of one moment, or it is nobody's code
+        if _seen(_status(folder, path)) != seen:  # all files must be of one moment: a mixture may never have existed
             raise _changed(path)
     found = [file for file, _ in read]
     for file in found:

@@ -62,5 +62,5 @@ def _kept(spec: JobSpec, identity: str) -> JobSpec:
 
 
 def _pinned(spec: JobSpec, bundle: Bundle) -> JobSpec:
-    # Where it lay is nobody's business on the cluster, and no part of what the job is.
+    # The cluster need not know where the code was, and the job is the same job wherever it was.
     return spec.model_copy(update={"code": Code(hash=bundle.identity, packed=len(bundle.packed))})

@@ -26,9 +26,13 @@ if TYPE_CHECKING:
 
 class Toleration(Section):
     key: LabelKey | None = None
+    """Key of the taint; null, with `Exists`: every taint."""
     operator: Literal["Exists", "Equal"] = "Exists"
+    """`Exists`: a taint with this key, whatever its value. `Equal`: one that also has this `value`."""
     value: LabelValue | None = None
+    """Value of the taint, for `Equal`."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint; null: every effect."""
 
     @model_validator(mode="after")
     def _meaningful(self) -> Toleration:
@@ -57,26 +61,36 @@ class Kubernetes(Section):
     topology_level: LabelKey = "cloud.provider.com/topology-rack"
     """Node label of the level that `topology` refers to."""
     priority_class: Subdomain | None = None
+    """PriorityClass of a PyTorchJob's pods: which pods are scheduled first, and which may be evicted for others. Null: the
+    cluster's default."""
     service_account: Subdomain | None = None
+    """ServiceAccount of the pods; its token is not mounted. Null: the namespace's `default`."""
     image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
+    """Secrets with the credentials of private registries, from the job's namespace. Empty: those of the ServiceAccount."""
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    """When a node pulls the image of a PyTorchJob: if it does not have it, at every start, or never (it was loaded onto the
+    node by hand)."""
     node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    """Labels that a node must have, e.g. `{example.com/pool: a100}`. Empty: any node."""
     tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
+    """Taints of nodes on which the pods may still run. Empty: none but those that the cluster adds to every pod."""
     spread: Literal["required", "preferred", "none"] = "required"
     """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
     master: bool = False
     """Render a Master replica beside the workers. The operator then gives each worker an init container, which a namespace
     with PodSecurity `restricted` refuses, and which pulls a public image."""
     gpu_resource: Resource = "nvidia.com/gpu"
+    """Resource that a GPU is requested as: the name that the cluster's device plugin gives it."""
     rdma: dict[Resource, int] = Field(default_factory=dict)
     """RDMA devices per node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
     hugepages: Size | None = None
     """hugepages-2Mi per node; EFA needs 5120Mi."""
     socket_interface: Device | None = None
-    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Network interface of NCCL and gloo (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. `eth0`; null: they choose."""
     ib_hca: Device | None = None
-    """NCCL_IB_HCA."""
+    """InfiniBand or RoCE adapters that NCCL uses (NCCL_IB_HCA), e.g. `mlx5_0,mlx5_1`; null: it chooses."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
+    """How much NCCL logs (NCCL_DEBUG), where the job has GPUs: `WARN`, errors only; `INFO`, also which network it uses."""
     run_as_user: int | None = Field(default=1000, ge=1, le=2**31 - 1)
     """User id of the container, not root. Null: the cluster assigns one (OpenShift, from the namespace's range)."""
     fs_group: int | None = Field(default=1000, ge=1, le=2**31 - 1)

@@ -95,7 +95,7 @@ class LocalBackend(Backend):
                 "job": records.identity(spec.name), "host": here(),
             },
         )  # fmt: skip
-        # Where a job submits this one, it is none of that one's processes.
+        # If another job submits this one, this one's processes do not belong to it.
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(

@@ -46,7 +46,9 @@ def create(folder: Path, kind: str, name: str | None = None) -> list[str]:
     folder = Path(os.path.abspath(folder))
     name = name if name is not None else re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")
     if not NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no name of a job: a letter, then at most 39 letters, digits and - (--name NAME)")
+        raise UserError(
+            f"{name!r} cannot be the name of a job: expected a letter, then at most 39 letters, digits and - (--name NAME)"
+        )
     there = folder.is_dir() and next(folder.iterdir(), None)
     if there or (not folder.is_dir() and os.path.lexists(folder)):
         what = f"holds {there.name} already" if there else "is not a folder"

@@ -26,7 +26,7 @@ def lines(
     A connection that was lost is taken up again where it was, for `lost_after` seconds. Raises `Unreachable` then.
 
     Args:
-        last: begin so many lines before the end. They have no times, so each rank has an equal share of them.
+        last: begin this many lines before the end. They have no times, so each rank has an equal share of them.
     """
     files = {rank: log(record, rank) for rank in ranks}
     read = dict.fromkeys(ranks, 0) if last is None else _places(transport, files, last)

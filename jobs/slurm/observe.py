@@ -12,7 +12,7 @@ from jobs.status import Part, State, Status
 from training.contract import EXIT_DONE, EXIT_PREEMPTED
 
 SETTLE_SECONDS = 60.0
-"""For so long SLURM may still requeue a job whose node failed, and a file may not be visible yet."""
+"""Seconds in which SLURM may still requeue a job whose node failed, and a file may not be visible yet."""
 _COMES_BACK = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
 
 Ends = dict[int, dict[str, Any]]

@@ -51,7 +51,7 @@ def look(transport: Transport, job_id: str) -> Found | None:
             return past
         raise Unreachable(f"the SLURM controller does not answer: {one_line(shown.stderr)}")
     past = history(transport, job_id)
-    # Where the controller has forgotten it, a job that the accounting calls running is none that can end.
+    # If the controller has forgotten a job that the accounting calls running, that job never ends.
     return past if past is not None and past.ended is not None else None
 
 

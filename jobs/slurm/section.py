@@ -30,13 +30,19 @@ class Slurm(Section):
 
     host: SshHost | None = None
     """Login node that is reached over ssh, as ~/.ssh/config knows it, e.g. `login.example`; paths are then of that side.
-    Null: this machine is one of the cluster. No part of what the job is."""
+    Null: this machine is one of the cluster. A job stays the same job with another host."""
     partition: Word | None = None
+    """Partition to run in (`sbatch --partition`); null: the cluster's default partition."""
     account: Word | None = None
+    """Account that the job is charged to (`--account`); null: your default account."""
     qos: Word | None = None
+    """Quality of service, which sets priority and limits (`--qos`); null: SLURM's default for the account."""
     constraint: Constraint | None = None
+    """Features that the nodes must have (`--constraint`), e.g. `a100&nvlink`; null: any node of the partition."""
     reservation: Word | None = None
+    """Reservation whose nodes the job uses (`--reservation`); null: nodes that are not reserved."""
     licenses: Word | None = None
+    """Licenses that the job waits for, one of each name (`--licenses`), e.g. `matlab,ansys`; null: none."""
     exclude: HostList | None = None
     """Nodes not to use, e.g. `gpu[03-05],gpu9`."""
     exclusive: bool = False
@@ -48,10 +54,11 @@ class Slurm(Section):
     wckey: Word | None = None
     """Workload characterisation key, for clusters that require one. Other clusters refuse jobs that have one."""
     socket_interface: Device | None = None
-    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Network interface of NCCL and gloo (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. `eth0`; null: they choose."""
     ib_hca: Device | None = None
-    """NCCL_IB_HCA."""
+    """InfiniBand or RoCE adapters that NCCL uses (NCCL_IB_HCA), e.g. `mlx5_0,mlx5_1`; null: it chooses."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    """How much NCCL logs (NCCL_DEBUG): `INFO` says which network it uses; null: as the cluster has set it."""
     python: AbsolutePath | None = None
     """Python interpreter on the nodes; null: the one that submits the job, and `python` in a container."""
     modules: list[Module] = Field(default_factory=list, max_length=50)

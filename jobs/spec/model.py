@@ -136,6 +136,8 @@ class _JobSpec(Section):
     shards: AbsolutePath | None = None
     """Folder of prepared shards, with one folder in it for each data source. `lockstep prepare` writes it."""
     volumes: list[Volume] = Field(default_factory=list, max_length=50)
+    """Storage that is mounted on every node (Kubernetes, Compose). If run_dir is on none of them, Kubernetes deletes the run
+    with its pod, and Compose makes a volume for it."""
     env: dict[Variable, Text] = Field(default_factory=dict)
     """Environment variables. Secrets go into `secrets`."""
     secrets: dict[Variable, SecretKey] = Field(default_factory=dict)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.exercises.conftest import COUNTS
 from tests.printed import HARDWARE, PAGES, blocks
 from tests.processes import PYTHON, ROOT, clean_env, run
 
@@ -50,7 +52,7 @@ def test_commands_stand_in_shell_blocks() -> None:
             assert block.language not in OUTPUT or not block.text.startswith(begins), (page, block.text)
 
 
-def test_every_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_block_is_run_or_says_why_not(record_property: Callable[[str, object], None]) -> None:
     """And how many there are."""
     counts: Counter[str] = Counter()
     for page in PAGES:
@@ -67,8 +69,7 @@ def test_every_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) 
                 )
                 counts["fragments that are not run" if block.why else "files and code blocks run here"] += 1
     assert counts["commands run here"] > 60 and counts["files and code blocks run here"] > 10
-    with capsys.disabled():
-        print("\n" + "\n".join(f"  {count:4} {what}" for what, count in counts.most_common()))
+    record_property(COUNTS, [(count, what) for what, count in counts.most_common()])
 
 
 @pytest.fixture(scope="module")

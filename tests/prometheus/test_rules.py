@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.printed import PAGES, marked
+from tests.processes import ROOT
 from tests.prometheus.servers import OBSERVABILITY, RULES, needs
 from training.observe.metrics import PREFIX, TABLE
 
+MARKER = "needs promtool"
 BOARDS = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))
 
 
@@ -62,6 +65,16 @@ def test_the_rules_are_sound_and_each_alert_does_what_it_says(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["compose", "slurm"])
 def test_the_configurations_are_sound(name: str) -> None:
     _promtool("check", "config", str(OBSERVABILITY / f"prometheus/{name}.yaml"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page)])
+def test_what_the_page_prints_works_with_promtool(page: str) -> None:
+    needs("promtool")
+    for command in marked(MARKER, page):
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
 def _rules() -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from docsite import reference
 from tests.processes import ROOT
 
-FILES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "benchmarks/README.md"]
+FILES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "benchmarks/README.md"]
 PLACEHOLDER = re.compile(r"\b(?:[A-Z]+_(?:CUDA|CPU|GPU|TABLE|HERE)|TODO|TBD|FIXME|XXX+)\b")
 
 
@@ -22,6 +23,12 @@ def prose(text: str) -> str:
 def test_no_document_waits_for_a_number(file: Path) -> None:
     found = PLACEHOLDER.findall(prose(file.read_text()))
     assert not found, f"{file.name} has {found[0]} where a number or a table belongs"
+
+
+def test_every_command_is_named_in_the_changelog() -> None:
+    """A command that is new is what a user reads it for."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [name for name in reference.command_names() if not re.search(rf"`(lockstep )?{name}\b", text)] == []
 
 
 def test_a_placeholder_is_seen_in_a_table_and_not_in_code() -> None:

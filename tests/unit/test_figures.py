@@ -97,6 +97,26 @@ def test_check_refuses_before_it_measures(tmp_path: Path, record: str | None) ->
         Run("try", arguments("--out", str(out), "--check"))
 
 
+def test_check_refuses_other_settings_and_names_what_it_cannot_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "record.json"
+    given = argparse.Namespace(rounds=15, out=out, check=False, batch=64)
+    few = {"wait": figure([1.0] * 9), "few": figure([1.0] * 5), "gone": figure([1.0] * 9)}
+    assert Run("try", given).finish(few, {}) == 0
+    other = argparse.Namespace(rounds=15, out=out, check=True, batch=128)
+    with pytest.raises(UserError, match="was measured with --batch 64, this run has 128"):
+        Run("try", other)
+    same = argparse.Namespace(rounds=7, out=out, check=True, batch=64)
+    assert (
+        Run("try", same).finish({"wait": figure([1.0] * 9), "few": figure([9.0] * 9), "new": figure([1.0] * 9)}, {})
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "not compared: few: the record has 5 values" in said and "not compared: gone: only in the record" in said
+    assert "not compared: new: only in the new run" in said and "not compared: wait" not in said
+
+
 def test_a_record_is_read_back_as_it_was(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     found = figure([3.0, 1.0, 2.0] * 5, "MB/s", "more")

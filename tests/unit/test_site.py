@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,18 @@ import lockstep
 from docsite import check, drawing, links, nav, reference, stage
 from jobs import registry, status
 from jobs.spec.model import JobSpec
+from tests.printed import PAGES
 from tests.processes import ROOT
 from training import contract
 from training.config import Config, OwnSettings, recipes, settings
 from training.contract import UserError
 from training.observe.metrics import TABLE
+
+INTERNAL = {"LOCKSTEP_DOCTOR_FAULT": "lockstep doctor gpu sets it for ranks that it starts itself"}
+"""Variables that no user and no script meets, each with the reason."""
+OURS = r"(?:training|jobs|lockstep)\b[\w.]*"
+BEGINS = r"(?:^[ ]*|`)"
+"""What stands before an import: in code, in a docstring, or within backticks."""
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +60,25 @@ def test_every_command_is_on_the_page_with_its_help(pages: dict[str, str]) -> No
         section = text.partition(f"## lockstep {name}\n")[2]
         assert "--help" in section.partition("## ")[0], name
     assert "## python -m training launch\n" in text and "## lockstep bench scaling\n" in text
+    for section in text.split("\n## ")[1:]:
+        called, _, shown = section.partition("\n")
+        assert re.search(rf"(?i)^```text\nusage: {called}\b", shown, re.MULTILINE), called
+        assert called.startswith("python") or "python -m training" not in shown, f"{called} was not called so"
 
 
 @pytest.mark.parametrize(
     ("page", "model"), [("recipe-settings", Config), ("session-settings", OwnSettings), ("job-settings", JobSpec)]
 )
 def test_every_setting_is_on_the_page(pages: dict[str, str], page: str, model: type) -> None:
-    text = pages[f"reference/{page}.md"]
-    rows = list(settings.documentation(model))
-    assert len(rows) > 20
-    for name, kind, _, meaning in rows:
-        assert f"| `{name}` | {reference.cell(kind)} |" in text, name
-        assert reference.cell(meaning) in text, name
+    lines = {line.split("`")[1]: line for line in pages[f"reference/{page}.md"].splitlines() if line.startswith("| `")}
+    rows = list(reference.rows(model))
+    assert len(rows) > 20 and {name for name, *_ in settings.documentation(model)} <= {name for name, *_ in rows}
+    for name, kind, _, meaning, _ in rows:
+        assert len(meaning) >= 10, f"{name} has no meaning: write a docstring below the field"
+        assert lines[name].startswith(f"| `{name}` | {reference.cell(kind)} |"), name
+        assert lines[name].endswith(f" | {reference.cell(meaning)} |"), name
     if model is JobSpec:
-        assert "`volumes[].claim`" in text and "`elastic.min_nodes`" in text
+        assert {"volumes[].claim", "elastic.min_nodes", "k8s.tolerations[].key"} <= {*lines}
 
 
 def test_what_may_change_is_marked(pages: dict[str, str]) -> None:
@@ -104,6 +118,46 @@ def test_every_public_name_is_on_the_page(pages: dict[str, str]) -> None:
         for name in package.__all__:
             found = getattr(package, name)
             assert f"::: {found.__module__}.{found.__qualname__}\n" in text, name
+
+
+def test_every_variable_that_the_code_knows_is_on_the_page(pages: dict[str, str]) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", pages["reference/environment.md"], re.MULTILINE)
+    assert all(len(meaning) > 20 for _, meaning in rows), rows
+    assert [(name, text) for name, text in rows if re.search(r"\b(such|these|this one|the above)\b", text)] == []
+    for package in ("training", "jobs", "lockstep"):
+        for path in (ROOT / package).rglob("*.py"):
+            for name in re.findall(r"\bLOCKSTEP_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")):
+                assert name in {*dict(rows), *INTERNAL}, (
+                    f"{path.relative_to(ROOT)}: {name} (docsite/reference.py: OTHERS)"
+                )
+
+
+def _imported(text: str) -> set[str]:
+    """What a text imports from the packages, by the names under which it is defined; of a module what it uses of it."""
+    found = set(re.findall(rf"{BEGINS}import ({OURS})", text, re.MULTILINE))
+    for module, names in re.findall(rf"{BEGINS}from ({OURS}) import (\([^)]*\)|[^\n#`]*)", text, re.MULTILINE):
+        for part in filter(None, (part.strip() for part in names.strip("()").split(","))):
+            name, _, alias = part.partition(" as ")
+            thing = getattr(importlib.import_module(module), name, None) or importlib.import_module(f"{module}.{name}")
+            used = [thing]
+            if isinstance(thing, types.ModuleType):
+                uses = re.findall(rf"\b{alias or name}\.(\w+)", text)
+                used = [getattr(thing, use) for use in uses if hasattr(thing, use)] or [thing]
+            found |= {
+                f"{one.__module__}.{one.__qualname__}" if hasattr(one, "__qualname__") else one.__name__ for one in used
+            }
+    return found
+
+
+def test_what_pages_and_examples_import_is_on_the_page(pages: dict[str, str]) -> None:
+    """For the page says that nothing else is meant to be imported."""
+    listed = set(re.findall(r"^::: (\S+)$", pages["reference/api.md"], re.MULTILINE))
+    listed |= {f"{module}.{name}" for module in listed for name in reference.members(module)}
+    files = [ROOT / page for page in PAGES]
+    files += [path for folder in ("examples", "jobs/project/templates") for path in (ROOT / folder).rglob("*.py")]
+    found = {name: path for path in files for name in _imported(path.read_text(encoding="utf-8"))}
+    assert len(found) > 20 and "training.sync.horovod" in found and "jobs.slurm.backend.training_task" in found
+    assert {name: str(path.relative_to(ROOT)) for name, path in found.items() if name not in listed} == {}
 
 
 def test_a_link_that_leads_nowhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

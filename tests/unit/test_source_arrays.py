@@ -1,4 +1,4 @@
-"""A user's own arrays: .npz, .npy beside its labels, .safetensors; and the files that are none."""
+"""A user's own arrays: .npz, .npy beside its labels, .safetensors; and files that are not arrays."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _name(place: tuple[str, ...]) -> str:
         if place[: len(beginning)] == beginning:
             place = short + place[len(beginning) :]
             break
-    return "/".join(place).encode("utf-8", "replace").decode()  # half a character is none that a file can hold
+    return "/".join(place).encode("utf-8", "replace").decode()  # a file cannot hold half a character
 
 
 def _free(name: str, taken: dict[str, int]) -> str:

@@ -42,7 +42,7 @@ def described(manifest: Manifest, data: Data) -> Iterator[str]:
 
 
 def contact_sheet(manifest: Manifest) -> bytes | None:
-    """A PNG with the first training images of each of the first classes, a row for a class. None of feature vectors."""
+    """A PNG with the first training images of each of the first classes, a row for a class; None if the samples are feature vectors."""
     if len(manifest.shape) != 3:
         return None
     from PIL import Image, ImageDraw

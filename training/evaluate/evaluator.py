@@ -34,7 +34,7 @@ class Score:
         return self.correct / self.count
 
     def by_class(self, names: list[str]) -> dict[str, float | None]:
-        """The accuracy of each class; None of one that the test split does not have."""
+        """The accuracy of each class; None for a class that the test split does not have."""
         return {name: correct / count if count else None for name, (correct, count) in zip(names, self.classes)}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.cli import PROGRAM, Parser, positive
+from training.cli import PROGRAM, Parser, about, positive
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from training.parallel.agreement import raise_together
 from training.parallel.exchange import all_gather_rows, gather_trees, pack, split, unpack
@@ -143,8 +143,9 @@ def _here(world: World | None) -> World:
 
 def main(argv: list[str]) -> int:
     """Runs both forms, prints time and bytes, and returns 1 where a product is wrong. Raises `UserError` for wrong words."""
-    parser = Parser(prog=f"{PROGRAM} collectives", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--sizes", nargs=3, type=positive, default=[1024, 1024, 1024], metavar=("M", "K", "N"))
+    parser = Parser(prog=f"{PROGRAM} collectives", description=about(__doc__))
+    parser.add_argument("--sizes", nargs=3, type=positive, default=[1024, 1024, 1024], metavar=("M", "K", "N"),
+                        help="rows of A, columns of A (rows of B), columns of B; default: 1024 each")  # fmt: skip
     parser.add_argument("--repeat", type=positive, default=5, help="how often to run each; the median is printed")
     args = parser.parse_args(argv)
     with joined(detect(os.environ)) as world:

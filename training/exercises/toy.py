@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.cli import PROGRAM, Parser, positive
+from training.cli import PROGRAM, Parser, about, positive
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from training.models.mlp import MLP
 from training.parallel.exchange import all_gather_trees
@@ -142,7 +142,7 @@ def _largest(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) ->
 
 def main(argv: list[str]) -> int:
     """Runs the three examples; returns 1 where one differs from one process. Raises `UserError` for wrong words."""
-    parser = Parser(prog=f"{PROGRAM} toy", description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(prog=f"{PROGRAM} toy", description=about(__doc__))
     parser.add_argument(
         "--tensor", type=positive, help="ranks that share one copy of the MLP; default: 2 where they divide"
     )

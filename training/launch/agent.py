@@ -197,13 +197,14 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     )
     parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
-    parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain")
+    parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
+                        help="kubernetes: end with codes from 128 on where the operator shall start the pod again")  # fmt: skip
     parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
                         help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="put the rank at the beginning of every line")  # fmt: skip
     carried.add_words(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs: see below")
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")

@@ -1,9 +1,9 @@
 """What a run prints: lines that cannot end it, and the launcher's, whole out of many writers.
 
 Into the launcher's output a thread a rank copies what its rank has written. torch's agent reads a rank's file while it is
-being written, takes what is there for a line, and begins it with the rank's prefix; nor does it flush. A line that was
-written in pieces would come out in pieces, each with a prefix, and other ranks' lines between them; into a pipe nothing
-would come at all before some kilobytes are together.
+being written. It prints what it finds as a line of its own, with the rank's prefix, even if the line is not complete. A line
+that was written in pieces would come out in pieces, with other ranks' lines between them. The agent does not flush either:
+a pipe would get nothing before some kilobytes are together.
 """
 
 from __future__ import annotations

@@ -34,8 +34,16 @@ from training.parallel.world import World
 from training.sync.base import broadcast_tensors, load_optimizer
 from training.sync.horovod_optimizer import distribute
 
+__all__ = [
+    "Average", "Compression", "DistributedOptimizer", "Max", "Min", "Op", "Product", "Sum", "allgather", "allreduce", "broadcast",
+    "broadcast_optimizer_state", "broadcast_parameters", "init", "is_initialized", "local_rank", "local_size",
+    "partition_dataset", "rank", "shutdown", "size",
+]  # fmt: skip
+
 
 class Op(enum.Enum):
+    """How `allreduce` combines the ranks' values; each is also a name of the module (`hvd.Sum`)."""
+
     Average = "average"
     Sum = "sum"
     Min = "min"
@@ -98,6 +106,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not."""
     return _world is not None
 
 
@@ -108,18 +117,22 @@ def _me() -> World:
 
 
 def rank() -> int:
+    """This process's rank. As the next three, raises `ValueError` before `init`."""
     return _me().rank
 
 
 def size() -> int:
+    """How many ranks there are."""
     return _me().size
 
 
 def local_rank() -> int:
+    """This process's rank within its node."""
     return _me().local_rank
 
 
 def local_size() -> int:
+    """How many ranks this node has."""
     return _me().local_size
 
 

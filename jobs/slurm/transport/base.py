@@ -23,7 +23,7 @@ from training.contract import UserError
 SECONDS = 60.0
 """How long an answer may take by default."""
 MAX_FILE = 4 << 20
-"""Bytes of a record or note; a larger file is none."""
+"""Bytes of a record or note; a larger file is not read as one."""
 CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
 
@@ -192,7 +192,7 @@ def failure(told: Answer, path: str) -> OSError:
 
 
 def parsed(data: bytes | None) -> Any:
-    """The value of a JSON text; None where it is none."""
+    """The value of a JSON text; None if it is not valid JSON."""
     try:
         return None if data is None else json.loads(data)
     except (ValueError, RecursionError):

@@ -117,7 +117,7 @@ fi
 printf '%s' "$lockstep_said"
 """
 """It runs in the shell that stays: what it opens is held until the shell ends, or the lock is given back. Whoever gives the
-lock back may remove its file: then what was locked is nobody's, and the next one is tried."""
+lock back may remove its file: then the lock that was taken protects nothing, and it is tried again."""
 UNLOCK = "exec 9>&-"
 
 HOLDS = """

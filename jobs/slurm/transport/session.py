@@ -1,8 +1,8 @@
 """A shell on the other side that stays, and is given one script after the other through the streams of one process.
 
 To it goes the length of a script on a line, the script, and the script's data. From it comes a line that no login banner
-holds, what the script prints, and the same line with its exit code. An answer without its last line is none: what was
-asked for may have happened or not.
+holds, what the script prints, and the same line with its exit code. An answer without its last line does not
+count: what was asked for may have happened or not.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from training.contract import UserError
 from training.launch import archive
 
 CONNECT_SECONDS = 15
-"""For the connection itself; and for so long a silent one counts as alive."""
+"""Seconds for the connection itself; and seconds that a silent one counts as alive."""
 KEPT_SECONDS = 60
 """How long the connection is kept for the next command."""
 SOCKETS = "lockstep-ssh"

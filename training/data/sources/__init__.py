@@ -83,7 +83,7 @@ def _options(name: str, options: dict[str, Any]) -> Any:
 def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
     """Name → [size, mtime in ns] of each of the source's files, or one entry for all of many.
 
-    None of a generated source, or where the files are gone.
+    Empty if the source is generated, or if the files are gone.
     """
     paths: list[Path] = FILES[name](root) if name in FILES else []
     if name in OWN:

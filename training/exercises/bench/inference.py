@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from training import config as configuration
-from training.cli import PROGRAM, Parser, make_folder, positive, several
+from training.cli import PROGRAM, Parser, about, make_folder, positive, several
 from training.contract import EXIT_DONE
 
 
 def main(argv: list[str]) -> int:
     """Measures, prints and writes inference.json. Raises `UserError` for wrong words, or a folder that cannot be written."""
-    parser = Parser(prog=f"{PROGRAM} bench inference", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--recipe", default="resnet18")
-    parser.add_argument("--batches", type=several, default=[1, 16, 64, 256], metavar="1,16,64")
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    parser = Parser(prog=f"{PROGRAM} bench inference", description=about(__doc__))
+    parser.add_argument("--recipe", default="resnet18", help="whose model to run (default: resnet18)")
+    parser.add_argument("--batches", type=several, default=[1, 16, 64, 256], metavar="1,16,64",
+                        help="images of a batch (default: 1,16,64,256)")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=7, help="how often each is timed (default: 7)")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
+        help="change settings of the recipe",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/bench-inference"), help="folder of inference.json")
     args = parser.parse_args(argv)
     config = configuration.load(args.recipe, args.assignments)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from training import config as configuration
-from training.cli import PROGRAM, Parser, make_folder, positive, several
+from training.cli import PROGRAM, Parser, about, make_folder, positive, several
 from training.contract import EXIT_DONE, UserError
 from training.exercises.bench.gang import PHASES, Job, Measured, run
 from training.parallel.world import cores
@@ -30,20 +30,25 @@ def main(argv: list[str]) -> int:
 
     Raises `UserError` for wrong words, or a folder that cannot be written.
     """
-    parser = Parser(prog=f"{PROGRAM} bench scaling", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=several, default=[1, 2], metavar="1,2,4")
-    parser.add_argument("--recipe", default="smoke")
+    parser = Parser(prog=f"{PROGRAM} bench scaling", description=about(__doc__))
+    parser.add_argument(
+        "--ranks", type=several, default=[1, 2], metavar="1,2,4", help="numbers of ranks to compare (default: 1,2)"
+    )
+    parser.add_argument("--recipe", default="smoke", help="what to train (default: smoke)")
     parser.add_argument(
         "--batch", type=positive, help="the batch at the smallest number of ranks; default: the recipe's"
     )
-    parser.add_argument("--steps", type=positive, default=20)
-    parser.add_argument("--warm-up", type=positive, default=3)
-    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, default=20, help="steps that are timed in a round (default: 20)")
+    parser.add_argument("--warm-up", type=positive, default=3, help="steps before them that are not timed (default: 3)")
+    parser.add_argument("--rounds", type=positive, default=3, help="how often each is trained (default: 3)")
     parser.add_argument(
         "--threads", type=positive, help="CPU threads a rank; default: cores / the largest number of ranks"
     )
-    parser.add_argument("--strategies", help="e.g. ddp,flat; default: all; none: leave them out")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments")
+    parser.add_argument("--strategies", help="strategies to compare, e.g. ddp,flat; default: all; none: leave them out")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
+        help="change settings of the recipe",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-scaling"), help="folder of scaling.json and scaling.png"
     )

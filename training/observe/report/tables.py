@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from training import contract
-from training.observe.report import record
+from training.config import settings
 from training.observe.report.record import RunRecord
 
 _FINAL = {
@@ -66,7 +66,7 @@ def config(runs: Sequence[RunRecord], names: list[str]) -> Table:
 
 def environment(runs: Sequence[RunRecord], names: list[str]) -> Table:
     parts = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
-    found = [record.flat({part: run.about.get(part) for part in parts}) for run in runs]
+    found = [settings.dotted({part: run.about.get(part) for part in parts}) for run in runs]
     return _compared(found, names, _OTHER_AT_EVERY_START)
 
 
