@@ -13,6 +13,7 @@ from jobs.spec.types import (
     ContainerImage,
     Device,
     HostList,
+    Licenses,
     Module,
     Mount,
     ShellLine,
@@ -41,8 +42,8 @@ class Slurm(Section):
     """Features that the nodes must have (`--constraint`), e.g. `a100&nvlink`; null: any node of the partition."""
     reservation: Word | None = None
     """Reservation whose nodes the job uses (`--reservation`); null: nodes that are not reserved."""
-    licenses: Word | None = None
-    """Licenses that the job waits for, one of each name (`--licenses`), e.g. `matlab,ansys`; null: none."""
+    licenses: Licenses | None = None
+    """Licenses that the job waits for, with their number (`--licenses`), e.g. `matlab:2,ansys`; null: none."""
     exclude: HostList | None = None
     """Nodes not to use, e.g. `gpu[03-05],gpu9`."""
     exclusive: bool = False

@@ -22,6 +22,7 @@ LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=-]{0,254}$"
 HOST_LIST = r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,1023}$"
 CONSTRAINT = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=*&|()\[\]!-]{0,254}$"
+LICENSES = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}(:[1-9][0-9]{0,5})?(,[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}(:[1-9][0-9]{0,5})?){0,15}$"
 MODULE = r"^[A-Za-z0-9_][A-Za-z0-9_./+-]{0,254}$"
 MOUNT = r"^/[A-Za-z0-9._/-]*(:/[A-Za-z0-9._/-]*(:ro)?)?$"
 CONTAINER_IMAGE = r"^[A-Za-z0-9/.][A-Za-z0-9._/:@#+-]{0,511}$"
@@ -118,6 +119,7 @@ SshHost = Annotated[
 ]
 HostList = Annotated[str, _check(HOST_LIST, "a list of nodes such as gpu[01-03],gpu7", 1024), _schema(HOST_LIST)]
 Constraint = Annotated[str, _check(CONSTRAINT, "features such as a100&nvlink", 255), _schema(CONSTRAINT)]
+Licenses = Annotated[str, _check(LICENSES, "licenses such as matlab:2,ansys", 1024), _schema(LICENSES)]
 Module = Annotated[str, _check(MODULE, "an environment module such as cuda/12.4", 255), _schema(MODULE)]
 Mount = Annotated[str, _check(MOUNT, "/path, /path:/inside or /path:/inside:ro", 2048), _schema(MOUNT)]
 ContainerImage = Annotated[

@@ -108,6 +108,8 @@ def test_what_slurm_must_be_told() -> None:
         ({"partition": "gpu --uid=0"}, "must be one word"),
         ({"partition": "gpu\n#SBATCH"}, "must be one word"),
         ({"constraint": "a;id"}, "must be features such as"),
+        ({"licenses": "matlab:0"}, "must be licenses such as matlab:2,ansys"),
+        ({"licenses": "matlab:2;id"}, "must be licenses such as matlab:2,ansys"),
         ({"exclude": "n[1-2] x"}, "must be a list of nodes"),
         ({"image": "a b"}, "must be an image"),
         ({"mounts": ["/a:/b,/c"]}, "must be /path"),
@@ -119,6 +121,11 @@ def test_hostile_settings_are_refused_in_one_line(change: dict[str, Any], messag
     with pytest.raises(UserError, match=message) as caught:
         render.script(JobSpec.of({**BIG, "slurm": change}), FOLDER)
     assert "\n" not in str(caught.value)
+
+
+def test_licenses_have_a_server_and_a_number() -> None:
+    spec = JobSpec.of({**BIG, "slurm": {"licenses": "matlab@server:2,ansys"}})
+    assert "#SBATCH --licenses=matlab@server:2,ansys\n" in render.script(spec, FOLDER)
 
 
 @pytest.mark.parametrize("folder", ["/home/a b/x", "/home/%j/x", "/home/a'b", "/home/a\n/x", "/home/$x"])
@@ -133,7 +140,7 @@ WORDS = st.text("abz09_./:,;@%+=[]()*~!&| -", max_size=30)
 
 @given(
     text=st.one_of(st.text(max_size=30), WORDS, st.text("ab1-\n\r#\"'`$\\ ", max_size=30)),
-    where=st.sampled_from(["partition", "account", "qos", "reservation", "wckey", "gpu_type", "patch"]),
+    where=st.sampled_from(["partition", "account", "qos", "reservation", "licenses", "wckey", "gpu_type", "patch"]),
 )
 @settings(max_examples=300, deadline=None)
 def test_no_text_leaves_its_line(text: str, where: str) -> None:
