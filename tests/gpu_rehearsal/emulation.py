@@ -9,11 +9,12 @@ that runs when the stand-in says so: at a launch of the graph, or when somebody 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,9 +40,16 @@ IN_FLOAT32 = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backw
 """Half precision: a GPU multiplies it and sums in float32; the CPU lacks some of these kernels."""
 STEP = {
     ("trainer.py", "step"),
+    ("cudagraph.py", "step"),
     ("trainer.py", "update_average"),
     ("attempt.py", "step_done"),
     ("recipe_attempt.py", "batches"),
+    # and of a loop of one's own
+    ("batches.py", "epoch"),
+    ("batches.py", "to_device"),
+    ("own_step.py", "begin_batch"),
+    ("own_step.py", "backward"),
+    ("own_step.py", "update"),
 }
 """The functions of the loop that belong to a step: what makes the host wait in one of them is paid at every step."""
 
@@ -180,7 +188,8 @@ class Emulation(TorchDispatchMode):
     def _now(self, call: Call) -> Any:
         """Computed at once, when what is before it in its stream is done."""
         self._lib.standin_reach(call.stream.cuda_stream)
-        result = _compute(call, host_view)
+        with _drawing(_seed_of(call)):
+            result = _compute(call, host_view)
         self._submit(call, 0)
         return _given_back(call, result, keep=True)
 
@@ -190,6 +199,7 @@ class Emulation(TorchDispatchMode):
             scratch: dict[int, torch.Tensor] = {}
             shapes = _compute(call, lambda tensor: scratch.setdefault(id(tensor), _zeros(tensor)))
         result = _given_back(call, shapes, keep=False)
+        seed = None if self._lib.standin_captures(call.stream.cuda_stream) else _seed_of(call)
         # A GPU reads addresses: nothing of Python's tensors is kept alive for it.
         views = {id(tensor): host_view(tensor) for tensor in call.tensors() if tensor.is_cuda}
         args, kwargs = _replaced(call, lambda tensor: views[id(tensor)])
@@ -203,7 +213,8 @@ class Emulation(TorchDispatchMode):
         ]
 
         def body() -> None:
-            made = _outputs(call, _called(call.overload, call.name, args, kwargs))
+            with _drawing(seed):
+                made = _outputs(call, _called(call.overload, call.name, args, kwargs))
             for place, tensor in ((a, b) for some, value in zip(places, made) for a, b in zip(some, _tensors(value))):
                 if place.numel():
                     place.copy_(tensor)
@@ -244,6 +255,31 @@ class Emulation(TorchDispatchMode):
             frame = frame.f_back
         if places:  # not torch's own threads
             self.found["step" if in_step else "else"][f"{what} by {places[0]}"] += 1
+
+
+def _seed_of(call: Call) -> int | None:
+    """What an operator draws from: the place of its CUDA generator, which moves on as a launch moves it. None where it draws
+    nothing.
+
+    The numbers are not a GPU's. In a capture torch keeps the place in the graph, and moves it at a launch by what kernels have
+    asked for; none does here, so there the CPU's generator draws.
+    """
+    if torch.Tag.nondeterministic_seeded not in call.overload.tags or call.device.type != "cuda":
+        return None
+    given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Generator)]
+    generator = given[0] if given else torch.cuda.default_generators[call.device.index]
+    place = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(place[1] + 4)
+    return hash(place) % 2**63
+
+
+@contextlib.contextmanager
+def _drawing(seed: int | None) -> Iterator[None]:
+    """While it is entered the CPU's generator stands for the GPU's, and is as it was afterwards. None: it is itself."""
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _replaced(call: Call, view: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:

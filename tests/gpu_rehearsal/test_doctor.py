@@ -1,4 +1,4 @@
-"""`lockstep doctor gpu` over GPUs that are none: every row runs as it would on a machine that has some."""
+"""`lockstep doctor gpu` over the stand-in's GPUs: every row runs as it would on a machine that has some."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _results(value: dict[str, Any]) -> dict[str, str]:
 
 def _assert_no_rates(done: Result, value: dict[str, Any]) -> None:
     """What is computed on a CPU says nothing of a GPU's speed."""
-    assert value["rehearsal"] is True and "rehearsal: these GPUs are none" in done.output
+    assert value["rehearsal"] is True and "rehearsal: these GPUs are a stand-in" in done.output
     assert all(not {"rates", "seconds"} & set(row) for row in value["rows"]) and "GB/s" not in done.output
 
 
@@ -68,6 +68,14 @@ def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> Non
     (failed,) = (row for row in value["rows"] if row["result"] == "failed")
     assert "from one process after 6 steps on 2 GPUs" in failed["detail"] and "sync.name=flat" in failed["advice"]
     assert f"→ {failed['advice']}" in done.output
+
+
+def test_gpus_whose_first_process_does_not_start_are_known_all_the_same(tmp_path: Path) -> None:
+    """Their names are asked for in another one."""
+    done, value = _doctor(tmp_path, 2, "--only", "peer", REHEARSAL_FAULT="no.such:module")
+    assert done.code == 1, done.output
+    assert _results(value) == {"visible": "failed", "peer access": "not tried"}
+    _assert_no_rates(done, value)
 
 
 def test_with_one_gpu_the_rows_of_two_say_so(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import differing, rehearsed, trained
 from tests.gpu_rehearsal.test_strategies import STRATEGIES, changes_of
 from tests.processes import ROOT
+from training import config
 
 pytestmark = pytest.mark.matrix
 RECIPES = sorted(path.stem for path in (ROOT / "training" / "recipes").glob("*.yaml"))
@@ -35,6 +36,8 @@ def test_every_recipe_takes_its_steps(tmp_path: Path, data_root: Path, recipe: s
     words += ["data.options={n: 384, n_test: 64, size: 28}"] if recipe == "fashion_cnn" else []
     gang = rehearsed(tmp_path, words, timeout=300)
     assert "Final validation accuracy" in gang.ranks[0].output
+    for rank in gang.ranks:
+        rank.assert_recorded(config.load(recipe).optim.name)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
@@ -51,10 +54,13 @@ def test_every_strategy_and_type_however_late(
 @pytest.mark.parametrize("late", ["", "oldest", "newest"])
 @pytest.mark.parametrize("optimizer", ["nesterov", "sgd", "adam", "muon"])
 @pytest.mark.parametrize("resident", ["auto", "never"])
-def test_every_optimizer_recorded_and_not(
+def test_every_optimizer_with_and_without_recording(
     tmp_path: Path, data_root: Path, optimizer: str, late: str, resident: str
 ) -> None:
     changes = {"optim__name": optimizer, "lr": 0.01, "data__resident": resident}
     _, eager = trained(tmp_path / "eager", data_root, **changes)
-    _, found = trained(tmp_path / "recorded", data_root, options={"STANDIN_LATE": late}, **changes, capture="auto")
+    options: dict[str, object] = {"STANDIN_LATE": late}
+    gang, found = trained(tmp_path / "recorded", data_root, options=options, **changes, capture="auto")
     assert differing(found, eager) == []
+    for rank in gang.ranks:
+        rank.assert_recorded(optimizer)

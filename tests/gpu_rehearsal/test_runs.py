@@ -1,4 +1,4 @@
-"""Whole runs on GPUs that are none: types, the pinned loader, evaluation, kills, signals."""
+"""Whole runs on GPUs of the stand-in: types, the pinned loader, evaluation, kills, signals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.events import events
 from tests.gpu_rehearsal.conftest import OnCpu
-from tests.gpu_rehearsal.rehearsal import differing, rehearsed, rehearsing, saved, settings, trained
+from tests.gpu_rehearsal.rehearsal import STEPS, differing, rehearsed, rehearsing, saved, settings, trained
+from tests.gpu_rehearsal.test_strategies import changes_of
 from tests.processes import poll
+from tests.runs import tensors
 from training.checkpoint import store
 from training.optim.loss_scaler import INITIAL
 
@@ -83,15 +86,35 @@ def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
 
 @pytest.mark.parametrize("capture", ["never", "auto"])
 def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root: Path, capture: str) -> None:
-    _, calm = trained(tmp_path / "calm", data_root, capture=capture)
-    folder = tmp_path / "killed"
-    words = _words(folder, data_root, capture=capture)
-    with rehearsing(folder, words, LOCKSTEP_TEST_FATE="1:4:KILL") as gang:
+    """Eager steps have dropout, too, which draws from the GPU's generator."""
+    calm, dying = ("tests.nets:NormedConv", "Dying") if capture == "never" else ("tests.nets:SmallConv", "DyingPlain")
+    trained(tmp_path / "calm", data_root, capture=capture, model=calm)
+    _kill_and_resume(tmp_path, data_root, capture=capture, model=f"tests.nets:{dying}")
+    expected = tensors(tmp_path / "calm" / "run", STEPS)
+    assert differing(tensors(tmp_path / "run", STEPS), expected) == []
+    if capture == "never":
+        places = [int(expected[f".ranks.{rank}.rng.cuda"][8:].view(torch.int64)) for rank in range(2)]
+        assert places == [4 * STEPS] * 2, "nothing was drawn on the GPU"
+
+
+def _kill_and_resume(folder: Path, data_root: Path, at: int = 4, **changes: object) -> None:
+    """Rank 1 dies in step `at`; there is a checkpoint of two steps before."""
+    words = _words(folder, data_root, **changes)
+    with rehearsing(folder, words, LOCKSTEP_TEST_FATE=f"1:{at}:KILL") as gang:
         poll(lambda: gang.ranks[1].code is not None, 60, "the death of rank 1")
         assert gang.ranks[1].code == -9, gang.output
-        poll(lambda: list((folder / "run" / "checkpoints").glob("step-*2")), 60, "a checkpoint")
-    rehearsed(folder, words)
-    assert differing(saved(folder / "run"), calm) == []
+        poll(lambda: list((folder / "run" / "checkpoints").glob(f"step-*{at - 2}")), 60, "a checkpoint")
+    assert f"Resuming at step {at - 2}" in rehearsed(folder, words).output
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "powersgd"])
+def test_killed_it_goes_on_with_what_the_strategy_keeps(
+    tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str
+) -> None:
+    """Each rank's part of the optimizer, and what a compression has left out so far."""
+    _kill_and_resume(tmp_path, data_root, at=8, **changes_of(strategy))
+    assert differing(saved(tmp_path / "run"), on_cpu(**changes_of(strategy))) == []
 
 
 def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:

@@ -1,7 +1,8 @@
-"""Every strategy on two GPUs that are none: the numbers of the CPU, and nothing that makes the host wait but what is listed."""
+"""Every strategy on two GPUs of the stand-in: the numbers of the CPU, and nothing that makes the host wait but what is listed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_functions_of_a_step_are_where_the_rehearsal_looks_for_them() -> Non
     """A function that was moved would be in no step, and nothing that it waits for would be seen."""
     for file, function in STEP:
         sources = [path.read_text() for path in (ROOT / "training").rglob(file)]
-        assert any(f"    def {function}(" in source for source in sources), (file, function)
+        assert any(re.search(rf"^ *def {function}\(", source, re.M) for source in sources), (file, function)
 
 
 def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import sys
 import time
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
 from tests.jobs.helpers import lockstep
 from tests.jobs.test_inside_commands import LOCKSTEP
 from tests.processes import clean_env, processes, run
-from training.contract import UserError
+from training import config
+from training.contract import EXIT_DONE, SUMMARY_FILE, UserError
+from training.doctor import devices, speedrun
 from training.doctor.command import Table, main
-from training.doctor.outside import Program, in_processes
-from training.doctor.table import REHEARSAL, ROWS, Check, Found
+from training.doctor.outside import Ended, Program, in_processes
+from training.doctor.table import REHEARSAL, ROWS, Check, Found, Place
+from training.parallel.world import World
 
 PLAYED = """
 import json, os, subprocess, sys, time
@@ -137,6 +145,101 @@ def test_a_rehearsal_is_no_result_of_a_gpu(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.chdir(tmp_path)
     assert _told(tmp_path, REHEARSAL, Path("benchmarks/results")).out is None  # where nobody asked for a file
+
+
+@pytest.mark.parametrize(("names", "file"), [(["NVIDIA H100"] * 2, "2x-nvidia-h100"), ([], "2x-unknown")])
+def test_a_first_row_that_failed_without_a_word_keeps_the_gpus_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], file: str
+) -> None:
+    _call_gpus(monkeypatch, names)
+    table = Table(Program((), 2, tmp_path, tmp_path), ROWS[:1], tmp_path, 300, io.StringIO())
+    table.tell(ROWS[0], Found("failed", "the driver is gone"))
+    assert table.out == tmp_path / f"doctor-{file}-{time.strftime('%Y-%m-%d')}.json"
+
+
+def _call_gpus(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """What the process says that is asked for their names; it ends badly where there are none."""
+    said = f"import sys; print('a warning'); print({json.dumps(names)!r}); sys.exit({int(not names)})"
+    monkeypatch.setattr("training.doctor.outside._NAMES", said)
+
+
+def test_a_rehearsal_is_known_where_its_first_row_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _call_gpus(monkeypatch, [REHEARSAL] * 2)
+    results = tmp_path / "benchmarks" / "results"
+    table = Table(Program((), 2, tmp_path, tmp_path), ROWS[:1], results, 300, io.StringIO())
+    with pytest.raises(UserError, match="a rehearsal is no result of a GPU"):
+        table.tell(ROWS[0], Found("failed", "it wrote nothing"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "said"), [("sm_90", "GPU 0 (Mine) is sm_80, and this torch has sm_90"), ("sm_80", "multiplies wrongly")]
+)
+def test_a_gpu_that_fails_is_in_the_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, said: str
+) -> None:
+    gpu = types.SimpleNamespace(name="Mine", major=8, minor=0, total_memory=1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [arch])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 0))
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
+    found = devices.visible(Place(World(), {}, str(tmp_path)))
+    assert found.result == "failed" and said in found.detail
+    assert found.facts["gpus"] == [{"name": "Mine", "capability": "8.0", "bytes": 1}]
+
+
+class _Played(Program):
+    """A speedrun that ends as the test wants."""
+
+    ended = Ended(EXIT_DONE, "")
+    accuracy = 0.94
+    asked: ClassVar[list[str]] = []
+
+    def run(self, command: Sequence[str], bound: float, **env: str) -> Ended:
+        self.asked[:] = command
+        if self.ended.code == EXIT_DONE:
+            run = Path(command[command.index("--run-dir") + 1])
+            run.mkdir()
+            (run / SUMMARY_FILE).write_text(json.dumps({"trained_seconds": 2.5, "accuracy": self.accuracy}))
+        return self.ended
+
+
+def _speedrun(folder: Path, rehearsal: bool = False, **played: object) -> Found:
+    kind = type("Played", (_Played,), played)
+    return speedrun.train(kind(("python", "-m", "training"), 4, folder, folder / "data", rehearsal), 100)
+
+
+def test_a_speedrun_is_judged_by_its_accuracy(tmp_path: Path) -> None:
+    data = tmp_path / "data" / "cifar-10-batches-bin"
+    assert _speedrun(tmp_path) == Found("not tried", f"no CIFAR-10 below {tmp_path / 'data'} (--data-root)")
+    data.mkdir(parents=True)
+    (data / "test_batch.bin").touch()
+    assert _speedrun(tmp_path, rehearsal=True).result == "not tried"
+    good = _speedrun(tmp_path)
+    assert good == Found("ok", "accuracy 0.9400, at least 0.93", {"training, s": 2.5, "accuracy": 0.94})
+    (tmp_path / "speedrun" / SUMMARY_FILE).unlink()
+    (tmp_path / "speedrun").rmdir()
+    bad = _speedrun(tmp_path, accuracy=0.9299)
+    assert bad.result == "failed" and bad.detail == "accuracy 0.9299, at least 0.93" and bad.rates["accuracy"] == 0.9299
+
+
+def test_a_speedrun_that_ends_badly_says_how(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test_batch.bin").touch()
+    assert _speedrun(tmp_path, ended=Ended(None, "step 3")) == Found("failed", "it had to be ended")
+    assert _speedrun(tmp_path, ended=Ended(1, "a\nout of memory\n")).detail == "it ended with 1: out of memory"
+
+
+def test_the_speedrun_is_the_recipe_on_one_gpu_with_settings_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test_batch.bin").touch()
+    _speedrun(tmp_path)
+    words = _Played.asked
+    assert words[:8] == ["python", "-m", "training", "launch", "--ranks", "1", "--max-restarts", "0"]
+    assert words[words.index("run") :][:3] == ["run", "speedrun", "--run-dir"]
+    settings = config.load("speedrun", words[words.index("--set") + 1 :])
+    assert (settings.precision, settings.capture, settings.device) == ("float16", "auto", "cuda")
+    assert Path(settings.data.root) == tmp_path / "data"
 
 
 def test_only_what_a_gpu_did_has_rates(tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def is_sound(states: Any) -> bool:
         if "numpy" in states:
             kind, keys, *rest = states["numpy"]
             np.random.RandomState().set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
+        return "cuda" not in states or _is_of_a_gpu(states["cuda"])
     except Exception:  # noqa: BLE001 - they raise nearly anything for a state that is not theirs
         return False
-    return True
+
+
+def _is_of_a_gpu(state: Any) -> bool:
+    """Whether torch's generator of a GPU takes it: a seed and a multiple of four, 8 bytes each.
+
+    So says torch's aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `set_state`. To ask it takes a GPU, which may not be there.
+    """
+    whole = isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.shape == (16,)
+    return whole and int(state[8:].view(torch.int64)) % 4 == 0

@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 import torch
 
-from training.cli import PROGRAM, Parser, positive
+from training.cli import PROGRAM, Parser, about, positive
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable
 from training.doctor import inside
-from training.doctor.outside import Program, in_processes
+from training.doctor.outside import Program, in_processes, names_of_gpus
 from training.doctor.table import ROWS, VISIBLE, Check, Found, is_rehearsal
 
 RESULTS = ("benchmarks", "results")
@@ -69,21 +69,21 @@ def main(argv: list[str], words: Sequence[str] = (sys.executable, "-u", "-m", "t
 
 
 def _parser() -> Parser:
-    parser = Parser(prog=f"{PROGRAM} doctor", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("what", nargs="+", metavar="gpu")
+    parser = Parser(prog=f"{PROGRAM} doctor", description=about(__doc__))
+    parser.add_argument("what", nargs="+", metavar="gpu", help="what to look at: this machine's GPUs")
     parser.add_argument(
         "--out",
         type=Path,
         help="JSON file to write, or a folder for one with the GPU's name; default: benchmarks/results, where there is one",
     )
     parser.add_argument(
-        "--only", action="append", metavar="ROW", help="only rows whose name begins so; may be given again"
+        "--only", action="append", metavar="ROW", help="only rows whose name begins with this; may be given again"
     )
     parser.add_argument(
         "--data-root", type=Path, default=Path("data"), help="where CIFAR-10 lies, for the speedrun (default: data)"
     )
     parser.add_argument(
-        "--seconds", type=positive, default=SECONDS, help=f"begin no row after so long (default {SECONDS})"
+        "--seconds", type=positive, default=SECONDS, help=f"begin no row after this time (default {SECONDS})"
     )
     parser.add_argument("--json", action="store_true", help="print what the file would hold; the table goes to stderr")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # for the processes that it starts
@@ -122,7 +122,7 @@ class Table:
     Args:
         checks: the rows, in the order in which they are shown.
         out: the file, or its folder; None for none.
-        seconds: no row begins after so long.
+        seconds: no row begins after this time.
         stream: gets the table.
     """
 
@@ -173,10 +173,11 @@ class Table:
     def _look(self, visible: Found) -> None:
         """Takes from the first row what the others and the file need. Raises `UserError`."""
         names = [gpu["name"] for gpu in visible.facts.get("gpus", [])]
+        names = names or names_of_gpus(self.program)  # it failed before it could say so
         rehearsal = any(map(is_rehearsal, names))
         if rehearsal:
             self.program = replace(self.program, rehearsal=True)
-            self._say("rehearsal: these GPUs are none, and no rate is told")
+            self._say("rehearsal: these GPUs are a stand-in, so no rates are printed")
             parts = self.out.absolute().resolve().parts if self.out is not None else ()
             if RESULTS in itertools.pairwise(parts):
                 if self.out == Path(*RESULTS):  # nobody asked for it
@@ -187,7 +188,7 @@ class Table:
                     )
         if self.out is not None and self.out.suffix != ".json":
             name = re.sub(r"[^a-z0-9]+", "-", (names or ["unknown"])[0].lower()).strip("-")
-            self.out = self.out / f"doctor-{len(names)}x-{name}-{_today()}.json"
+            self.out = self.out / f"doctor-{self.program.gpus}x-{name}-{_today()}.json"
 
     def tell(self, check: Check, found: Found) -> None:
         """Keeps a row, and shows it when those before it are known. Raises `UserError`, see `run`."""

@@ -16,27 +16,28 @@ _TIMES = 5
 def visible(place: Place) -> Found:  # noqa: ARG001 - every check is called with it
     """Every visible GPU has kernels in this torch and computes a matrix product."""
     built = torch.cuda.get_arch_list()
-    gpus: list[dict[str, Any]] = []
-    for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        gpus.append({"name": found.name, "capability": f"{found.major}.{found.minor}", "bytes": found.total_memory})
+    all_found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    gpus: list[dict[str, Any]] = [
+        {"name": found.name, "capability": f"{found.major}.{found.minor}", "bytes": found.total_memory}
+        for found in all_found
+    ]
+    facts = {
+        "gpus": gpus, "torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version(),
+        "cudnn": torch.backends.cudnn.version(),
+    }  # fmt: skip
+    for number, found in enumerate(all_found):
         if not any(_runs(arch, found.major, found.minor) for arch in built):
             has = ", ".join(built)
-            return Found(
-                "failed", f"GPU {number} ({found.name}) is sm_{found.major}{found.minor}, and this torch has {has}"
-            )
+            sm = f"sm_{found.major}{found.minor}"
+            return Found("failed", f"GPU {number} ({found.name}) is {sm}, and this torch has {has}", facts=facts)
         ones = torch.ones(128, 128, device=f"cuda:{number}")
         if not torch.equal((ones @ ones).cpu(), torch.full((128, 128), 128.0)):
-            return Found("failed", f"GPU {number} ({found.name}) multiplies wrongly")
+            return Found("failed", f"GPU {number} ({found.name}) multiplies wrongly", facts=facts)
     names: dict[str, int] = {}
     for gpu in gpus:
         names[gpu["name"]] = names.get(gpu["name"], 0) + 1
     said = ", ".join(f"{count} × {name}" for name, count in names.items())
     memory = min(gpu["bytes"] for gpu in gpus) / 1e9
-    facts = {
-        "gpus": gpus, "torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version(),
-        "cudnn": torch.backends.cudnn.version(),
-    }  # fmt: skip
     return Found("ok", f"{said}, {memory:.0f} GB, torch {torch.__version__}", facts=facts)
 
 

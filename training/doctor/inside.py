@@ -33,7 +33,7 @@ def main(folder: Path, names: list[str], alone: bool) -> int:
     """
     checks = {check.name: check for check in ROWS}
     with _world(alone) as world:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"  # as a run of ours computes; torch's own default is TF32
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # as a run of ours; torch's own convolutions take TF32
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
         earlier = read(folder, 0)
         begun_file(folder, world.rank).touch()

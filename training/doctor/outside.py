@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,10 @@ START_SECONDS = 60.0
 """For processes to load torch and to join, beside the bound of their first row."""
 END_SECONDS = 15.0
 """Between a TERM to a launcher and the end of all that it has started."""
+NAMES_SECONDS = 30.0
+_NAMES = (
+    "import json, torch; print(json.dumps([torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]))"
+)
 _OF_A_LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
@@ -99,6 +105,15 @@ def started(command: Sequence[str], output: Path, env: dict[str, str]) -> Iterat
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member, signal.SIGKILL)
         process.wait()
+
+
+def names_of_gpus(program: Program) -> list[str]:
+    """As the driver has them, in a process of its own, because a driver may hang; empty where it does not tell."""
+    output = program.folder / "names"
+    with started([sys.executable, "-c", _NAMES], output, {}) as process, contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(NAMES_SECONDS)
+    told = [line for line in output.read_text(encoding="utf-8", errors="replace").splitlines() if line[:2] == '["']
+    return list(json.loads(told[-1])) if told and process.returncode == 0 else []
 
 
 def _descendants(pid: int) -> dict[int, str]:

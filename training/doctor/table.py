@@ -10,7 +10,7 @@ import torch
 from training.parallel.world import World
 
 REHEARSAL = "Rehearsal"
-"""The name of the GPUs of tests/gpu_rehearsal, which are none: what runs on them says nothing of speed."""
+"""The name of the GPUs of tests/gpu_rehearsal. They are a stand-in: what runs on them does not show how fast a GPU is."""
 Result = Literal["ok", "failed", "not tried"]
 
 
