@@ -11,12 +11,16 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
 BACKLOG = 4096
 """Connections that may wait; a large job's ranks all come at once."""
+
+LISTEN_SECONDS = 3.0
+"""How long a rank looks by itself whether the store is there. torch looks again only after half a second, and then ever less."""
 
 
 def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:
@@ -31,6 +35,8 @@ def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | No
     """
     timeout = timedelta(seconds=seconds)
     listener = _bound(host, port) if serves else None
+    if not serves:
+        _until_it_listens(host, port, min(seconds, LISTEN_SECONDS))
     if listener is None:
         return dist.TCPStore(host, port, size, serves, timeout, wait_for_workers=size is not None, multi_tenant=True)
     with listener:
@@ -39,6 +45,19 @@ def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | No
         descriptor = os.dup(listener.fileno())  # the store closes it
     everybody = size is not None
     return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=everybody, master_listen_fd=descriptor)
+
+
+def _until_it_listens(host: str, port: int, seconds: float) -> None:
+    """Returns when something listens there, or after so many seconds: what then happens torch tells."""
+    deadline, wait = time.monotonic() + seconds, 0.01
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), left).close()
+        except OSError:
+            time.sleep(min(wait, left))
+            wait = min(2 * wait, 0.25)  # many ranks ask
+        else:
+            return
 
 
 def _bound(host: str, port: int) -> socket.socket | None:
