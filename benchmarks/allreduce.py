@@ -3,7 +3,8 @@
 What gradient communication costs on this machine, over gloo, the ranks taking turns at nothing else:
 
 - the gradients of airbench's network and of the bag of tricks, summed by one call a tensor, in one flat float32 or
-  bfloat16 buffer, by torch's coalesced all-reduce, and in the buckets of 25 MB that DDP would use;
+  bfloat16 buffer, by torch's coalesced all-reduce, and in the buckets of 25 MB that DDP would use; what it takes to make
+  bfloat16 numbers of them and back, and to hand a sum to the thread that sends;
 - the *exposed* part of it in a real training step of a recipe under `ddp`, `flat` and `bf16_compress`: the seconds
   from a rank's last own gradient to the sum's arrival, by the run's own step clock (the median over the rounds of the
   rank that waits least, since the others also wait for it).
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,18 +62,30 @@ def ways(grads: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
         held += grad.numel() * grad.element_size()
     joint = [torch.cat(bucket) for bucket in buckets]
 
-    def rounded() -> None:
+    def convert() -> None:
         small.copy_(flat)
-        dist.all_reduce(small)
         flat.copy_(small)
 
     return {
         "per tensor": lambda: [dist.all_reduce(grad) for grad in grads],
         "flat float32": lambda: dist.all_reduce(flat),
-        "flat bfloat16": rounded,
+        "flat bfloat16": lambda: dist.all_reduce(small),
+        "to bfloat16 and back": convert,
         "coalesced": lambda: dist.all_reduce_coalesced(grads),
         "buckets of 25 MB": lambda: [work.wait() for work in [dist.all_reduce(b, async_op=True) for b in joint]],
     }
+
+
+def handed_over(grads: list[torch.Tensor], rounds: int) -> list[float]:
+    """Seconds until an asynchronous all-reduce returns: what stays on the thread that computes. gloo sends from its own."""
+    flat, found = torch.cat([grad.reshape(-1) for grad in grads]), []
+    for _ in range(rounds):
+        dist.barrier()
+        began = time.perf_counter()
+        work = dist.all_reduce(flat, async_op=True)
+        found.append(time.perf_counter() - began)
+        work.wait()
+    return found
 
 
 def _rank(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +99,10 @@ def _rank(args: argparse.Namespace) -> dict[str, Any]:
             }
             for model in MODELS
         }
+        for model in MODELS:
+            alone[model]["handed to gloo's thread"] = [
+                s * 1e3 for s in handed_over(payload(model), args.rounds * 3 + 5)[5:]
+            ]
         exposed: dict[str, list[float]] = {}
         steps: dict[str, list[float]] = {}
         if not args.no_steps:

@@ -2,8 +2,8 @@
 
     python failure_loop.py STEPS EVERY SECONDS KIND STEP [STEP …]
 
-STEPS in all, of SECONDS each; a checkpoint EVERY steps. At each STEP, once in the life of the run, the last rank (KIND `rank`)
-or its launcher (`launcher`) is killed; with another KIND nothing is.
+STEPS in all, of SECONDS each; a checkpoint EVERY steps (`20`) or seconds (`0.5s`), larger by FAILURE_MEGABYTES of the environment. At
+each STEP, once in the life of the run, the last rank (KIND `rank`) or its launcher (`launcher`) is killed; with another KIND nothing is.
 """
 
 # ruff: noqa: E402 - the imports are among what is measured
@@ -28,9 +28,10 @@ from training.launch.handed import Handed
 IMPORTED = time.time()
 
 
-def main(steps: int, every: int, seconds: float, kind: str, fates: list[int]) -> None:
+def main(steps: int, every: str, seconds: float, kind: str, fates: list[int]) -> None:
     run_dir = Path(Handed.take(dict(os.environ)).run_dir or "runs/failure")  # a copy: the Session takes it, too
-    with Session("runs/failure", f"checkpoint.every_steps={every}", "checkpoint.keep=2") as run:
+    when = f"every_seconds={every[:-1]}" if every.endswith("s") else f"every_steps={every}"
+    with Session("runs/failure", f"checkpoint.{when}", "checkpoint.keep=2") as run:
 
         def mark(name: str, at: float, step: int = 0) -> None:
             print("MARK", json.dumps([name, run.rank, os.getpid(), at, step]), flush=True)
@@ -38,6 +39,8 @@ def main(steps: int, every: int, seconds: float, kind: str, fates: list[int]) ->
         joined = time.time()
         model = run.replicate(torch.nn.Linear(64, 64))
         run.optimizer(lambda parameters: torch.optim.Adam(parameters, lr=0.001))
+        megabytes = int(os.environ.get("FAILURE_MEGABYTES", "0"))
+        run.values.setdefault("more", torch.zeros(megabytes * 250_000))
         first = True
         for _ in run.epochs(1):
             for (x,) in run.batches(TensorDataset(torch.ones(steps * run.size, 64)), run.size):
@@ -68,4 +71,4 @@ def main(steps: int, every: int, seconds: float, kind: str, fates: list[int]) ->
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], [int(word) for word in sys.argv[5:]])
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4], [int(word) for word in sys.argv[5:]])

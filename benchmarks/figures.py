@@ -19,6 +19,8 @@ from benchmarks.measure import RESULTS, Load, write
 from training.contract import UserError
 
 CONFIDENCE = 0.95
+HOW = ("rounds", "out", "check")
+"""Arguments that do not change what is measured."""
 Better = Literal["less", "more"]
 
 
@@ -86,13 +88,16 @@ class Run:
     """One run of a benchmark, from its start to its record.
 
     Raises:
-        UserError: `--check`, and nothing is recorded, or it was recorded on another kind of machine.
+        UserError: `--check`, and nothing is recorded, or it was recorded on another kind of machine or with other settings.
     """
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self._name, self._out, self._load = name, args.out, Load()
         self._path = args.out or RESULTS / f"{name}.json"
-        self._recorded = recorded(self._path, self._load.about) if args.check else None
+        self._settings = json.loads(
+            json.dumps({key: value for key, value in vars(args).items() if key not in HOW}, default=str)
+        )
+        self._recorded = recorded(self._path, self._load.about, self._settings) if args.check else None
 
     def finish(self, figures: Mapping[str, Figure], values: Mapping[str, Any]) -> int:
         """Prints the figures; then records them, or with `--check` names those that are worse than the recorded ones.
@@ -107,8 +112,11 @@ class Run:
             print(f"  {row:44} {found}")
         if self._recorded is None:
             rows = {row: asdict(found) for row, found in figures.items()}
-            print(f"written to {write(self._name, {'machine': about, 'figures': rows, **values}, self._out)}")
+            result = {"machine": about, "settings": self._settings, "figures": rows, **values}
+            print(f"written to {write(self._name, result, self._out)}")
             return 0
+        for row, why in not_compared(self._recorded, figures).items():
+            print(f"not compared: {row}: {why}")
         worse = compared(self._recorded, figures)
         for row, old in worse.items():
             print(f"worse: {row}: {figures[row]}\n{'recorded:':>{len(row) + 8}} {old}")
@@ -116,11 +124,11 @@ class Run:
         return 1 if worse else 0
 
 
-def recorded(path: Path, about: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures of a result. Raises `UserError` where there are none of this kind of machine."""
+def recorded(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures of a result. Raises `UserError` where there are none of this kind of machine and these settings."""
     try:
         result = json.loads(path.read_text())
-        kind, rows = result["machine"], result["figures"]
+        kind, rows, then = result["machine"], result["figures"], result.get("settings", settings)
     except OSError:
         raise UserError(f"{path}: no such record: run once without --check") from None
     except (ValueError, KeyError, TypeError):
@@ -131,10 +139,30 @@ def recorded(path: Path, about: Mapping[str, Any]) -> dict[str, Figure]:
                 f"{path} was measured on another kind of machine ({kind['cpu']}, {kind['cores']} cores; this one:"
                 f" {about['cpu']}, {about['cores']}): record here first, with --out FILE, then --check --out FILE"
             )
+    for key in sorted(then.keys() | settings.keys()):
+        if then.get(key) != settings.get(key):
+            raise UserError(
+                f"{path} was measured with --{key.replace('_', '-')} {then.get(key)}, this run has {settings.get(key)}: "
+                "take the same, or another record with --out FILE"
+            )
     found = {}
     for name, row in rows.items():
         pairs = {key: tuple(row[key]) if row[key] else None for key in ("quartiles", "interval")}
         found[name] = Figure(**{**row, **pairs})
+    return found
+
+
+def not_compared(old: Mapping[str, Figure], new: Mapping[str, Figure]) -> dict[str, str]:
+    """Figure → why a comparison says nothing of it."""
+    found = {}
+    for name in dict.fromkeys((*old, *new)):
+        if name not in old or name not in new:
+            found[name] = f"only in the {'record' if name in old else 'new run'}"
+        elif old[name].interval is None or new[name].interval is None:
+            side = "the record" if old[name].interval is None else "the new run"
+            found[name] = (
+                f"{side} has {old[name].n if side == 'the record' else new[name].n} values, an interval needs six"
+            )
     return found
 
 

@@ -138,7 +138,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     figures.options(parser, rounds=9)
     args = parser.parse_args()
-    measured = figures.Run("loader", args)
+    measured = figures.Run(f"loader-{args.size}", args)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         paths = write_images(root, args.images, args.side)

@@ -1,8 +1,8 @@
 """How what surrounds a step grows with the number of ranks: python -m benchmarks.scale [--ranks 2,8,32] [--simulate 1024]
 
 Counts messages, bytes, file reads and CPU-seconds of real gloo ranks on this machine, and of one rank among many in a
-simulation, and fits each to a law (docs/explanation/scale.md). Times are of no use here and are not taken, but for
-CPU time; a machine that others use is marked in the result.
+simulation, and fits each to a law (docs/explanation/scale.md). The seconds on the clock are those of all ranks on the cores
+that there are; `python -m benchmarks.scale_launch` has the start with its imports. A machine that others use is marked.
 """
 
 from __future__ import annotations
@@ -20,24 +20,7 @@ from benchmarks import measure, scale_fit, scale_parts, scale_ranks, scale_simul
 from training import files
 from training.data import shards
 
-BUSY = 0.05
-"""Share of CPU time by others from which a run is marked."""
-MEASURES = ("messages", "bytes", "store_messages", "opens", "entries", "hashed", "cpu")
-
-
-def busy_share(began: tuple[float, float, float]) -> float:
-    """Share of this machine's CPU time that others took since `began` (`cpu_times()` then)."""
-    now = cpu_times()
-    total, idle, own = (b - a for a, b in zip(began, now))
-    return max(0.0, 1.0 - (idle + own) / total) if total > 0 else 0.0
-
-
-def cpu_times() -> tuple[float, float, float]:
-    """Seconds of all cores so far: in all, idle, and of this process and its ended children."""
-    fields = [float(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    tick = os.sysconf("SC_CLK_TCK")
-    own = sum(os.times()[:4])
-    return sum(fields) / tick, (fields[3] + fields[4]) / tick, own
+MEASURES = ("messages", "bytes", "store_messages", "opens", "entries", "hashed", "cpu", "wall")
 
 
 def real(size: int, timeout: float, local: int | None = None) -> dict[str, Any]:
@@ -102,19 +85,18 @@ def main() -> None:
     ):  # what is forked may have one thread, also of the libraries loaded already
         one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.scale", *sys.argv[1:]], {**os.environ, **one})
-    began = cpu_times()
+    load = measure.Load()
     sizes = [int(text) for text in args.ranks.split(",") if text]
     runs = {size: real(size, args.timeout) for size in sizes}
     value: dict[str, Any] = {
-        "machine": measure.machine(), "real": runs, "laws_total": fitted(runs, "total"), "laws_most": fitted(runs, "most"),
+        "real": runs, "laws_total": fitted(runs, "total"), "laws_most": fitted(runs, "most"),
     }  # fmt: skip
     if args.simulate:
         value["simulated"] = scale_simulation.simulate([int(text) for text in args.simulate.split(",")])
-    others = busy_share(began)
-    value["cpu_taken_by_others"] = round(others, 3)
-    value["busy"] = others > BUSY
+    value["machine"] = {**load.about, **load.taken()}
     show(value)
-    if value["busy"]:
+    if value["machine"]["busy"]:
+        others = value["machine"]["others"]
         print(f"\nBUSY MACHINE: others took {others:.0%} of its CPU time; counts hold, CPU-seconds and times do not")
     if args.out is not None:
         files.publish(args.out, files.json_text(value, indent=1).encode() + b"\n")

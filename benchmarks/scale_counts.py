@@ -39,6 +39,8 @@ class Spent:
     """Bytes of files that were read to be verified."""
     cpu: float = 0.0
     """Seconds of all threads."""
+    wall: float = 0.0
+    """Seconds on the clock: of many ranks on few cores they are those of the cores, too."""
 
     def __sub__(self, other: Spent) -> Spent:
         return Spent(*(a - b for a, b in zip(astuple(self), astuple(other))))
@@ -56,6 +58,8 @@ class Counts:
     def __init__(self, store_port: int, folders: list[Path]) -> None:
         self._port, self._folders = store_port, [str(folder.resolve()) for folder in folders]
         self._opens = self._entries = self._hashed = 0
+        self._looked_cpu = self._looked_wall = 0.0
+        """What the looking itself has taken: it grows with the number of sockets."""
         self._looking = False
         sys.addaudithook(self._audit)
 
@@ -88,6 +92,7 @@ class Counts:
         return counted
 
     def now(self) -> Spent:
+        cpu, wall = time.process_time(), time.monotonic()
         messages = sent = store = 0
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             try:
@@ -106,15 +111,20 @@ class Counts:
             else:
                 messages += segments
                 sent += struct.unpack_from("<Q", info, _BYTES_SENT)[0]
-        return Spent(messages, sent, store, self._opens, self._entries, self._hashed, time.process_time())
+        own_cpu, own_wall = cpu - self._looked_cpu, wall - self._looked_wall
+        self._looked_cpu += time.process_time() - cpu
+        self._looked_wall += time.monotonic() - wall
+        return Spent(messages, sent, store, self._opens, self._entries, self._hashed, own_cpu, own_wall)
 
 
 def held() -> dict[str, int]:
-    """What this process holds: bytes of memory of its own and at the most, descriptors, sockets, threads."""
+    """What this process holds: bytes of memory (all, and what it shares with no other process), descriptors, sockets, threads."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    rollup = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    private = sum(int(rollup[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
     found = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _there(name)]
     return {
-        "rss": int(lines["VmRSS"].split()[0]) << 10, "own": int(lines["RssAnon"].split()[0]) << 10,
+        "rss": int(lines["VmRSS"].split()[0]) << 10, "private": private << 10,
         "descriptors": len(found), "sockets": sum(link.startswith("socket:") for link in found),
         "threads": int(lines["Threads"]),
     }  # fmt: skip

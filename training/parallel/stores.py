@@ -48,7 +48,7 @@ def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | No
 
 
 def _until_it_listens(host: str, port: int, seconds: float) -> None:
-    """Returns when something listens there, or after so many seconds: what then happens torch tells."""
+    """Returns when something listens there, or after this many seconds: torch then tells what happens."""
     deadline, wait = time.monotonic() + seconds, 0.01
     while (left := deadline - time.monotonic()) > 0:
         try:
