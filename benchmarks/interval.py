@@ -67,7 +67,8 @@ def seconds_of(seen: set[Mark]) -> float:
 
 def costs(seen: set[Mark], calm: float, failures: int) -> dict[str, float]:
     """Seconds a failure of each part of what was lost."""
-    found = [parts(killed, seen) for killed in seen if killed.name == "killed"]
+    killed = {mark.step: mark for mark in seen if mark.name == "killed"}  # every later start prints it again
+    found = [parts(mark, seen) for mark in killed.values()]
     if len(found) != failures or None in found:
         raise UserError(f"{len(found)} failures were seen, {failures} were asked for")
     restarts = sum(one[name] for one in found if one for name in PARTS[:-1])
