@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.failure import Mark, marks, parts
+from benchmarks.interval import costs, expected
+from training.contract import UserError
 
 KILLED = Mark("killed", 1, 11, 100.0, 31)
 START = [
@@ -37,3 +41,21 @@ def test_without_the_step_of_the_failure_there_is_no_cost_yet() -> None:
 def test_marks_stand_in_lines_of_any_rank_and_may_be_cut_off() -> None:
     lines = ['[rank 1] MARK ["killed", 1, 11, 100.0, 31]', '[rank 0] MARK ["step", 0, 1', "[rank 0] something else"]
     assert marks(lines) == {KILLED}
+
+
+def test_what_was_lost_is_restart_replay_and_saving() -> None:
+    """The failure is told by both ranks of every later start, and counts once."""
+    begin = Mark("step", 0, 10, 90.0, 1)
+    seen = {begin, KILLED, KILLED._replace(rank=0, pid=20), *START, *STEPS}
+    found = costs(seen, 10.0, 1)
+    assert {name: round(value, 3) for name, value in found.items()} == {
+        "lost": 14.6, "restart": 7.6, "replayed": 5.0, "saving": 2.0,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="1 failures were seen, 2 were asked for"):
+        costs(seen, 10.0, 2)
+
+
+def test_the_formula_has_its_least_where_young_puts_it() -> None:
+    best = (2 * 0.1 * 500) ** 0.5
+    lost = {every: expected(0.1, 5.0, every, 500.0) for every in (best / 2, best, 2 * best)}
+    assert min(lost, key=lambda every: lost[every]) == best == 10 and lost[best] == 5 + 5 + 5
