@@ -62,7 +62,7 @@ end_lanes() {
     for signal in INT TERM KILL; do
       kill "-$signal" -- "${left[@]/#/-}" 2> /dev/null || true
       for ((tenth = 0; tenth < ${LANES_GRACE:-90} * 10; tenth++)); do
-        kill -0 "${left[@]}" 2> /dev/null || break
+        kill -0 -- "${left[@]/#/-}" 2> /dev/null || break # anybody of the lanes: their shells end first
         sleep 0.1
       done
     done

@@ -19,7 +19,7 @@ from benchmarks.measure import RESULTS, Load, write
 from training.contract import UserError
 
 CONFIDENCE = 0.95
-HOW = ("rounds", "out", "check")
+HOW = ("rounds", "out", "check", "job")
 """Arguments that do not change what is measured."""
 Better = Literal["less", "more"]
 
@@ -128,7 +128,7 @@ def recorded(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) 
     """The figures of a result. Raises `UserError` where there are none of this kind of machine and these settings."""
     try:
         result = json.loads(path.read_text())
-        kind, rows, then = result["machine"], result["figures"], result.get("settings", settings)
+        kind, rows, then = result["machine"], result["figures"], result.get("settings")
     except OSError:
         raise UserError(f"{path}: no such record: run once without --check") from None
     except (ValueError, KeyError, TypeError):
@@ -139,6 +139,9 @@ def recorded(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) 
                 f"{path} was measured on another kind of machine ({kind['cpu']}, {kind['cores']} cores; this one:"
                 f" {about['cpu']}, {about['cores']}): record here first, with --out FILE, then --check --out FILE"
             )
+    if then is None:
+        print(f"{path} does not say with which settings it was measured: they must have been these")
+        then = settings
     for key in sorted(then.keys() | settings.keys()):
         if then.get(key) != settings.get(key):
             raise UserError(

@@ -1,4 +1,4 @@
-"""python benchmarks/interval.py [--every 0.5 1 2 5 10] [--failures 3] [--apart 10] [--megabytes 100] [--rounds 2] [--out FILE] [--check]
+"""python benchmarks/interval.py [--every 0.5 2 10] [--failures 3] [--apart 10] [--megabytes 100] [--rounds 2] [--out FILE] [--check]
 
 What saving often costs and what saving seldom costs, beside Young's and Daly's formula: a job of two ranks that loses a rank
 every `--apart` seconds of training, once with each interval, the same failures each time. A day with a failure an hour
@@ -79,16 +79,14 @@ def costs(seen: set[Mark], calm: float, failures: int) -> dict[str, float]:
 
 
 def expected(cost: float, restart: float, every: float, apart: float) -> float:
-    """Seconds lost for each failure, by Young and Daly: the saves between two of them, half an interval, the restart."""
+    """Seconds lost for each failure, by Young and Daly: the saves in `apart` seconds, half an interval, the restart."""
     return cost * apart / every + min(every, apart) / 2 + restart
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     figures.options(parser, rounds=2)
-    parser.add_argument(
-        "--every", type=float, nargs="+", default=[0.5, 1, 2, 5, 10], help="seconds between checkpoints"
-    )
+    parser.add_argument("--every", type=float, nargs="+", default=[0.5, 2, 10], help="seconds between checkpoints")
     parser.add_argument("--failures", type=int, default=3)
     parser.add_argument(
         "--apart", type=float, default=10.0, help="seconds of training between two failures, in the mean"
@@ -119,10 +117,11 @@ def report(
     print(
         f"\na save costs {save:.4f} s, a restart {restart:.2f} s; best by the formula: every {math.sqrt(2 * save * args.apart):.2f} s"
     )
+    trained = (args.failures + 1) * args.apart / args.failures  # seconds for each failure: the last stretch has none
     for every, runs in found.items():
         lost = statistics.median(one["lost"] for one in runs)
         print(
-            f"every {every:g} s: {lost:.2f} s a failure, by the formula {expected(save, restart, every, args.apart):.2f} s"
+            f"every {every:g} s: {lost:.2f} s a failure, by the formula {expected(save, restart, every, trained):.2f} s"
         )
     print("\nA day with a failure an hour (a projection from these costs):")
     interval = Interval(24)

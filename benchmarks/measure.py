@@ -10,7 +10,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def machine() -> dict[str, Any]:
     )
     return {
         "cpu": model, "cores": len(os.sched_getaffinity(0)), "torch": str(torch.__version__),
-        "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "python": platform.python_version(), "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "load_at_start": round(os.getloadavg()[0], 2),
     }  # fmt: skip
 

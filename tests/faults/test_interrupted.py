@@ -89,15 +89,19 @@ def test_what_fails_or_dies_in_a_lane_fails_ci(front: str, beside: str, failed: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM"])
-def test_a_signal_to_ci_ends_both_lanes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "beside_hears"),
+    [("INT", 'trap "" INT TERM'), ("TERM", 'trap "" INT; trap "sleep 0.5; echo torn down late; exit 2" TERM')],
+    ids=["INT, one is deaf", "TERM, one hears only that"],
+)
+def test_a_signal_to_ci_ends_both_lanes(name: str, beside_hears: str, tmp_path: Path) -> None:
     """One suite does its teardown on INT, the other one does not hear it. What would come after them does not begin."""
     (tmp_path / "tmp").mkdir()
     wait = f"while : > {tmp_path}/$0; do sleep 0.05; done"
     front = f"suite sh -c 'trap \"sleep 0.2; echo torn down; exit 2\" INT; {wait}' front; suite echo later"
-    beside = f"suite sh -c 'trap \"\" INT TERM; {wait}' beside; suite echo later"
+    beside = f"suite sh -c '{beside_hears}; {wait}' beside; suite echo later"
     both = Job(tmp_path / "none", tmp_path)
-    env = clean_env(MARK=both.mark, TMPDIR=str(tmp_path / "tmp"), LANES_GRACE="1")
+    env = clean_env(MARK=both.mark, TMPDIR=str(tmp_path / "tmp"), LANES_GRACE="2")
     with started(["env", "--default-signal", *_lanes(front, beside)], env) as ci:
         poll(lambda: (tmp_path / "front").exists() and (tmp_path / "beside").exists(), what="both suites")
         ci.send_signal(signal.Signals[f"SIG{name}"])
@@ -105,5 +109,7 @@ def test_a_signal_to_ci_ends_both_lanes(name: str, tmp_path: Path) -> None:
         both.assert_gone()
     assert ci.returncode == 128 + signal.Signals[f"SIG{name}"], output
     assert f"stopped by {name}" in output and "torn down" in output and "passed" not in output, output
-    assert "beside\n" in output.partition("=== the suites beside\n")[2] and "later" not in output, output
+    said = output.partition("=== the suites beside\n")[2]
+    assert "beside\n" in said and "suite echo later" not in output and "=== echo later" not in output, output
+    assert ("torn down late" in said) == ("torn down late" in beside_hears), output
     assert list((tmp_path / "tmp").iterdir()) == []

@@ -234,6 +234,10 @@ WRONG = {
         "run.keep()",
         "ValueError: optimizer has a parameter that is not in the replicated model",
     ),
+    "two optimizers under fsdp": (
+        "make(run); run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), 'second')",
+        "error: sync.name=fsdp takes one optimizer: use sync.name=flat or ddp for several",
+    ),
     "samples unknown": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([DATA[:8]]): step(run, m, b)",
         "TypeError: say how many samples the loss is the mean of, step(loss, samples=…)",
