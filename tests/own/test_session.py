@@ -234,10 +234,6 @@ WRONG = {
         "run.keep()",
         "ValueError: optimizer has a parameter that is not in the replicated model",
     ),
-    "two optimizers under fsdp": (
-        "make(run); run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), 'second')",
-        "error: sync.name=fsdp takes one optimizer: use sync.name=flat or ddp for several",
-    ),
     "samples unknown": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([DATA[:8]]): step(run, m, b)",
         "TypeError: say how many samples the loss is the mean of, step(loss, samples=…)",
@@ -278,6 +274,14 @@ def test_what_cannot_be_meant_is_said(tmp_path: Path, name: str) -> None:
     assert ("Traceback" in done.output) != user
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["code"] == done.code
+
+
+@pytest.mark.parametrize("sync", ["zero1", "fsdp", "hooks", "horovod"])
+def test_a_strategy_that_takes_one_optimizer_says_so(tmp_path: Path, sync: str) -> None:
+    lines = "make(run); run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), 'second')"
+    done = _script(1, f"{SCRIPT}\nwith Session(sys.argv[1], sync='{sync}') as run:\n    {lines}\n", tmp_path / "run")
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    assert f"error: sync.name={sync} takes one optimizer: use sync.name=flat or ddp for several" in done.output
 
 
 TRAIN = """
