@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from benchmarks import figures
 from jobs import Job, JobSpec, submit
 from training.contract import UserError, user_errors
 
+LOOP = Path(__file__).with_name("failure_loop.py")
 EVERY = 20
 """Steps between two checkpoints."""
 APART = 31
@@ -76,6 +78,24 @@ def parts(killed: Mark, seen: set[Mark]) -> dict[str, float] | None:
     times += [first, reached]
     found = {name: end - begin for name, begin, end in zip(PARTS, times, times[1:])}
     return {**found, "steps lost": killed.step - (number - 1)}
+
+
+def launched(
+    ranks: int, steps: int, every: str, seconds: float, kind: str, fates: Sequence[int] = (), megabytes: int = 0
+) -> set[Mark]:
+    """The marks of a run of `failure_loop.py` under this machine's launcher, to its last step. Raises `UserError` where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(LOOP, folder)
+        launch = ["-m", "training", "launch", "--ranks", str(ranks), "--max-restarts", str(2 * len(fates)), "--"]
+        words = [LOOP.name, str(steps), every, str(seconds), kind, *map(str, fates)]
+        variables = {"PYTHONPATH": str(LOOP.parents[1]), "FAILURE_MEGABYTES": str(megabytes)}
+        done = subprocess.run(
+            [sys.executable, *launch, sys.executable, *words], cwd=folder, env={**os.environ, **variables},
+            capture_output=True, text=True, timeout=3600,
+        )  # fmt: skip
+    if done.returncode:
+        raise UserError(f"the job ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return marks(done.stdout.splitlines())
 
 
 class Watched:
@@ -132,7 +152,7 @@ def spec_of(args: argparse.Namespace, code: str) -> JobSpec:
     given = JobSpec.load(args.job).plain() if args.job else here
     fates = [str(APART * (number + 1)) for number in range(args.rounds)]
     steps = str(APART * (args.rounds + 2) + (2000 if args.node_down else 0))
-    command = ["python", "failure_loop.py", steps, str(EVERY), str(SECONDS), args.kind, *fates]
+    command = ["python", LOOP.name, steps, str(EVERY), str(SECONDS), args.kind, *fates]
     known = {name: value for name, value in given.items() if name not in ("recipe", "overrides", "shards")}
     name = f"failure-{secrets.token_hex(3)}"  # a run of its own
     return JobSpec.of({**known, "name": name, "command": command, "code": code, "max_restarts": 5 * args.rounds})
@@ -154,7 +174,7 @@ def main() -> int:
     measured = figures.Run(f"failure-{args.on}-{args.kind}", args)
     rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(Path(__file__).with_name("failure_loop.py"), folder)
+        shutil.copy(LOOP, folder)
         watched = Watched(spec_of(args, folder), args.on)
         try:
             for number in range(args.rounds):

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import figures
-from benchmarks.failure import PARTS, Mark, marks, parts
+from benchmarks.failure import PARTS, Mark, launched, parts
 from training.checkpoint.interval import Interval
 from training.contract import UserError, user_errors
 
@@ -35,28 +31,8 @@ NEVER = "1000000"
 
 
 def train(steps: int, every: str, fates: list[int], megabytes: int) -> set[Mark]:
-    """The marks of one run from its start to its last step. Raises `UserError` where it does not come that far."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(Path(__file__).with_name("failure_loop.py"), folder)
-        words = ["failure_loop.py", str(steps), every, str(SECONDS), "rank", *map(str, fates)]
-        launch = [
-            sys.executable,
-            "-m",
-            "training",
-            "launch",
-            "--ranks",
-            "2",
-            "--max-restarts",
-            str(2 * len(fates) + 2),
-            "--",
-        ]
-        variables = {"PYTHONPATH": str(Path(__file__).parents[1]), "FAILURE_MEGABYTES": str(megabytes)}
-        done = subprocess.run(
-            [*launch, sys.executable, *words], cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=3600
-        )  # fmt: skip
-    if done.returncode:
-        raise UserError(f"the job ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
-    return marks(done.stdout.splitlines())
+    """The marks of one run of two ranks, the last of which is killed at `fates`."""
+    return launched(2, steps, every, SECONDS, "rank", fates, megabytes)
 
 
 def seconds_of(seen: set[Mark]) -> float:
