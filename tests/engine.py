@@ -6,11 +6,14 @@ they are in BASE_IMAGE, WHEELS and PROMETHEUS_IMAGE, which the Makefile and thes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import ssl
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, require
+from tests.processes import ROOT, poll, require
 
 NAME = f"lockstep-test-{os.getpid()}"
 """Of this session alone: another one on the same engine must not remove its image."""
@@ -120,3 +123,45 @@ def remove_jobs(*names: str) -> None:
             f"lockstep-{name}-runs", f"lockstep-{name}-cancelled") or item.startswith(f"lockstep-{name}-code-")]  # fmt: skip
         if own:
             docker("volume", "rm", "--force", *own)
+
+
+def answers(url: str) -> bool:
+    """Whether something serves there, if only to say that it wants a password."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def registry_at(user: str = "") -> Iterator[str]:
+    """HOST:PORT of a real registry: Debian's docker-registry on a base that reaches no other one.
+
+    Args:
+        user: who may use it, as `htpasswd` writes it; empty: everybody.
+    """
+    base = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm"
+    apt = "apt-get -o Acquire::Retries=5"
+    auth = r"auth: {htpasswd: {realm: here, path: /users}}\n" if user else ""
+    config = r"version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}}\nhttp: {addr: ':5000'}\n"
+    recipe = f"FROM {base}\nRUN {apt} update && {apt} install -y --no-install-recommends docker-registry\n"
+    start = f'printf "{config}{auth}" > /registry.yml; echo "$REGISTRY_USER" > /users; exec docker-registry serve /registry.yml'
+    image = f"{NAME}-registry"
+    done = subprocess.run(["docker", "build", "-q", "-t", image, "-"], input=recipe, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    container = ""
+    try:
+        options = ("--detach", "--publish", "127.0.0.1::5000", "--env", f"REGISTRY_USER={user}", "--entrypoint", "sh")
+        container = docker("run", *options, image, "-c", start).strip()
+        address = docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
+        try:
+            poll(lambda: answers(f"http://{address}/v2/"), 60, f"a registry on {address}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {docker('logs', container)}") from None
+        yield address
+    finally:
+        docker("rm", "--force", "--volumes", container, check=False)
+        docker("image", "rm", "--force", image, check=False)

@@ -13,29 +13,27 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 HARDWARE = {
     "on SLURM": "a SLURM of two nodes: tests/slurm/test_slurm_docs.py",
     "on Kubernetes": "the emulated Kubernetes: tests/kubernetes/test_k8s_docs.py",
-    "in Compose": "a container engine: tests/containers/test_compose_docs.py",
-    "needs an engine": "a container engine, and make's images",
-    "needs a cluster": "a cluster, with its administrator's rights or its GPUs",
-    "on a cluster": "a login node",
+    "in an engine": "a container engine: tests/containers/test_compose_docs.py",
+    "needs the CUDA image": "gigabytes of CUDA: make test-image-cuda builds it",
     "needs the internet": "a package index",
     "from DATA, or the internet": "a data set",
     "needs a GPU": "a GPU",
     "minutes": "minutes of time",
-    "by hand": "a person who presses Ctrl-C: tests/faults/test_signals.py sends the signals",
-    "during a run": "a second terminal",
+    "by hand": "a terminal, and a person who types: tests/exercises/test_printed_during_runs.py",
+    "during a run": "a second terminal: tests/exercises/test_printed_during_runs.py",
     "needs promtool": "promtool: tests/prometheus/test_rules.py",
 }
 """The marker in a command's comment → what is needed to run it."""
 _MARKER = re.compile(r"\((" + "|".join(map(re.escape, HARDWARE)) + r")[^)]*\)")
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?:^<!-- (?:not )?run: (?P<why>.+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 _TITLE = re.compile(r'title="([^"]+)"')
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A code block. `title`: the file that it is. `why`: the reason that it cannot be run, "" where it can."""
+    """A code block. `title`: the file that it is. `why`: why it is not run, or the marker of where it is; "" where neither."""
 
     page: str
     language: str

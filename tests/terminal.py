@@ -13,6 +13,8 @@ import termios
 import time
 from collections.abc import Iterator, Sequence
 
+from tests.processes import hear_of_the_terminal
+
 SIZE = (33, 77)
 """Lines and columns at the beginning."""
 
@@ -26,7 +28,7 @@ def at_a_terminal(
     resize(theirs, *SIZE)
     process = subprocess.Popen(
         command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_at_its_terminal,
     )  # fmt: skip
     try:
         yield process, ours, theirs
@@ -35,6 +37,11 @@ def at_a_terminal(
         process.wait()
         os.close(ours)
         os.close(theirs)
+
+
+def _at_its_terminal() -> None:
+    hear_of_the_terminal()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def resize(fd: int, lines: int, columns: int) -> None:

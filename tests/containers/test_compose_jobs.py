@@ -353,7 +353,8 @@ def test_a_command_line_from_submit_to_cancel(jobs: Jobs, tmp_path: Path) -> Non
         done = subprocess.run([*lockstep, *words], capture_output=True, text=True, timeout=timeout, cwd=tmp_path)
         return done.returncode, done.stdout + done.stderr
 
-    assert typed("doctor", "compose", str(file))[0] == 0
+    code, said = typed("doctor", "compose", str(file))
+    assert code == 0, said
     code, said = typed("submit", "compose", str(file))
     assert code == 0 and "submitted" in said, said
     poll(lambda: jobs.events(spec, "checkpoint_written"), BOUND, "a checkpoint")

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import tarfile
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import IO, Any
 
 import pytest
 
-from tests.engine import NAME, SENTINEL, Built, docker, inspect
-from tests.processes import ROOT, poll, require
+from tests.engine import NAME, SENTINEL, Built, docker, inspect, registry_at
+from tests.processes import ROOT, require
 
 pytestmark = pytest.mark.containers
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "tcc", "nvcc", "ld", "as"}
@@ -265,41 +264,10 @@ def test_an_arbitrary_user_on_a_read_only_root_trains(cpu_image: Built) -> None:
         docker("volume", "rm", volume)
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def registry(engine: str) -> Iterator[str]:
-    """HOST:PORT of a real registry: Debian's docker-registry on a base that reaches no other one."""
-    base = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm"
-    apt = "apt-get -o Acquire::Retries=5"
-    config = r"version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}}\nhttp: {addr: ':5000'}\n"
-    recipe = (
-        f"FROM {base}\nRUN {apt} update && {apt} install -y --no-install-recommends docker-registry\n"
-        f'RUN printf "{config}" > /registry.yml\n'
-    )
-    done = subprocess.run(
-        ["docker", "build", "-q", "-t", "lockstep-test-registry", "-"], input=recipe, text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    container = docker(
-        "run", "--detach", "--publish", "127.0.0.1::5000", "lockstep-test-registry", "docker-registry", "serve", "/registry.yml",
-    ).strip()  # fmt: skip
-    try:
-        address = docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
-        try:
-            poll(lambda: answers(f"http://{address}/v2/"), 60, f"a registry on {address}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {docker('logs', container)}") from None
+    with registry_at() as address:
         yield address
-    finally:
-        docker("rm", "--force", "--volumes", container)
-        docker("image", "rm", "--force", "lockstep-test-registry")
 
 
 def test_pushed_by_revision_and_built_upon_by_digest(engine: str, registry: str, tmp_path: Path) -> None:

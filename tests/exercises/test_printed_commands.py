@@ -1,39 +1,28 @@
 """Every command and code block that README and docs print is run as they print it, from a clean checkout.
 
-A command that this cannot run says why in its comment, in brackets: (on SLURM), (needs an engine), (minutes), … Those of SLURM
-and Kubernetes are run by their suites. A block with a title is a file, which the page's commands use. A block that is a
-fragment says so in a comment before it: <!-- not run: … -->.
+A command that this cannot run says why in its comment, in brackets: (on SLURM), (in an engine), (minutes), … `HARDWARE` in
+`tests/printed.py` lists what these mean, and which test runs the command where another one does. A block with a title is a
+file, which the page's commands use. A block that is a fragment says so in a comment before it: <!-- not run: … -->. One that
+another suite runs names it: <!-- run: on SLURM -->.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.checkout import copy_to
 from tests.exercises.conftest import COUNTS
 from tests.printed import HARDWARE, PAGES, blocks
 from tests.processes import PYTHON, ROOT, clean_env, run
 
 CODE = ("python", "yaml", "toml", "dockerfile")
 OUTPUT = ("text", "")
-SOURCES = (
-    "lockstep",
-    "training",
-    "jobs",
-    "examples",
-    "docs",
-    "deploy",
-    "docker",
-    "Makefile",
-    "job.yaml",
-    "pyproject.toml",
-    "README.md",
-)
 
 
 def _is_run(page: str) -> bool:
@@ -67,25 +56,27 @@ def test_every_block_is_run_or_says_why_not(record_property: Callable[[str, obje
                 assert not block.title or any(block.title.split(".")[0] in command for command in later), (
                     f"{page}: nothing uses {block.title}"
                 )
-                counts["fragments that are not run" if block.why else "files and code blocks run here"] += 1
+                there = HARDWARE.get(block.why)
+                not_here = f"code blocks that need {there}" if there else "fragments that are not run"
+                counts[not_here if block.why else "files and code blocks run here"] += 1
     assert counts["commands run here"] > 60 and counts["files and code blocks run here"] > 10
     record_property(COUNTS, [(count, what) for what, count in counts.most_common()])
 
 
+def test_a_marker_that_names_a_test_is_run_by_it() -> None:
+    """By every one that asks for the marker's commands on all pages."""
+    named = 0
+    for marker, what in HARDWARE.items():
+        for path in re.findall(r"tests/[\w/]+\.py", what):
+            text = (ROOT / path).read_text(encoding="utf-8")
+            assert f'"{marker}"' in text and "marked(" in text, f"{path} does not run what is marked ({marker})"
+            named += 1
+    assert named >= 5
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What git keeps of this repository, as a clone has it."""
-    here = tmp_path_factory.mktemp("checkout") / "lockstep"
-    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
-    files = subprocess.run(git, cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
-    if len(files) < 100:  # no history here: the sources as they lie
-        found = [path for part in SOURCES for path in [ROOT / part, *(ROOT / part).rglob("*")] if path.is_file()]
-        files = [str(path.relative_to(ROOT)).encode() for path in found]
-    for name in filter(None, (name.decode() for name in files)):
-        if (ROOT / name).is_file():
-            (here / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, here / name)
-    return here
+    return copy_to(tmp_path_factory.mktemp("checkout") / "lockstep")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _is_run(page)])
@@ -114,4 +105,10 @@ def test_what_the_page_prints(page: str, checkout: Path, tmp_path: Path) -> None
                     "OMPI_MCA_rmaps_base_oversubscribe": "1",
                 }
             done = run(["bash", "-c", command], env, timeout=180, cwd=here)
-            assert done.code == 0, f"{page}: {command}\n{done.output}"
+            assert done.code == 0, f"{page}: {command}\n{done.output}\n{_logs(tmp_path / 'home')}"
+
+
+def _logs(home: Path) -> str:
+    """What the local jobs have printed: why one ended as it did."""
+    texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in sorted(home.glob("local/*/log.txt"))}
+    return "\n".join(f"{path.parent.name}:\n{text[-3000:]}" for path, text in texts.items())

@@ -26,7 +26,8 @@ KINDS = {
     "deployments": "Deployment", "secrets": "Secret", "selfsubjectaccessreviews": "SelfSubjectAccessReview",
     "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor", "configmaps": "ConfigMap",
     "clustertrainingruntimes": "ClusterTrainingRuntime", "resourcequotas": "ResourceQuota", "limitranges": "LimitRange",
-    "leases": "Lease",
+    "leases": "Lease", "namespaces": "Namespace", "serviceaccounts": "ServiceAccount", "roles": "Role",
+    "rolebindings": "RoleBinding", "resourceflavors": "ResourceFlavor", "prometheusrules": "PrometheusRule",
 }  # fmt: skip
 
 
@@ -74,9 +75,10 @@ class Cluster:
         self.arrived: Callable[[str, str], bool] | None = None
         """Is told of each request (method, path) before it is carried out, and says whether it gets lost on the way."""
 
-    def allow(self, role: dict[str, Any]) -> None:
-        """From now on only what a Role grants is answered."""
-        self.role = {(verb, name) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+    def allow(self, *roles: dict[str, Any]) -> None:
+        """From now on only what these Roles grant is answered."""
+        rules = [rule for role in roles for rule in role["rules"]]
+        self.role = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
 
     def create(
         self, plural: str, item: dict[str, Any], namespace: str = "team", dry_run: bool = False

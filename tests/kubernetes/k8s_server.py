@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import k8s_discovery
 import k8s_exec
+import k8s_protobuf
 from k8s_admission import Refused
 from k8s_cluster import KINDS, Cluster, Fault, matches
 
@@ -46,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
+        body = k8s_protobuf.read(self.rfile.read(length)) if length else None
         cluster = self.cluster
         with cluster.changed:
             cluster.requests.append((self.command, url.path, query, body))
@@ -68,6 +70,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if url.path == "/version":
             self._answer(200, {"major": "1", "minor": "32", "gitVersion": "v1.32.0"})
+            return
+        known = k8s_discovery.answer(url.path)
+        if known is not None:
+            self._answer(200, known)
             return
         match = _PATH.match(url.path)
         if match is None or match["plural"] in cluster.unknown or match["plural"] not in KINDS:
@@ -105,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._exec(name, namespace, query, fault)
         elif name:
             found = self.cluster.get(plural, name, namespace)
-            if plural in ("secrets", "configmaps") and "PartialObjectMetadata" not in self.headers.get("Accept", ""):
+            if plural in ("secrets", "configmaps") and not self._may_read():
                 self._fail(500, "Test", f"the content of {plural} was asked for")
                 return
             if found is None:
@@ -116,6 +122,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._watch(plural, namespace, query, fault)
         else:
             self._list(plural, namespace, query)
+
+    def _may_read(self) -> bool:
+        """Contents are kubectl's to compare; lockstep asks for metadata alone."""
+        kubectl = self.headers.get("User-Agent", "").startswith("kubectl")
+        return kubectl or "PartialObjectMetadata" in self.headers.get("Accept", "")
 
     def _selected(self, plural: str, namespace: str, query: dict[str, str]) -> list[dict[str, Any]]:
         return [item for item in self.cluster.all(plural, namespace) if matches(item, query)]
@@ -246,6 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
                 f"{wanted['resource']}/{wanted['subresource']}" if wanted.get("subresource") else wanted["resource"]
             )
             allowed = not {f"{wanted['verb']} {wanted['resource']}", f"{wanted['verb']} {resource}"} & cluster.denied
+            allowed = allowed and (cluster.role is None or (wanted["verb"], resource) in cluster.role)
             self._answer(201, {**body, "status": {"allowed": allowed}})
             return
         if plural == "selfsubjectreviews":

@@ -1,26 +1,197 @@
-"""The commands of the SLURM tutorial, as they are printed, on a real SLURM."""
+"""What the pages print for SLURM, as it is printed and in the page's order, on a real SLURM."""
 
 from __future__ import annotations
 
-import subprocess
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
-from tests.printed import PAGES, marked, write_files
-from tests.slurm.conftest import Bench
+from tests.events import events
+from tests.printed import PAGES, blocks, marked, write_files
+from tests.processes import PYTHON, ROOT, poll, run
+from tests.slurm.conftest import Bench, Cluster, accounted
+from tests.slurm.login import laptop
 
 MARKER = "on SLURM"
+SLURM, JOBS, SWEEP = "docs/slurm.md", "docs/jobs.md", "docs/how-to/sweep.md"
+OWN, PROJECT = "docs/own-training.md", "docs/how-to/start-a-project.md"
+TUTORIAL, OWN_TUTORIAL = "docs/tutorials/to-slurm.md", "docs/tutorials/your-own-training.md"
+LAPTOP = "docs/how-to/slurm-from-a-laptop.md"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page)])
-def test_what_the_page_prints_works_on_the_cluster(bench: Bench, page: str) -> None:
-    write_files(page, bench.folder)
-    for command in marked(MARKER, page):
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=bench.folder, capture_output=True, text=True, timeout=300, check=False
-        )
-        doctor = " doctor " in command  # which may have found something, and says what
-        assert done.returncode in ((0, 1) if doctor else (0,)), f"{command}\n{done.stdout}{done.stderr}"
-        if " logs " in command:
-            assert '"event": "done"' in done.stdout, done.stdout  # what a job logs is JSON
-    assert (bench.folder / "runs/jobs/digits/summary.json").is_file()
+class Instead(NamedTuple):
+    """What a file says instead where the commands of these pages run. `FOLDER` is the folder of the test."""
+
+    pages: tuple[str, ...]
+    file: str
+    values: dict[str, Any]
+    why: str
+
+
+INSTEAD = (
+    Instead((SLURM, JOBS, SWEEP, LAPTOP), "job.yaml", {"overrides": {"epochs": 1, "model": "mlp"}}, "to train in seconds"),
+    Instead((SLURM, JOBS, SWEEP), "job.yaml", {"shards": "FOLDER/shards"}, "there is no /data"),
+    Instead((SLURM, JOBS, SWEEP), "job.yaml", {"nodes": 1}, "all ranks share a few cores; other pages and make have two nodes"),
+    Instead((SLURM,), "job.yaml", {"overrides.device": "auto"}, "the GPUs that SLURM counts are not there"),
+    Instead((SLURM,), "job.yaml", {"cpus": 4, "memory": "8Gi"}, "what belongs to four GPUs is more than a node of the tests has"),
+    Instead((SLURM,), "job.yaml", {"ranks_per_node": 2}, "with two nodes there is a rank 3, which is all that a command asks for"),
+    Instead((SLURM, JOBS), "profiles/gpu-cluster.yaml", {"slurm.partition": "main"}, "its partition and account are of no cluster"),
+    Instead((SWEEP,), "job.yaml", {"slurm.patch.begin": "now+1hour"}, "the third command finds the first one's jobs, which wait"),
+    Instead((OWN,), "job.yaml", {"command": ["python", "train.py"], "code": "."}, "the command's comment says so"),
+    Instead((OWN,), "job.yaml", {"recipe": None, "shards": None}, "they do not go with a command"),
+    Instead((LAPTOP,), "job.yaml", {"slurm.python": PYTHON}, "there is no /shared"),
+)  # fmt: skip
+FEWER = ("tasks_per_node=4", "tasks_per_node=1")
+"""In the code with submitit: two ranks in place of eight, for the few cores."""
+
+ENDS = {
+    SLURM: {"smoke-prepare": "succeeded", "smoke": "cancelled", "lr-0": "succeeded", "lr-1": "succeeded"},
+    JOBS: {"smoke-0": "succeeded", "smoke-1": "succeeded"},
+    SWEEP: dict.fromkeys(("smoke-0", "smoke-1", "smoke-2", "grid-0", "grid-1", "grid-2", "grid-3"), "succeeded"),
+    OWN: {"smoke": "succeeded"},
+    PROJECT: {"mine": "succeeded"},
+    OWN_TUTORIAL: {"mine": "succeeded"},
+    TUTORIAL: {"digits": "cancelled"},
+}
+"""The jobs that the commands of a page leave, and how these end."""
+
+NEEDED = re.compile(r"mkdir |cp |cd |lockstep init ")
+"""Commands that run everywhere, and that those for SLURM need."""
+
+
+def files(page: str, folder: Path) -> None:
+    """What lies in the folder of a reader: the page's files, the repository's, or both."""
+    folder.mkdir()
+    if page in (SLURM, JOBS, SWEEP):
+        for name in ("Makefile", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder)
+        (folder / ".venv").mkdir()
+        (folder / ".venv/bin").symlink_to(Path(PYTHON).parent)  # as after `make setup`
+        (folder / ".venv/.ready").touch()
+    if page in (SLURM, JOBS, SWEEP, OWN):
+        shutil.copy(ROOT / "job.yaml", folder)
+    if page == OWN:
+        shutil.copy(ROOT / "examples/own_loop.py", folder / "train.py")
+    write_files(page, folder)
+    for one in INSTEAD:
+        if page in one.pages:
+            changed(folder / one.file, one.values)
+
+
+def changed(file: Path, values: dict[str, Any]) -> None:
+    """Writes settings (`slurm.partition`) into a file that may be new; None takes one away."""
+    found = yaml.safe_load(file.read_text()) if file.exists() else {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value.replace("FOLDER", str(file.parent)) if isinstance(value, str) else value
+        if value is None:
+            del place[last]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(yaml.safe_dump(found))
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CI names the virtual environment that it shares between clones. make would install the page's folder into it."""
+    monkeypatch.delenv("VENV", raising=False)
+
+
+def commands(page: str) -> list[str]:
+    """Those with the marker, and those that these need."""
+    every = [each for block in blocks(page) for each in block.commands]
+    return [command for command, marker in every if marker == MARKER or (not marker and NEEDED.match(command))]
+
+
+def does(command: str, here: Path) -> str:
+    """Runs a command, and looks at what it says. Returns that."""
+    done = run(["/bin/bash", "-c", command], dict(os.environ), 300, here)
+    assert done.code == 0, f"{command}\n{done.output}"
+    words = shlex.split(command.partition("||")[0])
+    verb, name = (*words, "", "", "")[1], (*words, "", "", "")[3]
+    if "--wait" in words:  # a table of two runs
+        assert len(re.findall(r"^lr-[01] .* succeeded +0 ", done.output, re.MULTILINE)) == 2, done.output
+    elif verb in ("submit", "submit-slurm", "prepare"):
+        assert re.search(r": (submitted|is there already)", done.output), done.output
+    elif verb == "doctor":
+        assert re.search(r"^node +ok ", done.output, re.MULTILINE) and " missing " not in done.output, done.output
+    elif verb == "logs" and "--rank 3" in command:
+        assert done.output.startswith("rank 3 has printed nothing: of ranks above 0 only warnings come"), done.output
+    elif verb == "logs":  # what a job logs is JSON
+        assert '"event": "done"' in done.output, done.output
+    elif verb == "list":
+        assert re.search(r"^\w+ +succeeded ", done.output, re.MULTILINE), done.output
+    elif verb in ("status", "wait", "cancel"):
+        states = {"status": r"\w+", "wait": "succeeded", "cancel": "cancelled"}
+        assert re.search(rf"^{name}: {states[verb]}", done.output, re.MULTILINE), done.output
+    elif verb == "-m":
+        assert Path("~/lockstep-venv/bin/pip").expanduser().exists()
+    return done.output
+
+
+def runs_again(name: str, here: Path) -> None:
+    """A job that has ended runs once more, for long enough to be cancelled."""
+    file = "job.yaml" if (here / "job.yaml").exists() else f"{name}.yaml"
+    small = "--nodes 1 --set ranks_per_node=1 --set overrides.epochs=500"
+    does(f"lockstep submit slurm {file} --replace --fresh {small}", here)
+    path = here / "runs/jobs" / name
+    poll(lambda: any(event["epoch"] > 2 for event in events(path, "epoch")), 120, f"{name} trains again")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page) and page != LAPTOP])
+def test_what_the_page_prints_works_on_the_cluster(bench: Bench, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = bench.folder / "page"
+    monkeypatch.setenv("LOCKSTEP_PROFILES", str(here / "profiles"))
+    monkeypatch.setenv("HOME", str(bench.folder))
+    files(page, here)
+    for command in commands(page):
+        if command.startswith("cd "):
+            here /= command[3:]
+            continue
+        if " cancel " in command:
+            runs_again(command.split()[3], here)
+        said = does(command, here)
+        assert "make" not in command or "SWEEP" not in command or said.count("is there already") == 3, said
+    ids = {name: bench.backend.job_id(name) for name in ENDS[page]}
+    runs = {name: number for name, number in ids.items() if name[-1].isdigit()}
+    assert len({number.split("_")[0] for number in runs.values()}) == len({name[:-2] for name in runs}), (
+        "a job array each"
+    )
+    for number in runs.values() if page == SWEEP else ():
+        bench.cluster.ask("scontrol", "update", f"jobid={number}", "starttime=now")
+    for name, state in ENDS[page].items():
+        found = bench.wait(name, 120)
+        assert found.state == state, (found, *bench.backend.logs(name))
+        assert state != "cancelled" or events(here / "runs/jobs" / name, "preempted")[-1]["saved"]
+    assert {row.name for row in bench.backend.list()} == {*ENDS[page]}
+
+
+def test_what_the_page_prints_works_from_a_laptop(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with laptop(cluster, tmp_path, monkeypatch) as there:
+        there.login.program("lockstep", f'exec {Path(PYTHON).parent}/lockstep "$@"')
+        here = there.login.laptop / "page"
+        files(LAPTOP, here)
+        for command in commands(LAPTOP):
+            does(command, here)
+        assert there.backend.summary("smoke")["world_size"] == 2
+
+
+@accounted
+def test_what_the_page_prints_of_submitit_works(bench: Bench) -> None:
+    """It asks sacct alone how a job stands."""
+    (block,) = (block for block in blocks(SLURM) if block.why == MARKER)
+    assert FEWER[0] in block.text
+    files(SLURM, here := bench.folder / "page")
+    (here / "block.py").write_text(block.text.replace(*FEWER))
+    done = run([PYTHON, "block.py"], dict(os.environ), 300, here)
+    assert done.code == 0 and float(done.output.splitlines()[-1]) > 0.5, done.output

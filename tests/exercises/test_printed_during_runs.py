@@ -1,0 +1,219 @@
+"""What the documentation prints for a second terminal, while a run trains, and for a person who presses Ctrl-C.
+
+(during a run): one local job trains meanwhile, and all pages look at it. (by hand): the keys come from a real terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.checkout import copy_to, environment
+from tests.printed import PAGES, blocks, marked
+from tests.processes import poll, require, run, started
+from tests.terminal import at_a_terminal, drained, until_shown
+
+BOUND = 180
+DURING, BY_HAND = "during a run", "by hand"
+CTRL_C = b"\x03"
+PROMPT = b"$ " if os.getuid() else b"# "
+
+
+@dataclass
+class Here:
+    """A clone in which the commands are typed."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def run(self, command: str) -> str:
+        done = run(["bash", "-c", command], self.env, timeout=BOUND, cwd=self.folder)
+        assert done.code == 0, f"{command}\n{done.output}"
+        return done.output
+
+    def code(self, command: str) -> int:
+        return run(["bash", "-c", command], self.env, timeout=BOUND, cwd=self.folder).code
+
+    def typed(self, command: str, *keys: tuple[bytes, bytes]) -> tuple[int, str]:
+        """Types the command at a terminal, and each of `keys` when what stands before it is shown."""
+        words = f"cd {shlex.quote(str(self.folder))} && exec {command}"
+        with at_a_terminal(["bash", "-c", words], self.env) as (process, ours, _):
+            shown = b""
+            for awaited, key in keys:
+                shown += until_shown(ours, awaited, BOUND)
+                os.write(ours, key)
+
+            def ended() -> bool:
+                nonlocal shown
+                shown += drained(ours)
+                return process.poll() is not None
+
+            poll(ended, BOUND, f"the end of {command} after {shown!r}")
+            return process.returncode, (shown + drained(ours)).decode(errors="replace")
+
+    def endpoint(self, run_dir: str, rank: int) -> dict[str, int]:
+        """Where a rank serves, and its process, once it has done a step."""
+        events, file = (self.folder / run_dir / name for name in ("events.jsonl", f"endpoints/rank-{rank:05}.json"))
+        poll(lambda: events.exists() and '"epoch"' in events.read_text(), BOUND, f"an epoch of {run_dir}")
+        found: dict[str, int] = json.loads(file.read_text())
+        return found
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    folder = copy_to(tmp_path / "lockstep")
+    return Here(folder, environment(folder, tmp_path / "home"))
+
+
+@pytest.fixture
+def job(here: Here) -> Iterator[Here]:
+    """The local job `smoke`, which trains until the test is over."""
+    here.run("lockstep submit local job.yaml --set overrides.epochs=2000 --set grace_seconds=10")
+    yield here
+    here.run("lockstep cancel local smoke")
+
+
+def shows(*expected: str) -> Callable[[Here, str], None]:
+    """The command ends well, and has printed what these patterns find."""
+
+    def check(here: Here, command: str) -> None:
+        output = here.run(command)
+        assert all(re.search(one, output, re.MULTILINE) for one in expected), f"{command}\n{output}"
+
+    return check
+
+
+def follows(here: Here, command: str) -> None:
+    """What there is, then what comes: until Ctrl-C."""
+    with started(["bash", "-c", f"exec {command}"], here.env, cwd=here.folder) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        steps = here.folder / "runs/jobs/smoke/events.jsonl"
+        there = len(steps.read_text())
+        poll(lambda: len(steps.read_text()) > there, BOUND, "a line that comes later")
+        lines = [process.stdout.readline() for _ in range(5)]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=BOUND)
+    assert all(json.loads(line)["event"] for line in (first, *lines)), lines
+
+
+def is_live(here: Here, command: str) -> None:
+    """A table of both ranks at a terminal, which Ctrl-C ends."""
+    code, shown = here.typed(command, (b"\n", b""), (b"IMAGES/S", CTRL_C))
+    assert code in (0, 130, -signal.SIGINT) and "RANK" in shown and "Traceback" not in shown, (code, shown)
+
+
+def is_a_shell(here: Here, command: str) -> None:
+    code, shown = here.typed(command, (PROMPT, b"echo I am $RANK of $WORLD_SIZE; exit 3\r"))
+    assert code == 3 and "I am 1 of 2" in shown, (code, shown)
+
+
+def sends_a_file(here: Here, command: str) -> None:
+    (here.folder / "notes.txt").write_bytes(bytes(range(256)))
+    here.run(f"{{ {command}; }} > back")  # tee prints it, too
+    assert {(here.folder / name).read_bytes() for name in ("there", "back")} == {bytes(range(256))}
+
+
+CHECKS = {
+    r"lockstep top \S+$": is_live,
+    r"curl ": shows(r'^training_step\{.*rank="0".*\} [1-9]', r"^training_step_duration_seconds_bucket"),
+    r"lockstep logs .* -f$": follows,
+    r"lockstep logs ": shows(r'"event": "epoch"'),
+    r"lockstep exec .* sh$": is_a_shell,
+    r"lockstep exec .* tee ": sends_a_file,
+    r"lockstep exec .*py-spy|py-spy": shows(r"^Process \d+: .*python", r"^Thread .*MainThread"),
+}
+"""What is asserted of a command, by how it begins."""
+
+
+def test_what_pages_print_for_a_second_terminal(job: Here) -> None:
+    ends = [job.endpoint("runs/jobs/smoke", rank) for rank in (0, 1)]
+    py_spy = shutil.which("py-spy", path=job.env["PATH"])
+    own = {
+        "runs/a": "runs/jobs/smoke",  # one run for all pages
+        "NAME": "smoke",  # which the reader fills in
+        "PID": str(ends[1]["pid"]),  # from the endpoint's file, as the page says
+        "4711": str(ends[0]["pid"]),
+        "9470": str(ends[0]["port"]),  # other tests may have taken that port
+        "/tmp/notes": str(job.folder / "there"),  # which goes with the test
+    }
+    missing = []
+    for page in PAGES:
+        for command in marked(DURING, page):
+            if "py-spy" in command and py_spy is None:
+                missing.append(command)
+                continue
+            typed = command
+            for printed, here in own.items():
+                typed = typed.replace(printed, here)
+            check = next(check for pattern, check in CHECKS.items() if re.match(pattern, typed))
+            check(job, typed)
+    require(not missing, f"py-spy is not installed: {missing}")
+
+
+def interrupted(here: Here, command: str, resumes: bool) -> int:
+    """Ctrl-C at the terminal after an epoch, or as soon as it has gone on; the step at which it ended."""
+    run_dir = command.split("--run-dir ")[1].split()[0]
+    ready = b"Resuming at step" if resumes else b"    1       12"
+    code, shown = here.typed(command, (ready, CTRL_C))
+    assert code == 75, shown
+    found = re.search(r"ended early by SIGINT on rank \d at\s+step (\d+):\s+run\s+the\s+same\s+command", shown)
+    assert found is not None, shown
+    status = json.loads((here.folder / run_dir / "status.json").read_text())
+    assert (status["code"], status["step"]) == (75, int(found[1])), status
+    return int(found[1])
+
+
+def test_ctrl_c_as_the_tutorial_prints_it(here: Here) -> None:
+    """`make shell`, and a run that is stopped in the middle."""
+    shell, command = marked(BY_HAND, "docs/tutorials/train-in-two-minutes.md")
+    assert shell == "make shell"
+    bin_ = Path(here.env["VENV"]) / "bin"
+    plain = Here(here.folder, {**here.env, "PATH": os.defpath, "SHELL": "/bin/sh"})
+    code, shown = plain.typed(shell, (PROMPT, b"command -v lockstep; exit\r"))
+    assert code == 0 and str(bin_ / "lockstep") in shown, shown
+    step = interrupted(here, command, resumes=False)
+    assert step >= 12
+
+
+def test_a_preemption_as_its_page_prints_it(here: Here) -> None:
+    first, status, again, submit, pid_of, kill, wait, once_more = marked(BY_HAND, "docs/how-to/preemption.md")
+    step = interrupted(here, first, resumes=False)
+    shown = here.run(status)
+    sample = next(block.text for block in blocks("docs/how-to/preemption.md") if '"code": 75' in block.text)
+    assert re.search(re.escape(sample).replace("72", r"\d+"), shown), (
+        f"{shown}\nis not as the page prints it:\n{sample}"
+    )
+    assert again == first and interrupted(here, again, resumes=True) >= step
+    try:
+        here.run(submit)
+        here.endpoint("runs/jobs/try", 1)
+        pid = json.loads(here.run(pid_of))["pid"]
+        here.run(kill.replace("PID", str(pid)))  # the reader's to fill in
+        assert here.code(wait) == 75
+        state = json.loads(here.run("lockstep status local try --json || true"))
+        assert state["state"] == "preempted", state
+        here.run(once_more)
+        events = here.folder / "runs/jobs/try/events.jsonl"
+
+        def starts() -> list[dict[str, int]]:
+            return [json.loads(line) for line in events.read_text().splitlines() if '"event": "start"' in line]
+
+        poll(lambda: len(starts()) == 2, BOUND, "the second attempt")
+        assert starts()[1]["step"] > 0, "it goes on"
+    finally:
+        here.code("lockstep cancel local try")
+
+
+def test_nothing_by_hand_is_left_out() -> None:
+    pages = {page for page in PAGES if marked(BY_HAND, page)}
+    assert pages == {"docs/tutorials/train-in-two-minutes.md", "docs/how-to/preemption.md"}
