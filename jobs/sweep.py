@@ -29,6 +29,11 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
         parsed = settings.parse_yaml(f"[{values}]", f"--sweep {name}")
         if not isinstance(parsed, list) or not parsed or None in parsed:
             raise UserError(f"--sweep {name}: expected values with commas between them, got {values!r}")
+        twice = [value for number, value in enumerate(parsed) if repr(value) in map(repr, parsed[:number])]
+        if twice:
+            raise UserError(
+                f"--sweep {name} has {twice[0]!r} twice: give each value once, or another seed for each run"
+            )
         found[name] = parsed
     return found
 

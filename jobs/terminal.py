@@ -39,4 +39,4 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    sys.stdout.flush()
+    print(end="", flush=True)  # not sys.stdout.flush(): it is None where it is closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -86,7 +87,7 @@ def run(
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
     command += ["--prefix" if prefix else "--no-prefix", *words]
-    sys.stdout.flush()
+    print(end="", flush=True)
     environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
 
@@ -98,7 +99,7 @@ def _program(
     from training.config import own
 
     settings = settings + ([f"log.format={log_format}"] if log_format else [])
-    own.check_words(settings)
+    own.check_overrides(settings)
     handed = Handed(
         str(run_dir.absolute()) if run_dir else "", tuple(settings), uuid.uuid4().hex[:12] if fresh else "",
         expected=bool(settings or fresh),
@@ -154,6 +155,12 @@ def spread(words: list[str]) -> list[str]:
     return found
 
 
+def _leave_unwritten(code: int) -> NoReturn:
+    """Ends where nobody reads the rest, or nothing takes it: Python would try once more to write it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
+
+
 def main() -> NoReturn:
     """Runs the command line. Errors that a person can mend are one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
@@ -172,9 +179,17 @@ def main() -> NoReturn:
         sys.exit(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as ending:
+        if isinstance(ending.__context__, BrokenPipeError):  # typer has made it a 1, which says that a job failed
+            _leave_unwritten(128 + signal.SIGPIPE)
+        raise
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(128 + signal.SIGPIPE)
+        _leave_unwritten(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        print(f"error: the answer could not be written: {error.strerror}", file=sys.stderr)
+        _leave_unwritten(EXIT_USAGE)
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise

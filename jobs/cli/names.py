@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.cli import inside, options
-from jobs.cli.options import Backend, Context, File, Host, Json, Name, Namespace, Profile
+from jobs.cli.options import Backend, Context, File, Host, Image, Json, Name, Namespace, Profile
 from jobs.cli.waiting import line, teller, unfinished
 from jobs.terminal import note, say, show, table
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
@@ -163,6 +163,7 @@ def doctor(
         str, typer.Argument(metavar="BACKEND", help="k8s, slurm or compose; or gpu: this machine's GPUs.")
     ],
     file: File = None,
+    image: Image = None,
     namespace: Namespace = None,
     context: Context = None,
     host: Host = None,
@@ -181,8 +182,8 @@ def doctor(
     for flag, value in (("--out", out), ("--data-root", data_root), ("--seconds", seconds)):
         words += [flag, str(value)] if value is not None else []
     if backend == "gpu":
-        given = {"FILE": file, "--namespace": namespace, "--context": context, "--host": host, "--profile": profile}
-        for name, unwanted in given.items():
+        places = {"--namespace": namespace, "--context": context, "--host": host, "--profile": profile}
+        for name, unwanted in {"FILE": file, "--image": image, **places}.items():
             if unwanted is not None:
                 raise UserError(f"doctor gpu looks at this machine, and {name} belongs to a cluster: leave it out")
         inside.become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
@@ -193,8 +194,9 @@ def doctor(
 
     found_in = connect.cluster(backend, "doctor")
     spec = None
-    if file is not None or profile is not None:
-        spec, _ = pin.look(options.build(file, {} if file is not None else {"recipe": "smoke"}, profile))
+    if (file, image, profile) != (None, None, None):
+        values = options.parse(None, image=image, recipe=None if file is not None else "smoke")
+        spec, _ = pin.look(options.build(file, values, profile))
     found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context, host=host))
     if as_json:
         show([item.plain() for item in found])

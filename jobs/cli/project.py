@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -21,4 +22,4 @@ def init(
 
     files = create(folder, "recipe" if recipe else "loop", name)
     say(f"{folder}: {', '.join(files)}")
-    say(f"Now: cd {folder} && make train && make test")
+    say(f"Now: cd {shlex.quote(str(folder))} && make train && make test")

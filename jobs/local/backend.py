@@ -166,11 +166,11 @@ class LocalBackend(Backend):
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
         if cancelled:
-            return answer(
-                "cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled", code
-            )
+            # Without a reason no run has said so: the signal came before its ranks, or it keeps no state.
+            saved = code == contract.EXIT_PREEMPTED and reason
+            return answer("cancelled", "cancelled; the state is saved" if saved else "cancelled", code)
         if code == contract.EXIT_PREEMPTED:
-            return answer("preempted", reason or "saved; submit it again to resume", code)
+            return answer("preempted", reason or "submit it again to resume", code)
         last = self._last_line(folder)
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 

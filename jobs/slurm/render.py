@@ -211,10 +211,10 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         *([f"# its code: {checked_path(PurePosixPath(code_folder(spec, place)))}"] if spec.code is not None else []),
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
-        "restarts=${SLURM_RESTART_COUNT:-0}",
-        "job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
-        f"output={folder}/${{SLURM_JOB_ID}}_batch.out",
-        'begun=$(stat -c %s "$output" || echo 0)',
+        "lockstep_restarts=${SLURM_RESTART_COUNT:-0}",
+        "lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
+        f"lockstep_output={folder}/${{SLURM_JOB_ID}}_batch.out",
+        'lockstep_begun=$(stat -c %s "$lockstep_output" || echo 0)',
         # What an outer launcher may have set is not this job's.
         "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
     ]
@@ -225,22 +225,24 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         if value is not None and name not in spec.env:
             lines.append(f"export {name}={shlex.quote(value)}")
     lines += [f"module load {shlex.quote(name)}" for name in slurm(spec).modules]
-    return lines + list(slurm(spec).setup)
+    lines += slurm(spec).setup
+    # Such a line may have set -e: the script would end with srun, and ask for no requeue.
+    return [*lines, "set +e +u"] if slurm(spec).modules or slurm(spec).setup else lines
 
 
 def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
-    note = f"{folder}/${{job}}"
+    note = f"{folder}/${{lockstep_job}}"
     return [
-        "code=$?",
-        "again=no",
+        "lockstep_code=$?",
+        "lockstep_again=no",
         "# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.",
-        f'[ -e "{note}_requeue_$restarts" ] && again=yes',
-        f'saved=$(ls "{note}"_saved_* 2>/dev/null | wc -l)',
+        f'[ -e "{note}_requeue_$lockstep_restarts" ] && lockstep_again=yes',
+        f'lockstep_saved=$(ls "{note}"_saved_* 2>/dev/null | wc -l)',
         "# The signal came while a task was being started, before anything could hold it back. Nothing is lost.",
-        f'tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && '
-        f'[ $((restarts - saved)) -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && again=yes',
-        'if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi',
-        "exit $code",
+        f'tail -c "+$((lockstep_begun + 1))" "$lockstep_output" | grep -q "User defined signal 2" && '
+        f'[ $((lockstep_restarts - lockstep_saved)) -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && lockstep_again=yes',
+        'if [ $lockstep_code != 0 ] && [ $lockstep_again = yes ]; then scontrol requeue "$lockstep_job" && sleep 120; fi',
+        "exit $lockstep_code",
     ]
 
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from jobs.manifest import merge
 from training.config import settings
 
 M = TypeVar("M", bound=BaseModel)
@@ -23,13 +22,26 @@ def load(model: type[M], path: Path, assignments: dict[str, Any], below: dict[st
         UserError: with the line of the mistake.
     """
     text = settings.read_text(path)
-    values = merge(below, settings.mapping(text, str(path)))
+    values = _over(below, settings.mapping(text, str(path)))
     for name, value in assignments.items():
         place(values, name, value)
     lines = settings.lines_of(text)
     found = settings.build(model, values, str(path), lines=lines)
     at = lines.get(("overrides",)) or lines.get(("recipe",))
     return found, f"{path}, line {at}" if at else str(path)
+
+
+def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` over `below`. null takes away what stands below; where nothing does, it is a value: a patch removes with it."""
+    result = dict(below)
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            result[name] = _over(below[name], value)
+        elif value is None and below.get(name) is not None:
+            del result[name]
+        else:
+            result[name] = value
+    return result
 
 
 def place(values: dict[str, Any], name: str, value: Any) -> None:

@@ -171,7 +171,8 @@ class _JobSpec(Section):
         if both:
             raise ValueError(f"{both[0]} is in env and in secrets: keep one")
         paths = [volume.path.rstrip("/") or "/" for volume in self.volumes]
-        taken = [path for path in [*paths, (self.run_dir or "").rstrip("/")] if path in RESERVED]
+        run_dir = self.run_dir.rstrip("/") or "/" if self.run_dir else None
+        taken = [path for path in (*paths, run_dir) if path in RESERVED]
         if taken:
             raise ValueError(f"{taken[0]} is mounted already: choose another path for volumes and run_dir")
         if len(set(paths)) < len(paths):
@@ -320,7 +321,7 @@ class _JobSpec(Section):
         """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
         try:
             if self.command is not None:
-                own.check_words(self.assignments())
+                own.check_overrides(self.assignments())
             elif self.config() is None and self.shards is not None:
                 raise UserError(
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jobs.spec.model import JobSpec
 from training.config import settings
 from training.contract import UserError
 
@@ -36,8 +37,11 @@ def load(name: str) -> dict[str, Any]:
             where = ", ".join(str(folder) for folder in places())
             raise UserError(f"there is no profile {name!r} in {where}{settings.nearest(name, known)}")
         path = found[0]
-    values = settings.read_yaml(path)
+    text = settings.read_text(path)
+    values = settings.mapping(text, str(path))
     unknown = [key for key in values if key not in ALLOWED]
     if unknown:
         raise UserError(f"{path}: a profile holds {', '.join(ALLOWED)}; {unknown[0]!r} belongs in the job")
+    # By itself: a mistake that is found in the whole job would be looked for in the job's file.
+    settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), lines=settings.lines_of(text))
     return values

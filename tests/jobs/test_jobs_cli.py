@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from jobs.cli.names import teller
 from jobs.status import Status
 from tests.imports import SHARED, modules
 from tests.jobs import helpers
-from tests.processes import started
+from tests.processes import PYTHON, Result, clean_env, run, started
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,8 +290,8 @@ def test_answers_come_at_once(tmp_path: Path) -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(5):
-        for name, run in runs.items():
-            times[name].append(cpu_seconds(run))
+        for name, each in runs.items():
+            times[name].append(cpu_seconds(each))
     took = {name: min(found) for name, found in times.items()}
     print(took)
     assert took["help"] <= 2 * took["libraries"] and took["render"] <= 4.2 * took["libraries"], took
@@ -359,3 +360,44 @@ def test_doctor_checks_what_it_can_without_a_cluster(tmp_path: Path) -> None:
     told = helpers.lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json", KUBECONFIG=str(tmp_path / "none"))
     found = {check["name"]: check["result"] for check in json.loads(told.stdout)}
     assert told.returncode == 1 and found.pop("cluster") == "missing" and "missing" in found.values(), told
+
+
+def test_doctor_checks_the_image_that_submit_is_given(tmp_path: Path) -> None:
+    """Beside a job file that names another one."""
+    (tmp_path / "job.yaml").write_text("name: mine\nrecipe: smoke\nimage: registry.example/a:1\n")
+    for image, told_of in (("registry.example/b:2", ["b:2"]), (f"registry.example/b@sha256:{'0' * 64}", [])):
+        words = ("doctor", "k8s", "job.yaml", "--image", image, "--json")
+        told = helpers.lockstep(tmp_path, *words, KUBECONFIG=str(tmp_path / "none"))
+        assert "a:1" not in told.stdout and [one for one in ("b:2",) if one in told.stdout] == told_of, told
+
+
+_MAIN = "from jobs.cli.main import main; main()"
+
+
+def _typed(*words: str, stdout: int) -> tuple[int, str]:
+    done = subprocess.run(
+        [PYTHON, "-c", _MAIN, *words], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60,
+        env=clean_env(),
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_who_reads_the_answer_has_left() -> None:
+    """As under `| head`: not 1, which says that a job has failed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert _typed("schema", stdout=writer) == (128 + signal.SIGPIPE, "")
+    os.close(writer)
+
+
+def test_what_the_answer_is_written_to_is_full() -> None:
+    with open("/dev/full", "wb") as full:
+        code, said = _typed("schema", stdout=full.fileno())
+    assert (code, said) == (2, "error: the answer could not be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("words", ["list local", "settings", "schema"])
+def test_standard_output_is_closed(words: str, tmp_path: Path) -> None:
+    env = clean_env(LOCKSTEP_HOME=str(tmp_path))
+    done = run(["sh", "-c", f"{PYTHON} -c '{_MAIN}' {words} >&-"], env, 60, tmp_path)
+    assert done == Result(0, "", done.error), done

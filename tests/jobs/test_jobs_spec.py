@@ -39,6 +39,10 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
         ),
         ("name: a\nrecipe: smoke\nname: b\n", "line 3: key 'name' twice"),
         ("name: a\nrecipe: smoke\nnodes: two\n", "line 3: nodes must be a whole number, got 'two'"),
+        ("name: a\nrecipe: smoke\nnodez:\n", "line 3: unknown setting 'nodez'; did you mean 'nodes'?"),
+        ("name: a\nrecipe: smoke\noverrides: {epochz: null}\n", "unknown setting 'epochz'; did you mean 'epochs'?"),
+        ("name: a\nrecipe: smoke\nenv:\n  A:\n", "line 4: env.A must be text"),
+        ("name: a\nrecipe: smoke\nrun_dir: /\n", "/ is mounted already: choose another path for volumes and run_dir"),
         ("name: a\n", "give exactly one of recipe and command"),
         ("- a\n", "expected a mapping"),
         ("name: &x a\nrecipe: *x\n", "aliases are not allowed"),
@@ -51,6 +55,21 @@ def test_mistakes_name_the_line_and_the_nearest_name(tmp_path: Path, text: str, 
         JobSpec.load(path)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_null_in_a_file_is_a_value(tmp_path: Path) -> None:
+    """As with --set. It takes away what a profile says, and where there is no profile, a default or a rendered field."""
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: a\nrecipe: bag_of_tricks\noverrides: {global_batch_size: null, batch_size: 64}\n"
+        "slurm: {account: null, qos: q}\nenv: {A: null, B: b}\n"
+        "k8s: {run_as_user: null, fs_group: null, patch: {spec: {runPolicy: {activeDeadlineSeconds: null}}}}\n"
+    )
+    spec = JobSpec.load(path, below={"slurm": {"account": "ours", "partition": "p"}, "env": {"A": "a"}})
+    assert spec.overrides == {"global_batch_size": None, "batch_size": 64}
+    assert (spec.slurm.account, spec.slurm.qos, spec.slurm.partition, spec.env) == (None, "q", "p", {"B": "b"})
+    assert (spec.k8s.run_as_user, spec.k8s.fs_group) == (None, None)
+    assert spec.k8s.patch == {"spec": {"runPolicy": {"activeDeadlineSeconds": None}}}
 
 
 def test_set_reads_as_that_of_a_recipe() -> None:

@@ -175,6 +175,11 @@ def test_profiles_lie_below_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "bad.yaml").write_text("recipe: smoke\n")
     with pytest.raises(UserError, match="'recipe' belongs in the job"):
         profiles.load("bad")
+    (tmp_path / "bad.yaml").write_text("cpus: 2\nslurm:\n  partitoin: x\n")
+    with pytest.raises(
+        UserError, match=r"bad\.yaml, line 3: unknown setting 'slurm\.partitoin'; did you mean 'partition'"
+    ):
+        options.build(tmp_path / "job.yaml", {}, "bad")
 
 
 def test_the_profiles_are_sound() -> None:
@@ -197,7 +202,7 @@ def test_sweeps() -> None:
     for texts, message in (
         (["lr"], "takes NAME=VALUE"), (["lr="], "takes NAME=VALUE"), (["lr=0.1", "lr=0.2"], "is given twice"),
         (["lr=[1"], "--sweep lr, line 1: expected"), (["lrr=1,2"], "unknown setting 'lrr'; did you mean 'lr'"),
-        (["lr=fast,slow"], "must be a number"),
+        (["lr=fast,slow"], "must be a number"), (["lr=0.1,0.2,0.1"], "--sweep lr has 0.1 twice"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             sweep.expand(spec, sweep.parse(texts))

@@ -79,7 +79,14 @@ def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
     changed = time.time()
     bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "admincomment=here")
     state = bench.cluster.folder / "state/job_state"
-    poll(lambda: state.exists() and state.stat().st_mtime >= changed, 30, "the controller's state on the disk")
+
+    def written() -> bool:
+        try:
+            return state.stat().st_mtime >= changed
+        except FileNotFoundError:  # also for the moment in which the controller puts a new file in its place
+            return False
+
+    poll(written, 30, "the controller's state on the disk")
     bench.cluster.node("stop", "ctl")
     try:
         told = bench.backend.wait("headless", 0)
@@ -114,7 +121,9 @@ def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytes
     which = '"${SLURM_PROCID}"' if struck == "every task" else "1"
     first = f'[ "${{SLURM_RESTART_COUNT:-0}}" != 0 ] || [ "${{SLURM_PROCID}}" != {which} ] || kill -USR2 $$'
     _stand_in(bench, monkeypatch, first)
-    slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
+    # What stands in a setup line does not reach the lines of the script that ask.
+    setup = ["set -eu", "job=mine output=/nowhere restarts=9 begun=x"]
+    slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON, "setup": setup}
     bench.backend.submit(bench.command("struck", "print('through')", max_restarts=1, slurm=slurm))
     found = bench.wait("struck")
     assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found

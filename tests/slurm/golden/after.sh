@@ -23,15 +23,16 @@
 # setup
 # each task: ["run", "bag_of_tricks", "--run-dir", "/shared/runs/big", "--log-format", "json", "--set", "preempt.grace_seconds=60", "data.shards=/shared/shards/cifar10", "device=cuda"]
 [ -O /shared/lockstep/slurm/big/submitit ] && [[ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" == *00 ]] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
-restarts=${SLURM_RESTART_COUNT:-0}
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-output=/shared/lockstep/slurm/big/submitit/${SLURM_JOB_ID}_batch.out
-begun=$(stat -c %s "$output" || echo 0)
+lockstep_restarts=${SLURM_RESTART_COUNT:-0}
+lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+lockstep_output=/shared/lockstep/slurm/big/submitit/${SLURM_JOB_ID}_batch.out
+lockstep_begun=$(stat -c %s "$lockstep_output" || echo 0)
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
 export NCCL_SOCKET_IFNAME=ib0
 export GLOO_SOCKET_IFNAME=ib0
 module load cuda/12.4
 ulimit -l unlimited
+set +e +u
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -39,12 +40,12 @@ srun --unbuffered --output /shared/lockstep/slurm/big/submitit/%j_%t_log.out --c
 
 
 # teardown
-code=$?
-again=no
+lockstep_code=$?
+lockstep_again=no
 # A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.
-[ -e "/shared/lockstep/slurm/big/submitit/${job}_requeue_$restarts" ] && again=yes
-saved=$(ls "/shared/lockstep/slurm/big/submitit/${job}"_saved_* 2>/dev/null | wc -l)
+[ -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_requeue_$lockstep_restarts" ] && lockstep_again=yes
+lockstep_saved=$(ls "/shared/lockstep/slurm/big/submitit/${lockstep_job}"_saved_* 2>/dev/null | wc -l)
 # The signal came while a task was being started, before anything could hold it back. Nothing is lost.
-tail -c "+$((begun + 1))" "$output" | grep -q "User defined signal 2" && [ $((restarts - saved)) -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${job}_cancelled" ] && again=yes
-if [ $code != 0 ] && [ $again = yes ]; then scontrol requeue "$job" && sleep 120; fi
-exit $code
+tail -c "+$((lockstep_begun + 1))" "$lockstep_output" | grep -q "User defined signal 2" && [ $((lockstep_restarts - lockstep_saved)) -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_cancelled" ] && lockstep_again=yes
+if [ $lockstep_code != 0 ] && [ $lockstep_again = yes ]; then scontrol requeue "$lockstep_job" && sleep 120; fi
+exit $lockstep_code
