@@ -85,7 +85,7 @@ def started(
     """A process that is killed at the end with all that it has started. `stderr=subprocess.PIPE` keeps its streams apart."""
     process = subprocess.Popen(
         command, env=env or clean_env(), cwd=cwd, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=stderr, preexec_fn=_hear_of_the_terminal,
+        stdout=subprocess.PIPE, stderr=stderr, preexec_fn=hear_of_the_terminal,
     )  # fmt: skip
     try:
         yield process
@@ -96,9 +96,10 @@ def started(
             stream.close()
 
 
-def _hear_of_the_terminal() -> None:
-    """The tests may run under nohup, whose ignored HUP a program would inherit."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def hear_of_the_terminal() -> None:
+    """The tests may run under nohup, or in the background of a script: a program would inherit that HUP or INT is ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _kill_family(pid: int) -> None:

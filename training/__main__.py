@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from training import extras
-from training.cli import COMMANDS, PROGRAM, Parser
+from training.cli import COMMANDS, PROGRAM, Parser, add_set
 from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, rank_of
 from training.files import keep_out_others, publish
 from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
@@ -34,7 +34,7 @@ _APART = {
     "launch": "launch.agent", "collectives": "exercises.collectives", "toy": "exercises.toy", "bench": "exercises.bench",
     "doctor": "doctor.command",
 }  # fmt: skip
-"""Commands with words of their own: the module that has their `main(argv)`."""
+"""Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"
 
 
@@ -103,10 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") -> None:
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
-        help=f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)",
-    )  # fmt: skip
+    add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -122,10 +119,10 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     try:
         config = configuration.load(args.recipe, assignments)
     except UserError as error:
-        error.shared = True  # every rank reads the same words
+        error.shared = True  # every rank has the same arguments
         raise
 
-    from training.resilience.preempt import Signals  # imports torch: only once the words are known to be right
+    from training.resilience.preempt import Signals  # imports torch: only when the arguments are known to be valid
 
     signals = Signals(config.preempt.signals, meeting=True)
     from training.parallel import world
@@ -136,12 +133,12 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     try:
         with world.joined(me, config.device, config.collective_timeout) as joined:
             signals.meeting = False
-            # A launcher restarts the ranks with the same words: fresh is meant once.
+            # A launcher restarts the ranks with the same arguments: --fresh applies to the first start only.
             restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
             fresh = args.fresh_once or (args.fresh and not restarted)
             return recipe.train(config, joined, run_dir, fresh, signals, _BEGAN)
     finally:
-        signals.restore()
+        signals.ignore()  # until the process is gone: the default would end it by a signal, with another exit code
 
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
@@ -208,15 +205,15 @@ def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa:
         print(json.dumps(settings.json_schema(configuration.Config), indent=1))
         return EXIT_DONE
     chosen = settings.flatten(configuration.load(args.recipe, args.assignments)) if args.recipe else {}
-    for name, kind, default, text in settings.documentation(configuration.Config):
+    for name, type_name, default, text in settings.documentation(configuration.Config):
         value = chosen.get(name, default)
         note = "" if value == default else f", default {default!r}"
-        print(f"{name} = {value!r}  ({kind}{note})\n    {text}")
+        print(f"{name} = {value!r}  ({type_name}{note})\n    {text}")
     return EXIT_DONE
 
 
 def _command(argv: list[str]) -> list[str]:
-    """The command and its words, without what torch.distributed.launch puts before them."""
+    """The command and its arguments, without what torch.distributed.launch puts before them."""
     return argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
 
 
@@ -229,10 +226,10 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         check_words(argv)
         keep_out_others()
         with extras.explained():
-            command, *words = _command(argv) or [""]
+            command, *arguments = _command(argv) or [""]
             if command in _APART:
                 with signals_held_back() if command == "launch" else contextlib.nullcontext():
-                    return int(importlib.import_module(f"training.{_APART[command]}").main(words))
+                    return int(importlib.import_module(f"training.{_APART[command]}").main(arguments))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)
@@ -259,7 +256,7 @@ if __name__ == "__main__":
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):  # None where it is closed
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
-    if _command(sys.argv[1:])[:1] == ["run"]:  # until `Signals` catches them, and again when it no longer does
+    if _command(sys.argv[1:])[:1] == ["run"]:  # until `Signals` catches them
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         leave(main())

@@ -1,4 +1,4 @@
-"""The commands of `python -m training`, which `lockstep` has too, and how they read their words. Imports no torch.
+"""The commands of `python -m training`, which `lockstep` has too, and the parser of their arguments. Imports no torch.
 
 Usage errors are one line, like every other error that a person can mend.
 """
@@ -38,6 +38,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """The option `--set NAME=VALUE …`, which may be given again; its help is `help_text`."""
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments", help=help_text
+    )
+
+
 def about(docstring: str | None) -> str:
     """What the first paragraph of a command's module says, without how it is called: that is in the usage line."""
     first = re.sub(r"^(python -m training|lockstep) [^:]*: ", "", (docstring or "").partition("\n\n")[0])
@@ -57,7 +64,7 @@ def several(text: str) -> list[int]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder of `--out`, and sees that files can be written there: before what goes in takes its time.
+    """Makes the folder of `--out`, and checks that files can be written there, before the long work begins.
 
     Raises:
         UserError: it cannot be made, or nothing can be written in it.

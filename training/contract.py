@@ -38,7 +38,7 @@ ENV_PROGRAM = "LOCKSTEP_PROGRAM"
 ENV_JOB = "LOCKSTEP_JOB"
 """Identity of the submitted job that the ranks belong to; the run's status.json carries it."""
 ENV_CODE = "LOCKSTEP_CODE"
-"""Identity of the code of one's own that the ranks run; run.yaml records it."""
+"""Identity of the user's own code that the ranks run; run.yaml records it."""
 ENV_SESSION = "LOCKSTEP_SESSION"
 """What a job hands the `Session` of its program (`training.launch.handed`)."""
 ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
@@ -85,14 +85,14 @@ def _visible(letter: str) -> str:
 
 
 def rank_of(env: Mapping[str, str]) -> str:
-    """The rank that the launcher has given this process, for who says what all ranks know; `world.detect` checks it."""
+    """The rank that the launcher gave this process, to choose the rank that prints. `world.detect` checks the value."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     return next((env[name] for name in names if name in env), "0")
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends a program with one line and exit code 2 where its user can mend what is wrong."""
+    """Ends a program with one line and exit code 2 on a `UserError`, which its user can correct."""
     try:
         yield
     except UserError as error:
@@ -106,20 +106,20 @@ def search_path(env: Mapping[str, str]) -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Raises `UserError` for a word of the command line that is not UTF-8: no file of a run could hold it."""
-    for word in words:
+def check_words(arguments: Sequence[str]) -> None:
+    """Raises `UserError` for a command-line argument that is not UTF-8: it could not be written to the run's files."""
+    for argument in arguments:
         try:
-            word.encode()
+            argument.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{word!r} is not UTF-8: give the file or folder another name") from None
+            raise UserError(f"{argument!r} is not UTF-8: give the file or folder another name") from None
 
 
 class UserError(Exception):
     """Something that the person who started the run can mend. Ends the process with exit code 2.
 
-    The message is one line: what was found, what was expected, what to do. `shared` says that every rank has the same
-    one, so that rank 0 alone prints it.
+    The message is one line: what is wrong, what was expected, what to do. `shared`: every rank has the same error, so only
+    rank 0 prints it.
     """
 
     shared = False

@@ -34,7 +34,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def obstacle(config: Config, state: TrainState) -> str | None:
-    """What keeps the steps of this run from being recorded; None where nothing does."""
+    """Why the steps of this run cannot be recorded; None if they can."""
     if state.world.device.type != "cuda":
         return "there is no GPU"
     if not state.sync.capturable:
@@ -99,7 +99,7 @@ class CapturedTrainer(Trainer):
     on all ranks, and no second recording can take the memory of the first.
 
     Args:
-        say: told once, in a sentence, when recording failed.
+        say: called once, with a sentence, if the recording fails.
         record: what records a body; CUDA graphs where None.
     """
 

@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: which package comes with which, and what to tell who lacks one.
+"""The extras of pyproject.toml: which package comes with which extra, and the error message for a missing one.
 
 Standard library only. A command imports such a package where it needs it; dispatching alone needs none.
 """

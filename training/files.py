@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 
 def keep_out_others() -> None:
-    """Whatever this process and its children write, not everybody may change: folders 0775, files 0664, less the umask."""
+    """Sets the umask, so that other users cannot change what this process and its children write: folders 0775, files 0664."""
     os.umask(os.umask(0o022) | 0o002)
 
 
@@ -59,7 +59,7 @@ def write_durable(path: Path, data: bytes) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON that every parser reads: NaN and infinity, which it has no word for, are null."""
+    """JSON that every parser reads: NaN and infinity, which JSON does not have, become null."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -109,7 +109,7 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Replaces a file that others read while the run goes on. Whole at every time, but not forced to the disk.
+    """Replaces a file that others read while the run goes on. Readers always see a complete file. It is not forced to the disk.
 
     Raises `OSError`.
     """
@@ -118,7 +118,7 @@ def publish(path: Path, data: bytes) -> None:
 
 
 def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
-    """Removes the temporary files of `names` that a killed process left behind. Nobody else may be writing."""
+    """Removes the temporary files of `names` that a killed process left behind. No other process may be writing."""
     for name in names:
         for path in directory.glob(f".{name}.*"):
             path.unlink(missing_ok=True)

@@ -52,8 +52,8 @@ def seal(value: dict[str, Any]) -> str:
 
 def difference(path: Path, sha256: str, size: int | None = None) -> str | None:
     """In what a file is not as its manifest says; None: it is. Raises `OSError` where it cannot be read."""
-    if size is not None and (found := path.stat().st_size) != size:
-        return f"has {found} bytes, expected {size}"
+    if size is not None and (actual := path.stat().st_size) != size:
+        return f"has {actual} bytes, expected {size}"
     if (digest := files.sha256(path)) != sha256:
         return f"has sha256 {digest[:12]}…, its manifest says {sha256[:12]}…"
     return None

@@ -49,7 +49,7 @@ class Trainer:
         self.checks_gradient = config.nonfinite != "ignore" or state.scaler is not None
         """Whether each gradient is looked at before it moves a weight."""
         self.grad_norm: torch.Tensor | None = None
-        """Norm of the last step's gradient before clipping, on the device; None where nobody asked for it."""
+        """Norm of the last step's gradient before clipping, on the device; None if it was not computed."""
 
     def train(self, attempt: RecipeAttempt) -> None:
         """Trains to the end of the last epoch. Raises `Ended` where the run ends before that.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.processes import PYTHON, run
-from tests.warm.gang import python
+from tests.warm.gang import python, running
 
 FINDS = """
 import json, os, signal, sys
@@ -56,3 +58,13 @@ def test_a_forked_process_ends_as_one_from_a_shell_does(how: str, tmp_path: Path
     expected, program = ENDS[how]
     code, output = _both(program, tmp_path)
     assert code == expected and output.endswith("last words\n"), output
+
+
+def test_the_last_rank_s_failure_ends_the_others_and_waiting_costs_no_time() -> None:
+    words = [["-c", "import time; time.sleep(60)"], ["-c", "raise SystemExit(2)"]]
+    before = time.process_time()
+    with running(words) as gang:
+        began = time.monotonic()
+        assert gang.wait(50).code == 2 and gang.processes[0].returncode == -signal.SIGTERM
+        assert time.monotonic() - began < 40
+    assert time.process_time() - before < 2, "it waits for the ranks, and asks them not again and again"

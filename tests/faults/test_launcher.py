@@ -105,6 +105,17 @@ def test_who_was_killed_is_said() -> None:
     assert deaths(result, signal.SIGTERM) == [
         "rank 1 was ended by SIGKILL, by hand or because the memory was used up", "rank 3 was ended by SIGSEGV",
     ]  # fmt: skip
+    assert deaths(result, None, [0, 3], ours=False) == ["rank 0 ended with exit code 1", "rank 3 was ended by SIGSEGV"]
+
+
+def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> None:
+    program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(9); time.sleep(60)"
+    words = ["launch", "--ranks", "2", "--max-restarts", "1", "--", PYTHON, "-c", program]
+    done = run([PYTHON, "-m", "training", *words], clean_env())
+    assert done.code == 1 and [line for line in done.output.splitlines() if line.startswith("launch: ")] == [
+        "launch: rank 1 ended with exit code 9", "launch: all ranks start again; restarts left after that: 0",
+        "launch: rank 1 ended with exit code 9",
+    ], done.output  # fmt: skip
 
 
 def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Undisturbed) -> None:
@@ -142,6 +153,14 @@ def test_the_launcher_runs_any_program_and_prefixes_its_lines() -> None:
     done = run([PYTHON, "-m", "training", "launch", "--ranks", "3", "--", PYTHON, "-c", script], clean_env())
     assert done.code == 0, done.output
     assert sorted(done.output.splitlines()) == [f"[rank {rank}] I am {rank} of 3" for rank in range(3)]
+
+
+def test_the_words_of_a_program_reach_it_as_they_are_written() -> None:
+    words = ["$$", "$local_rank", "${local_rank}x", "a$$b", "$", "${", "100 %", "{0}", "a b", ""]
+    script = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    command = ["launch", "--ranks", "1", "--no-prefix", "--", PYTHON, "-c", script, *words]
+    done = run([PYTHON, "-m", "training", *command], clean_env())
+    assert done.code == 0 and json.loads(done.output) == words, done.output
 
 
 def _blocks_term(pid: int) -> bool:

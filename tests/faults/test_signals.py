@@ -89,6 +89,14 @@ def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
     assert launcher.returncode == 0 and job.steps()[0] == FINAL, output
 
 
+def test_a_signal_after_the_one_that_ended_the_run_leaves_its_exit_code(job: Job) -> None:
+    """To a rank that has saved and is about to leave: launchers and clusters send the same one again."""
+    job.ranks = 1
+    done = job.go(LOCKSTEP_TEST_FATE="0:5:TWICE")
+    assert done.code == 75, done
+    _preempted(job)
+
+
 def test_a_disk_that_hangs_keeps_a_rank_no_longer_than_its_grace(job: Job, undisturbed: Undisturbed) -> None:
     """The second save waits for the first, which never ends; the checkpoint before them is what is gone on from."""
     job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]

@@ -41,6 +41,18 @@ class OwnJob:
         return leaves(store.load(store.candidates(self.run_dir / "checkpoints")[0]))
 
 
+def script(ranks: int, code: str, run_dir: Path, *words: str) -> Result:
+    """One start of a script that stands in a test, on forked ranks."""
+    with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
+        return started.wait(90)
+
+
+def shared(run_dir: Path) -> dict[str, Any]:
+    """What the ranks share in the newest checkpoint: `model`, `average`, `optimizer`, …"""
+    found: dict[str, Any] = store.load(store.candidates(run_dir / "checkpoints")[0])["shared"]
+    return found
+
+
 def leaves(tree: Any, place: str = "") -> dict[str, torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return {place: tree}

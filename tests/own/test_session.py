@@ -14,11 +14,10 @@ import yaml
 
 from tests.events import events
 from tests.nets import DyingPlain
-from tests.own.job import OwnJob
+from tests.own.job import OwnJob, script, shared
 from tests.processes import ROOT, Result
 from tests.ranks import gang
 from tests.warm.gang import python, running
-from training.checkpoint import store
 
 EXACT = ("ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "fsdp")
 COUNT, BATCH = 190, 41
@@ -26,8 +25,11 @@ COUNT, BATCH = 190, 41
 
 
 @functools.cache
-def plain() -> dict[str, torch.Tensor]:
-    """`loop.py` as anybody would write it in one process, without us. The weights after three epochs."""
+def plain(hard: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """`loop.py` as anybody would write it in one process, without us: the weights after three epochs, and their average.
+
+    `hard` is LOOP_HARD, over whole batches.
+    """
     from tests.own import loop
 
     state = torch.get_rng_state()
@@ -35,16 +37,25 @@ def plain() -> dict[str, torch.Tensor]:
     try:
         torch.manual_seed(3)
         data = loop.Noisy()
-        model = DyingPlain()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
+        model = loop.Two(DyingPlain()) if hard else DyingPlain()
+        average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        body = torch.optim.SGD((model.body if hard else model).parameters(), lr=0.05, momentum=0.9)
+        optimizers = [body, torch.optim.Adam([model.bias], lr=0.01)] if hard else [body]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(body, 0.1, total_steps=1000)
+        steps = 0
         for _ in range(3):
             for batch in torch.randperm(COUNT).split(BATCH):
-                optimizer.zero_grad()
+                model.zero_grad()
                 F.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
-                optimizer.step()
+                if hard:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for optimizer in optimizers:
+                    optimizer.step()
                 schedule.step()
-        return dict(model.named_parameters())
+                if (steps := steps + 1) % 3 == 0:
+                    for name, parameter in model.named_parameters():
+                        average[name].lerp_(parameter.detach(), 1 - 0.9**3)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}, average
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_rng_state(state)
@@ -56,16 +67,16 @@ def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path, sync: str, rank
     job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
     done = job.go()
     assert done.code == 0, done.output
-    found = store.load(store.candidates(job.run_dir / "checkpoints")[0])["shared"]["model"]
-    for name, expected in plain().items():
-        torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-10)
+    found = shared(job.run_dir)["model"]
+    for name, expected in plain()[0].items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
 
 
 def test_parts_in_bfloat16_stay_near(tmp_path: Path) -> None:
     job = OwnJob(tmp_path / "run", 3, "part", "sync.name=bf16_compress", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
     assert job.go().code == 0
-    found = store.load(store.candidates(job.run_dir / "checkpoints")[0])["shared"]["model"]
-    apart = max(float((found[name] - expected.detach()).abs().max()) for name, expected in plain().items())
+    found = shared(job.run_dir)["model"]
+    apart = max(float((found[name] - expected).abs().max()) for name, expected in plain()[0].items())
     assert 0 < apart < 0.02
 
 
@@ -91,11 +102,11 @@ with Session(sys.argv[1], sync="flat") as run:
             run.step(F.cross_entropy(model(data.images[own]), data.labels[own]), samples=len(own))
             schedule.step()
 """
-    done = _script(2, code, tmp_path / "run")
+    done = script(2, code, tmp_path / "run")
     assert done.code == 0, done.output
-    found = store.load(store.candidates(tmp_path / "run/checkpoints")[0])["shared"]["model"]
-    for name, expected in plain().items():
-        torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-10)
+    found = shared(tmp_path / "run")["model"]
+    for name, expected in plain()[0].items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -107,44 +118,11 @@ def test_micro_batches_clipping_two_optimizers_and_the_average_are_those_of_the_
     job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", **variables)
     done = job.go()
     assert done.code == 0, done.output
-    found = store.load(store.candidates(job.run_dir / "checkpoints")[0])["shared"]
-    model, average = plain_and_hard()
+    found = shared(job.run_dir)
+    model, average = plain(hard=True)
     for name, expected in model.items():
         torch.testing.assert_close(found["model"][name], expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(found["average"][name], average[name], rtol=0, atol=1e-10)
-
-
-@functools.cache
-def plain_and_hard() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The same with LOOP_HARD, over whole batches: the weights, and their average."""
-    from tests.own import loop
-
-    state = torch.get_rng_state()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(3)
-        data = loop.Noisy()
-        model = loop.Two(DyingPlain())
-        average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        body = torch.optim.SGD(model.body.parameters(), lr=0.05, momentum=0.9)
-        bias = torch.optim.Adam([model.bias], lr=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(body, 0.1, total_steps=1000)
-        steps = 0
-        for _ in range(3):
-            for batch in torch.randperm(COUNT).split(BATCH):
-                model.zero_grad()
-                F.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                body.step()
-                bias.step()
-                schedule.step()
-                if (steps := steps + 1) % 3 == 0:
-                    for name, parameter in model.named_parameters():
-                        average[name].lerp_(parameter.detach(), 1 - 0.9**3)
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}, average
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_rng_state(state)
 
 
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path) -> None:
@@ -160,7 +138,7 @@ with Session(sys.argv[1]) as run:
             run.step(model(batch[0]).square().mean())
             time.sleep(0.05 * run.rank)
 """
-    done = _script(2, code, tmp_path / "run")
+    done = script(2, code, tmp_path / "run")
     assert done.code == 0, done.output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 20 and summary["trained_seconds"] > 19 * 0.05
@@ -210,15 +188,20 @@ def step(run, model, batch, **more):
 """
 
 
-def _script(ranks: int, code: str, run_dir: Path, *words: str) -> Result:
-    with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
-        return started.wait(90)
-
-
 WRONG = {
     "no replicate": ("run.keep()", "RuntimeError: call replicate(model) first"),
-    "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError: keep() before optimizer()"),
-    "keep twice": ("make(run); run.keep(); run.keep()", "RuntimeError: keep() comes before keep(), and keep() is called once"),
+    "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError: there is no optimizer: call run.optimizer(…)"),
+    "keep twice": ("make(run); run.keep(); run.keep()", "RuntimeError: keep() comes before the loop, and before keep()"),
+    "a class in place of a model": ("run.replicate(torch.nn.Linear)", "TypeError: replicate() takes a model, an instance of"),
+    "an optimizer that is made already": (
+        "m = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1))",
+        "TypeError: optimizer() takes a function that makes the optimizer",
+    ),
+    "the steps of a script without a Session": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n"
+        "        for x, y in run.batches(DATA, 16): F.cross_entropy(m(x), y).backward(); o.step()",
+        "RuntimeError: the epoch gave 2 batches, and no step was made: call run.step(loss)",
+    ),
     "no state": ("make(run); run.keep(x=3)", "TypeError: keep(x=…) is a int without state_dict()"),
     "a state that no file holds": (
         "make(run); run.keep(x=type('S', (), {'state_dict': lambda s: {'a': [1, object()]}, 'load_state_dict': print})())",
@@ -251,6 +234,10 @@ WRONG = {
         "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16): run.backward(m(x).sum())",
         "RuntimeError: a batch of run.batches() had a backward() and no update(): a global batch is one step.",
     ),
+    "no batches in a step": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([DATA[:8]], accumulate=0): pass",
+        "ValueError: accumulate is a number of batches from 1, got 0",
+    ),
     "no number": ("make(run); run.log(a='x')", "TypeError: log(a=…) takes a number, got str"),
     "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError: log(a b=…): a name has letters"),
     "no dataset": (
@@ -267,7 +254,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_meant_is_said(tmp_path: Path, name: str) -> None:
     lines, expected = WRONG[name]
-    done = _script(1, f"{SCRIPT}\nwith Session(sys.argv[1]) as run:\n    {lines}\n", tmp_path / "run")
+    done = script(1, f"{SCRIPT}\nwith Session(sys.argv[1]) as run:\n    {lines}\n", tmp_path / "run")
     assert expected in done.output, done.output
     user = expected.startswith("error:")
     assert done.code == (2 if user else 1)
@@ -276,10 +263,26 @@ def test_what_cannot_be_meant_is_said(tmp_path: Path, name: str) -> None:
     assert status["code"] == done.code
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path, own: bool) -> None:
+    """All begin with the same generators, so a shuffling DataLoader without a sampler gives them the same ones."""
+    lines = f"""
+from torch.utils.data import DataLoader, DistributedSampler
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    sampler = DistributedSampler(DATA) if {own} else None
+    loader = DataLoader(DATA, 8, sampler=sampler, shuffle=sampler is None)
+    for _ in run.epochs(2):
+        for b in run.iterate(loader): step(run, m, b, samples=len(b[1]))
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0 and done.output.count("all ranks were given the same batch") == (0 if own else 1), done.output
+
+
 @pytest.mark.parametrize("sync", ["zero1", "fsdp", "hooks", "horovod"])
 def test_a_strategy_that_takes_one_optimizer_says_so(tmp_path: Path, sync: str) -> None:
     lines = "make(run); run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), 'second')"
-    done = _script(1, f"{SCRIPT}\nwith Session(sys.argv[1], sync='{sync}') as run:\n    {lines}\n", tmp_path / "run")
+    done = script(1, f"{SCRIPT}\nwith Session(sys.argv[1], sync='{sync}') as run:\n    {lines}\n", tmp_path / "run")
     assert done.code == 2 and "Traceback" not in done.output, done.output
     assert f"error: sync.name={sync} takes one optimizer: use sync.name=flat or ddp for several" in done.output
 
@@ -299,7 +302,7 @@ with Session(sys.argv[1], *sys.argv[2:], config=CONFIG) as run:
 def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object) -> Result:
     values = {"CONFIG": {"width": 8}, "GLOBAL": 8, "STOP": 0, "CODE": 0, **changes}
     head = "\n".join(f"{name} = {value!r}" for name, value in values.items())
-    return _script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
+    return script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_a_terminal_that_is_closed_ends_with_75_every_time(tmp_path: Path) -> No
         assert json.loads((run_dir / "status.json").read_text())["code"] == 75
 
 
+def test_a_signal_after_the_one_that_ended_the_run_leaves_its_exit_code(tmp_path: Path) -> None:
+    alone = job(tmp_path / "run")
+    done = run([PYTHON, *alone.words], clean_env(**alone.variables, LOCKSTEP_TEST_FATE="0:9:TWICE"), 60)
+    assert done.code == 75, done
+
+
 def test_forked_loaders_hold_up_no_end(tmp_path: Path) -> None:
     """A loader's processes inherit what the signals were read from; the end does not wait for theirs."""
     code = """

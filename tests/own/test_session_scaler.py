@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.own.job import script, shared
 from tests.processes import Result
-from tests.warm.gang import running
-from training.checkpoint import store
 
 CODE = """
 import sys, torch, torch.nn.functional as F
@@ -47,18 +46,12 @@ with Session(run_dir, "checkpoint.every_steps=2", *words, config={"name": "scale
 """
 
 
-def script(run_dir: Path, scaled: str, fate: str, *words: str, ranks: int = 2) -> Result:
-    with running([["-c", CODE, str(run_dir), scaled, fate, *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
-        return started.wait(90)
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = store.load(store.candidates(run_dir / "checkpoints")[0])["shared"]["model"]
-    return found
+def train(run_dir: Path, scaled: str, fate: str, *words: str) -> Result:
+    return script(2, CODE, run_dir, scaled, fate, *words)
 
 
 def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = weights(one), weights(other)
+    mine, theirs = shared(one)["model"], shared(other)["model"]
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
@@ -66,37 +59,37 @@ def assert_same(one: Path, other: Path) -> None:
 def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(tmp_path: Path, sync: str) -> None:
     """All factors are powers of two: the weights are those without a scaler, which leaves out the same step."""
     name = f"sync.name={sync}"
-    plain = script(tmp_path / "plain", "plain", "1:7:INF", name, "nonfinite=skip")
+    plain = train(tmp_path / "plain", "plain", "1:7:INF", name, "nonfinite=skip")
     assert plain.code == 0, plain.output
-    done = script(tmp_path / "scaled", "scaled", "1:7:INF", name)
+    done = train(tmp_path / "scaled", "scaled", "1:7:INF", name)
     assert done.code == 0, done.output
     assert done.output.count("SCALE 1048576.0") == 2, done.output  # 2^16: doubled once, halved, doubled four times
     assert_same(tmp_path / "plain", tmp_path / "scaled")
 
 
 def test_the_scale_goes_on_where_it_was(tmp_path: Path) -> None:
-    assert script(tmp_path / "calm", "scaled", "0:99:NEVER").code == 0
-    left = script(tmp_path / "run", "scaled", "-1:13:LEAVE")
+    assert train(tmp_path / "calm", "scaled", "0:99:NEVER").code == 0
+    left = train(tmp_path / "run", "scaled", "-1:13:LEAVE")
     assert left.code == 0 and "SCALE" not in left.output, left.output
-    done = script(tmp_path / "run", "scaled", "0:99:NEVER")
+    done = train(tmp_path / "run", "scaled", "0:99:NEVER")
     assert done.code == 0 and "Resuming at step 13" in done.output, done.output
     assert_same(tmp_path / "calm", tmp_path / "run")
     assert "SCALE 4194304.0" in done.output, done.output
 
 
 def test_a_loss_that_is_nan_is_no_overflow(tmp_path: Path) -> None:
-    stopped = script(tmp_path / "stop", "scaled", "1:7:NAN")
+    stopped = train(tmp_path / "stop", "scaled", "1:7:NAN")
     assert stopped.code == 1 and "the run diverged at step 8: rank 1: loss is not finite" in stopped.output, (
         stopped.output
     )
-    skipped = script(tmp_path / "skip", "scaled", "1:7:NAN", "nonfinite=skip")
+    skipped = train(tmp_path / "skip", "scaled", "1:7:NAN", "nonfinite=skip")
     assert skipped.code == 0 and "left out step 8: rank 1: loss is not finite" in skipped.output, skipped.output
-    assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path / "skip").values())
+    assert all(bool(torch.isfinite(value).all()) for value in shared(tmp_path / "skip")["model"].values())
 
 
 def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
     """It was skipped to the end, and the run called complete."""
-    done = script(tmp_path / "run", "scaled", "1:3:EVER")
+    done = train(tmp_path / "run", "scaled", "1:3:EVER")
     assert done.code == 1 and "a gradient is not finite, though every loss is" in done.output, done.output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["code"] == 1 and 20 < status["step"] < 30, status

@@ -23,7 +23,7 @@ from training.contract import EXIT_DONE, SUMMARY_FILE, UserError
 from training.doctor import devices, speedrun
 from training.doctor.command import Table, main
 from training.doctor.outside import Ended, Program, in_processes
-from training.doctor.table import REHEARSAL, ROWS, Check, Found, Place
+from training.doctor.table import REHEARSAL, ROWS, Check, Outcome, Place
 from training.parallel.world import World
 
 PLAYED = """
@@ -50,9 +50,9 @@ for name in names:
 """
 
 
-def _rows(folder: Path, *names: str, bound: float = 30.0, left: float = 300.0) -> dict[str, Found]:
+def _rows(folder: Path, *names: str, bound: float = 30.0, left: float = 300.0) -> dict[str, Outcome]:
     """What becomes of these rows of one process, which plays what their names say."""
-    found: dict[str, Found] = {}
+    found: dict[str, Outcome] = {}
     script = folder / "played.py"
     script.write_text(PLAYED)
     program = Program((sys.executable, str(script)), 1, folder, folder)
@@ -125,7 +125,7 @@ def _told(folder: Path, name: str, out: Path | None) -> Table:
     """A table whose first row has found a GPU of that name, and measured something."""
     table = Table(Program((), 1, folder, folder), ROWS[:1], out, 300, io.StringIO())
     gpu = {"name": name, "capability": "9.0", "bytes": 1}
-    table.tell(ROWS[0], Found("ok", "seen", {"speed, GB/s": 3.0}, {"gpus": [gpu]}, 7.0))
+    table.tell(ROWS[0], Outcome("ok", "seen", {"speed, GB/s": 3.0}, {"gpus": [gpu]}, 7.0))
     return table
 
 
@@ -153,7 +153,7 @@ def test_a_first_row_that_failed_without_a_word_keeps_the_gpus_known(
 ) -> None:
     _call_gpus(monkeypatch, names)
     table = Table(Program((), 2, tmp_path, tmp_path), ROWS[:1], tmp_path, 300, io.StringIO())
-    table.tell(ROWS[0], Found("failed", "the driver is gone"))
+    table.tell(ROWS[0], Outcome("failed", "the driver is gone"))
     assert table.out == tmp_path / f"doctor-{file}-{time.strftime('%Y-%m-%d')}.json"
 
 
@@ -168,7 +168,7 @@ def test_a_rehearsal_is_known_where_its_first_row_failed(tmp_path: Path, monkeyp
     results = tmp_path / "benchmarks" / "results"
     table = Table(Program((), 2, tmp_path, tmp_path), ROWS[:1], results, 300, io.StringIO())
     with pytest.raises(UserError, match="a rehearsal is no result of a GPU"):
-        table.tell(ROWS[0], Found("failed", "it wrote nothing"))
+        table.tell(ROWS[0], Outcome("failed", "it wrote nothing"))
 
 
 @pytest.mark.parametrize(
@@ -204,19 +204,19 @@ class _Played(Program):
         return self.ended
 
 
-def _speedrun(folder: Path, rehearsal: bool = False, **played: object) -> Found:
+def _speedrun(folder: Path, rehearsal: bool = False, **played: object) -> Outcome:
     kind = type("Played", (_Played,), played)
     return speedrun.train(kind(("python", "-m", "training"), 4, folder, folder / "data", rehearsal), 100)
 
 
 def test_a_speedrun_is_judged_by_its_accuracy(tmp_path: Path) -> None:
     data = tmp_path / "data" / "cifar-10-batches-bin"
-    assert _speedrun(tmp_path) == Found("not tried", f"no CIFAR-10 below {tmp_path / 'data'} (--data-root)")
+    assert _speedrun(tmp_path) == Outcome("not tried", f"no CIFAR-10 below {tmp_path / 'data'} (--data-root)")
     data.mkdir(parents=True)
     (data / "test_batch.bin").touch()
     assert _speedrun(tmp_path, rehearsal=True).result == "not tried"
     good = _speedrun(tmp_path)
-    assert good == Found("ok", "accuracy 0.9400, at least 0.93", {"training, s": 2.5, "accuracy": 0.94})
+    assert good == Outcome("ok", "accuracy 0.9400, at least 0.93", {"training, s": 2.5, "accuracy": 0.94})
     (tmp_path / "speedrun" / SUMMARY_FILE).unlink()
     (tmp_path / "speedrun").rmdir()
     bad = _speedrun(tmp_path, accuracy=0.9299)
@@ -226,7 +226,7 @@ def test_a_speedrun_is_judged_by_its_accuracy(tmp_path: Path) -> None:
 def test_a_speedrun_that_ends_badly_says_how(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test_batch.bin").touch()
-    assert _speedrun(tmp_path, ended=Ended(None, "step 3")) == Found("failed", "it had to be ended")
+    assert _speedrun(tmp_path, ended=Ended(None, "step 3")) == Outcome("failed", "it had to be ended")
     assert _speedrun(tmp_path, ended=Ended(1, "a\nout of memory\n")).detail == "it ended with 1: out of memory"
 
 

@@ -47,7 +47,8 @@ def test_a_rank_that_failed_is_told_and_one_that_ended_for_good_is_not(
     processes: SubprocessContext, agents: bool
 ) -> None:
     store = stores.tcp_store("127.0.0.1", 0, serves=True, seconds=10)
-    failures.tell(group(store.port, agents), processes)
+    those = group(store.port, agents)
+    failures.tell(those, failures.failed(those, processes))
     seen = dist.PrefixStore("group", dist.PrefixStore("default_pg/0", store))  # as a rank has it
     base = stores.without_prefix(seen)
     told = {
@@ -64,7 +65,8 @@ def test_where_nobody_serves_the_store_nothing_is_waited_for(
     monkeypatch.setattr(stores, "tcp_store", lambda *_, **__: pytest.fail("torch's store waits until its time is over"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        failures.tell(group(free.getsockname()[1]), processes)
+        those = group(free.getsockname()[1])
+        failures.tell(those, failures.failed(those, processes))
 
 
 def test_a_store_that_accepts_and_never_answers_is_not_waited_for(
@@ -75,4 +77,5 @@ def test_a_store_that_accepts_and_never_answers_is_not_waited_for(
     with socket.socket() as silent, concurrent.futures.ThreadPoolExecutor(1) as pool:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        pool.submit(failures.tell, group(silent.getsockname()[1]), processes).result(timeout=30)
+        those = group(silent.getsockname()[1])
+        pool.submit(failures.tell, those, failures.failed(those, processes)).result(timeout=30)

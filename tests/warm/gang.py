@@ -56,7 +56,8 @@ class Gang:
         """To the end of all ranks. Where they are not done by then, they are killed and the test fails with their output."""
         killed_at = time.monotonic() + timeout
         failed: list[int] = []
-        while any(process.poll() is None for process in self.processes):
+        # All of them are asked: `any` would stop at the first that runs.
+        while None in [process.poll() for process in self.processes]:
             if not failed and (failed := [process.returncode for process in self.processes if process.returncode]):
                 killed_at = time.monotonic() + self.grace
                 self.send_signal(signal.SIGTERM)

@@ -52,8 +52,20 @@ def _preload() -> None:
         name = ".".join(folder.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
         if not name.endswith(("__main__", "__init__")) and "inference" not in name:
             __import__(name)
+    _compute_once()
     gc.collect()
     gc.freeze()
+
+
+def _compute_once() -> None:
+    """What each process would compute anew for itself: how the settings are checked, and the report's template."""
+    from training import config
+    from training.config.own import own_settings
+    from training.observe import report
+
+    config.load("smoke", [])
+    own_settings("script", {}, {}, ())
+    report._environment().get_template("template.html.j2")
 
 
 def _threads() -> int:

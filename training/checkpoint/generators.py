@@ -10,19 +10,19 @@ import torch
 
 
 def seed(number: int) -> None:
-    """Seeds all of them (numpy's takes 32 bits)."""
+    """Seeds torch's generators, Python's and numpy's; numpy takes only 32 bits of `number`."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Their states: plain values and tensors."""
-    kind, keys, *rest = np.random.get_state()
+    """The states of all generators, as plain values and tensors (`restore` takes them)."""
+    algorithm, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
-        "numpy": [str(kind), np.asarray(keys).astype(np.int64), *rest],
+        "numpy": [str(algorithm), np.asarray(keys).astype(np.int64), *rest],
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -30,24 +30,24 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Puts `capture`'s states back; one that an older version did not save stays as it is. Raises `ValueError`, `TypeError`."""
+    """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        kind, keys, *rest = states["numpy"]
-        np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
+        algorithm, keys, *rest = states["numpy"]
+        np.random.set_state((algorithm, np.asarray(keys).astype(np.uint32), *rest))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def is_sound(states: Any) -> bool:
-    """Whether `restore` would take them."""
+    """Whether `restore` accepts these states. Changes no generator."""
     try:
         random.Random().setstate(states["python"])  # noqa: S311 - the training's own generator, no secret
         torch.Generator().set_state(states["torch"])
         if "numpy" in states:
-            kind, keys, *rest = states["numpy"]
-            np.random.RandomState().set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
+            algorithm, keys, *rest = states["numpy"]
+            np.random.RandomState().set_state((algorithm, np.asarray(keys).astype(np.uint32), *rest))
         return "cuda" not in states or _is_of_a_gpu(states["cuda"])
     except Exception:  # noqa: BLE001 - they raise nearly anything for a state that is not theirs
         return False
@@ -56,7 +56,7 @@ def is_sound(states: Any) -> bool:
 def _is_of_a_gpu(state: Any) -> bool:
     """Whether torch's generator of a GPU takes it: a seed and a multiple of four, 8 bytes each.
 
-    So says torch's aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `set_state`. To ask it takes a GPU, which may not be there.
+    See `set_state` in torch's aten/src/ATen/cuda/CUDAGeneratorImpl.cpp. torch itself can check this only where it sees a GPU.
     """
-    whole = isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.shape == (16,)
-    return whole and int(state[8:].view(torch.int64)) % 4 == 0
+    has_form = isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.shape == (16,)
+    return has_form and int(state[8:].view(torch.int64)) % 4 == 0

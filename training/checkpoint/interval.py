@@ -11,8 +11,8 @@ import statistics
 from collections import deque
 
 PRIOR_SECONDS = 86_400.0
-"""The prior: one failure in a day of training. What the run has seen is added to it, so that a run without failures is not
-thought to have none, and one with a failure in its first minute not to have one every minute."""
+"""The prior: one failure in a day of training. The run's own failures are added to it. So a run without failures does not
+get an infinite interval, and one failure in the first minute does not count as one failure per minute."""
 LEAST_SECONDS, MOST_SECONDS = 30.0, 3600.0
 """Bounds of the interval. The first save comes after the least one: it measures what a save costs."""
 WRITES = 2.0
@@ -32,15 +32,15 @@ class Interval:
         self.failures = max(0, failures)
         self._costs: deque[float] = deque(maxlen=_LAST)
         self._writes: deque[float] = deque(maxlen=_LAST)
-        self.told = False
-        """Whether it was said what the interval is."""
+        self.reported = False
+        """Whether the run has reported the interval."""
 
     def stalled(self, seconds: float) -> None:
-        """What a save has cost the training."""
+        """Records how many seconds a save has stopped the training."""
         self._costs.append(max(0.0, seconds))
 
     def written(self, seconds: float) -> None:
-        """How long the file was being written, in the background."""
+        """Records how many seconds the writing in the background took."""
         self._writes.append(max(0.0, seconds))
 
     @property

@@ -1,4 +1,4 @@
-"""What a loop of one's own keeps in its checkpoints, beside its model and optimizer."""
+"""What a user's own training loop keeps in its checkpoints, in addition to model and optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.parallel.exchange import split
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a loader's cursor, a metric: whatever gives its state and takes it back."""
+    """An object with a state that can be saved and restored: a scheduler, a loader's cursor, a metric."""
 
     def state_dict(self) -> Any: ...
 
@@ -18,7 +18,7 @@ class Stateful(Protocol):
 
 
 class Values(dict[str, Any]):
-    """Values of the script's own. One that no checkpoint can hold is refused where it is set; raises `TypeError`."""
+    """The script's own values. Setting a value that no checkpoint can hold raises `TypeError`."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_tree(value, f"run.values[{name!r}]")
@@ -29,11 +29,11 @@ class Values(dict[str, Any]):
             self[name] = default
         return self[name]
 
-    def update(self, *others: Any, **values: Any) -> None:
-        for name, value in dict(*others, **values).items():
+    def update(self, *mappings: Any, **values: Any) -> None:
+        for name, value in dict(*mappings, **values).items():
             self[name] = value
 
-    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]  # dict has two overloads
         self.update(other)
         return self
 
@@ -46,15 +46,15 @@ class Kept:
 
     def __init__(self) -> None:
         self.objects: dict[str, Stateful] = {}
-        """The same on every rank: rank 0's states are saved, and given to all."""
+        """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
         self.rank_objects: dict[str, Stateful] = {}
-        """Each rank's own: its state is saved and given back to that rank."""
+        """Different on each rank: each rank's state is saved, and that rank gets it back."""
         self.values = Values()
         """The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
         self.data: dict[str, Any] = {}
-        """How the epoch under way is cut into batches: what a start in the middle of it must be the same in."""
+        """How the current epoch is divided into batches. A resume in the middle of the epoch needs the same division."""
         self.logged: dict[str, float] = {}
         """What the script has logged last, by name."""
         self.epoch_generators: dict[str, Any] | None = None
@@ -62,35 +62,35 @@ class Kept:
         self.cursor_generators: dict[str, Any] | None = None
         """This rank's generators where the cursor stands; None: as they are now."""
 
-    def add(self, things: Mapping[str, Any], of_rank: bool = False) -> None:
-        """Raises `TypeError` for what has no state, or a state that no checkpoint can hold; `ValueError` for a name that is taken."""
-        for name, thing in things.items():
-            if not isinstance(thing, Stateful):
+    def add(self, objects: Mapping[str, Any], of_rank: bool = False) -> None:
+        """Raises `TypeError` for an object without a state, or whose state no checkpoint can hold; `ValueError` for a name in use."""
+        for name, stateful in objects.items():
+            if not isinstance(stateful, Stateful):
                 raise TypeError(
-                    f"keep({name}=…) is a {type(thing).__name__} without state_dict() and load_state_dict(): "
+                    f"keep({name}=…) is a {type(stateful).__name__} without state_dict() and load_state_dict(): "
                     "put plain values into run.values"
                 )
             if name in self.objects or name in self.rank_objects:
                 raise ValueError(f"keep({name}=…) was called twice with this name: give the second one another name")
-            check_tree(thing.state_dict(), f"keep({name}=…)")
-            (self.rank_objects if of_rank else self.objects)[name] = thing
+            check_tree(stateful.state_dict(), f"keep({name}=…)")
+            (self.rank_objects if of_rank else self.objects)[name] = stateful
 
-    def has(self, thing: object) -> bool:
-        """Whether this very object is kept, and so has its own state back."""
-        return any(thing is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
+    def has(self, wanted: object) -> bool:
+        """Whether this object itself is kept. Then its own state is restored on resume."""
+        return any(wanted is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
 
     def shared_state(self) -> dict[str, Any]:
         """Raises `TypeError` for a value that no checkpoint can hold."""
         check_tree(self.values, "run.values")  # what lies in a list may have changed since it was set
         return {
-            "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
+            "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
             "logged": self.logged,
         }  # fmt: skip
 
     def rank_state(self) -> dict[str, Any]:
         return {
-            "objects": {name: thing.state_dict() for name, thing in self.rank_objects.items()},
+            "objects": {name: stateful.state_dict() for name, stateful in self.rank_objects.items()},
             "epoch_generators": self.epoch_generators,
         }
 
@@ -98,7 +98,7 @@ class Kept:
         """Gives the objects their saved states. `rank` is None at another world size than it was saved at.
 
         Raises:
-            ValueError: the saved objects are others than those that are kept now.
+            ValueError: the checkpoint has other objects than the script keeps now.
         """
         _load(self.objects, shared["objects"])
         self.values.clear()
@@ -113,13 +113,13 @@ class Kept:
             raise ValueError(f"{name} is each rank's own, and the number of ranks has changed")
 
 
-def _load(things: dict[str, Stateful], states: dict[str, Any]) -> None:
-    if things.keys() != states.keys():
-        different = sorted(things.keys() ^ states.keys())[0]
-        where = "the script" if different in things else "the checkpoint"
+def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
+    if objects.keys() != states.keys():
+        different = sorted(objects.keys() ^ states.keys())[0]
+        where = "the script" if different in objects else "the checkpoint"
         raise ValueError(f"{different} is in {where} only")
-    for name, thing in things.items():
-        thing.load_state_dict(states[name])
+    for name, stateful in objects.items():
+        stateful.load_state_dict(states[name])
 
 
 def check_tree(tree: Any, place: str) -> None:
@@ -134,8 +134,8 @@ def check_tree(tree: Any, place: str) -> None:
         try:
             split(tree)
         except TypeError:
-            kind = f"{getattr(tree, 'dtype', '')} {type(tree).__name__}".strip()
+            type_name = f"{getattr(tree, 'dtype', '')} {type(tree).__name__}".strip()
             raise TypeError(
-                f"{place} is a {kind}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
+                f"{place} is a {type_name}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
                 "texts, lists and dictionaries"
             ) from None

@@ -18,7 +18,7 @@ import torch
 from training.parallel import exchange
 
 _PLACES = ((("shared", "optimizer", "state"), ("optim",)), (("shared",), ()))
-"""Beginnings of a place in the state, and what stands for them in a name."""
+"""First parts of a path in the state, and their short form in a tensor's name."""
 
 
 def named(plain: Any) -> tuple[Any, list[str]]:
@@ -43,7 +43,7 @@ def named(plain: Any) -> tuple[Any, list[str]]:
 
 
 def join(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state, of `named` plain values or of those of format 1. Raises `ValueError` for a value that neither is."""
+    """The state, of `named` plain values or of those of format 1. Raises `ValueError` for any other value."""
     numbers = {name: number for number, name in enumerate(tensors)}
 
     def walk(value: Any) -> Any:
@@ -70,8 +70,8 @@ def _name(place: tuple[str, ...]) -> str:
     return "/".join(place).encode("utf-8", "replace").decode()  # a file cannot hold half a character
 
 
-def _free(name: str, taken: dict[str, int]) -> str:
-    """`name`, with a mark where it is taken: a key of a mapping may hold a `/`."""
-    while name in taken or name in ("", "__metadata__"):  # safetensors does not allow the latter as a name
+def _free(name: str, used: dict[str, int]) -> str:
+    """`name`, with `~` added if it is already used: a key of a mapping may contain a `/`."""
+    while name in used or name in ("", "__metadata__"):  # safetensors does not allow the latter as a name
         name += "~"
     return name

@@ -1,8 +1,8 @@
-"""All that a checkpoint holds, and how it is gathered from the ranks and given back to them.
+"""All that a checkpoint holds, and how it is gathered from the ranks and distributed to them again.
 
 A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "sync"}, …]}`: parameters, optimizer
 and cursor are the same on all ranks; batch statistics, generators and a strategy's own state are not. Parameters, and what
-the optimizer keeps for them, go by name; a parameter that several modules share is there once, `aliases` has its other names.
+the optimizer keeps for them, are keyed by name. A parameter that several modules share is stored once; `aliases` has its other names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from training.sync.base import GradientSync
 
 @dataclass(slots=True)
 class Cursor:
-    """Where the run stands: `step` steps of epoch `epoch` are done. Two integers are all a resume needs."""
+    """Where the run is: `step` steps of epoch `epoch` are done. A resume needs no more than these two integers."""
 
     epoch: int = 0
     step: int = 0
@@ -49,9 +49,9 @@ class TrainState:
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     scaler: LossScaler | None = None
-    """Where the precision needs one."""
+    """For float16; None for any other precision."""
     kept: Kept | None = None
-    """What a loop of one's own keeps."""
+    """What a user's own loop keeps."""
 
 
 def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
 
     Its tensors are the live ones: copy them before the next step.
     """
-    own: dict[str, Any] = {
+    rank_state: dict[str, Any] = {
         "rng": (state.kept and state.kept.cursor_generators) or generators.capture(state.world.device),
         "buffers": dict(state.model.named_buffers()),
         "average_buffers": dict(state.ema.average.named_buffers()) if state.ema else {},
@@ -67,8 +67,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
         "sync": state.sync.state_dict(),
     }
     if state.kept is not None:
-        own["kept"] = state.kept.rank_state()
-    ranks = all_gather_trees(own, state.world) if everywhere else gather_trees(own, state.world)
+        rank_state["kept"] = state.kept.rank_state()
+    ranks = all_gather_trees(rank_state, state.world) if everywhere else gather_trees(rank_state, state.world)
     model = dict(state.sync.full_module(state.model).named_parameters())
     average = dict(state.sync.full_module(state.ema.average).named_parameters()) if state.ema else {}
     optimizer = state.sync.optimizer_state(state.optimizer, everywhere)
@@ -98,11 +98,11 @@ def _names(state: TrainState) -> list[list[str]]:
 def checked(gathered: Any) -> dict[str, Any]:
     """A gathered state that was read from a file, where it has the structure that `gather` gives.
 
-    A checksum holds what was written, whoever wrote it. Not looked at here: the settings of the optimizer's groups,
-    which `scatter` compares with those of the optimizer at hand, and what the strategy keeps, which is the strategy's.
+    A checksum shows only that the file is as it was written. Not checked here: the settings of the optimizer's groups,
+    which `scatter` compares with those of the current optimizer, and the state of the sync strategy.
 
     Raises:
-        ValueError: names the first place that is otherwise.
+        ValueError: a part is missing or has another form; the message names the first one.
     """
     _expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
     shared, ranks = gathered["shared"], gathered["ranks"]
@@ -130,8 +130,8 @@ def checked(gathered: Any) -> dict[str, Any]:
     return dict(gathered)
 
 
-def _expect(found: bool, place: str) -> None:
-    if not found:
+def _expect(condition: bool, place: str) -> None:
+    if not condition:
         raise ValueError(f"its {place} does not have the form that a run saves")
 
 
@@ -143,28 +143,35 @@ def _are_tensors(value: Any) -> bool:
 
 
 def _check_kept(kept: Any, ranks: list[Any]) -> None:
-    """What the objects themselves take as their states is theirs to say."""
+    """Checks the structure. The objects check their own states when they load them."""
     parts = {"objects": dict, "values": dict, "steps": int, "samples": int, "data": dict, "logged": dict}
-    _expect(isinstance(kept, dict) and all(type(kept.get(name)) is kind for name, kind in parts.items()), "kept state")
+    _expect(
+        isinstance(kept, dict) and all(type(kept.get(name)) is expected_type for name, expected_type in parts.items()),
+        "kept state",
+    )
     _expect(kept["steps"] >= 0 and kept["samples"] >= 0, "kept state")
     for number, rank in enumerate(ranks):
-        own = rank.get("kept") if isinstance(rank, dict) else None
-        _expect(isinstance(own, dict) and isinstance(own.get("objects"), dict), f"rank {number}, kept state")
-        states = own.get("epoch_generators") if isinstance(own, dict) else None
+        rank_kept = rank.get("kept") if isinstance(rank, dict) else None
+        _expect(
+            isinstance(rank_kept, dict) and isinstance(rank_kept.get("objects"), dict), f"rank {number}, kept state"
+        )
+        states = rank_kept.get("epoch_generators") if isinstance(rank_kept, dict) else None
         _expect(states is None or generators.is_sound(states), f"rank {number}, generators")
 
 
 def _check_optimizer(optimizer: Any, shapes: set[torch.Size] | None) -> None:
-    """`shapes` are those of the parameters; None for an optimizer of one's own, which may keep what it likes."""
+    """`shapes`: of the parameters; None for a user's own optimizer, whose state may have any form."""
     _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
     _expect(isinstance(optimizer["state"], dict), "optimizer's state")
     _expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
     if shapes is None:
         return
-    own = optimizer.get("own", {})
-    _expect(isinstance(own, dict) and all(type(key) in (int, str) for key in own), "optimizer's own state")
+    extra_state = optimizer.get("own", {})
+    _expect(
+        isinstance(extra_state, dict) and all(type(key) in (int, str) for key in extra_state), "optimizer's own state"
+    )
     kinds: dict[Any, bool] = {}
-    for kept in [*optimizer["state"].values(), *own.values()]:
+    for kept in [*optimizer["state"].values(), *extra_state.values()]:
         values = list(kept.values()) if isinstance(kept, dict) else [kept]  # a count of the optimizer's own
         _expect(all(_moment(value, shapes) for value in values), "optimizer's state")
         for name, value in kept.items() if isinstance(kept, dict) else ():
@@ -178,17 +185,19 @@ def _check_history(history: Any) -> None:
         "history",
     )
     by_class = history.get("class_accuracy")
-    by_class = {} if by_class is None else by_class  # what it may be instead need not have a truth
+    by_class = {} if by_class is None else by_class  # any other value may have no truth value
     _expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
 
 
 def _check_rank(rank: Any, first: Any, place: str) -> None:
-    """`first` is rank 0's part, which the buffers of all others are like."""
+    """`first`: rank 0's part. All ranks must have buffers of the same names, shapes and types."""
     _expect(isinstance(rank, dict) and {"rng", "buffers", "average_buffers", "losses", "sync"} <= rank.keys(), place)
     for name in ("buffers", "average_buffers"):
-        own, like = rank[name], first[name]
-        _expect(_are_tensors(own) and own.keys() == like.keys(), f"{place}, {name}")
-        alike = all(t.shape == like[key].shape and t.dtype == like[key].dtype for key, t in own.items())
+        buffers, first_buffers = rank[name], first[name]
+        _expect(_are_tensors(buffers) and buffers.keys() == first_buffers.keys(), f"{place}, {name}")
+        alike = all(
+            t.shape == first_buffers[key].shape and t.dtype == first_buffers[key].dtype for key, t in buffers.items()
+        )
         _expect(alike, f"{place}, {name}")
     losses = rank["losses"]
     _expect(
@@ -199,7 +208,7 @@ def _check_rank(rank: Any, first: Any, place: str) -> None:
 
 
 def _moment(value: Any, shapes: set[torch.Size]) -> bool:
-    """Whether an optimizer may keep it for a parameter: as large as one, or a number."""
+    """Whether `value` can be optimizer state of a parameter: a tensor of a parameter's shape, or a number."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 or value.shape in shapes
     return _count(value)
@@ -235,28 +244,29 @@ def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str
 
 
 def _kind(value: Any) -> Any:
-    """Numbers are one kind; so are switches, which may be null; lists go by what they hold."""
+    """What two versions of a setting must have in common: number, switch (true, false or null), list of these, or the type."""
     if isinstance(value, (list, tuple)):
         return [_kind(inner) for inner in value]
     if value is None or isinstance(value, bool):
         return "switch"
-    one = isinstance(value, torch.Tensor) and value.numel() == 1
-    return "number" if one or isinstance(value, (int, float)) else type(value)
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return "number" if is_scalar or isinstance(value, (int, float)) else type(value)
 
 
 def _count(value: Any) -> bool:
-    """Whether it is a number that a run keeps, or None. A loss may be NaN or infinite: a run that ignores that goes on."""
+    """Whether `value` is None or a number. NaN and infinity are allowed: a run with `nonfinite: ignore` may have such a loss."""
     return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
-    """Gives every rank its part of the gathered state that rank `source` read. Collective.
+    """Gives every rank its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
     their fresh values, and a strategy makes of the saved ranks' states what it can (`merged_state`).
 
     Raises:
         UserError: the world size differs from the saved one, and the run is not `resizable`.
+        ValueError: the checkpoint has other parameters, shapes or optimizer groups than this run.
     """
     gathered = gathered if state.world.rank == source else None
     saved_by = broadcast_tree(None if gathered is None else len(gathered["ranks"]), state.world, source)
@@ -268,11 +278,11 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         )
     ranks = None if gathered is None else gathered["ranks"]
     if same_size:  # each gets its own part alone
-        own = scatter_trees(ranks, state.world, source)
+        rank_state = scatter_trees(ranks, state.world, source)
     else:
-        own = broadcast_tree(None if ranks is None else _merged(ranks, state.sync), state.world, source)
-        if own["misfit"] is not None:
-            raise ValueError(own["misfit"])
+        rank_state = broadcast_tree(None if ranks is None else _merged(ranks, state.sync), state.world, source)
+        if rank_state["misfit"] is not None:
+            raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
     saved = naming.by_number(shared["optimizer"], _names(state))
@@ -286,23 +296,23 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     if state.ema:
         _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.copy_into_shard)
     if same_size:
-        generators.restore(own["rng"], state.world.device)
-        state.losses.copy_(own["losses"])
-        state.sync.load_state_dict(own["sync"])
+        generators.restore(rank_state["rng"], state.world.device)
+        state.losses.copy_(rank_state["losses"])
+        state.sync.load_state_dict(rank_state["sync"])
     else:
-        state.losses.copy_(own["losses"] if state.world.leader else torch.zeros(2))
-        state.sync.load_merged_state(own["sync"])
+        state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
+        state.sync.load_merged_state(rank_state["sync"])
     if state.kept is not None and "kept" in shared:
-        state.kept.load(shared["kept"], own["kept"] if same_size else None)
-    _copy(own["buffers"], dict(state.model.named_buffers()))
+        state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
+    _copy(rank_state["buffers"], dict(state.model.named_buffers()))
     if state.ema:
-        _copy(own["average_buffers"], dict(state.ema.average.named_buffers()))
+        _copy(rank_state["average_buffers"], dict(state.ema.average.named_buffers()))
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
-    """What the ranks of another world size start with, all alike; `misfit` says why the saved ranks' parts do not go together.
+    """The state with which every rank starts at another world size. `misfit`: why the saved parts cannot be merged, or None.
 
-    It is made where the checkpoint was read, so that the parts of all saved ranks are not sent to every rank.
+    Only the rank that read the checkpoint merges, so that the parts of all saved ranks need not be sent.
     """
     try:
         return {
@@ -317,16 +327,20 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
 def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights that evaluation used: the average where there is one, with batch statistics averaged over the ranks.
 
-    A parameter of several modules is there under all its names, as in a `state_dict`.
+    A parameter that several modules share has an entry for each of its names, as in a `state_dict`.
     """
     shared, ranks = gathered["shared"], gathered["ranks"]
     weights, buffers = ("average", "average_buffers") if shared["average"] else ("model", "buffers")
-    found = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
-    return {**found, **{alias: found[name] for alias, name in shared.get("aliases", {}).items()}}
+    tensors = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
+    return {**tensors, **{alias: tensors[name] for alias, name in shared.get("aliases", {}).items()}}
 
 
 def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of floating-point buffers by name; of others (counters), rank 0's."""
+    """The mean over the ranks of each floating-point buffer, in its own type; of others (counters), rank 0's value.
+
+    Args:
+        buffers: of each rank, by name; all ranks have the same names and shapes.
+    """
     means = {}
     for name, first in buffers[0].items():
         if first.is_floating_point():

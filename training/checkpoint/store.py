@@ -1,4 +1,4 @@
-"""Checkpoints that are complete, verified and never half there. Knows nothing of ranks.
+"""Reads and writes checkpoints, so that each one is complete and verified. This module does not know about ranks.
 
     checkpoints/step-00000100/state.safetensors      every tensor, under the names of `layout`: `model/conv1.weight`, …
     checkpoints/step-00000100/state.json             the plain values around them
@@ -59,13 +59,14 @@ class CorruptCheckpoint(Exception):
 def candidates(directory: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, verified or not. Raises `OSError` where it cannot be read."""
     try:
-        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
         return []
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder, by its name, which must be one of `candidates`."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
@@ -86,7 +87,7 @@ def verify(path: Path) -> dict[str, Any]:
         return value, {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
 
     try:
-        found, expected = manifest.read(manifest_path, 1 << 20, check)
+        about, expected = manifest.read(manifest_path, 1 << 20, check)
     except OSError as error:
         raise CorruptCheckpoint(f"{manifest_path}: {error.strerror}") from None
     except manifest.Malformed as error:
@@ -98,7 +99,7 @@ def verify(path: Path) -> dict[str, Any]:
             raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from None
         if different:
             raise CorruptCheckpoint(f"{path / name} {different}")
-    return found
+    return about
 
 
 def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -110,19 +111,19 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
         UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
     """
     try:
-        found = candidates(directory)
+        paths = candidates(directory)
     except OSError as error:
         raise UserError(f"cannot read {directory}: {error.strerror}") from None
-    for path in found:
+    for path in paths:
         try:
             verify(path)
         except CorruptCheckpoint as error:
             warn(f"checkpoint is corrupt and not used: {error}")
         else:
             return path
-    if found:
+    if paths:
         raise UserError(
-            f"none of the {len(found)} checkpoints in {directory} can be verified: restore one from a backup, "
+            f"none of the {len(paths)} checkpoints in {directory} can be verified: restore one from a backup, "
             "or start over in another run directory"
         )
     return None
@@ -162,7 +163,12 @@ class Writer:
     def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
         """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
 
-        The future holds an `OSError` where the disk refused.
+        Args:
+            step: optimizer steps done; names the checkpoint.
+            state: a tree as in `training.parallel.exchange`.
+            score: for `keep_best`, higher is better; None where the state was not evaluated.
+
+        The future raises `OSError` if the checkpoint could not be written or verified.
         """
         self.wait()
         plain, tensors = split(state)
@@ -173,10 +179,10 @@ class Writer:
         threading.Thread(target=self._answer, args=arguments, name="checkpoint", daemon=True).start()
         return future
 
-    def _answer(self, future: Future[SaveResult], *what: Any) -> None:
+    def _answer(self, future: Future[SaveResult], *arguments: Any) -> None:
         try:
-            future.set_result(self._write(*what))
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits
+            future.set_result(self._write(*arguments))
+        except BaseException as error:  # noqa: BLE001 - `Future.result` raises it again
             future.set_exception(error)
 
     def wait(self) -> None:
@@ -230,13 +236,13 @@ class Writer:
             verify(newest)
         except CorruptCheckpoint as error:
             raise OSError(f"a checkpoint that was just written could not be verified: {error}") from None
-        found = candidates(self.directory)
-        kept = set(found[: self.keep])
+        paths = candidates(self.directory)
+        kept = set(paths[: self.keep])
         if self.keep_best:
-            scores = {path: score for path in found if (score := _score(path)) is not None}
+            scores = {path: score for path in paths if (score := _score(path)) is not None}
             if scores:
                 kept.add(max(scores, key=lambda path: (scores[path], step_of(path))))
-        for path in found:
+        for path in paths:
             if path not in kept and path != newest:
                 # Renamed first: a crash while its files go must not leave a candidate that is half there.
                 with contextlib.suppress(OSError):
@@ -245,13 +251,13 @@ class Writer:
 
 
 def clean(directory: Path) -> None:
-    """Removes what a killed save or removal left behind, and brings back a checkpoint whose replacement did not come."""
+    """Removes what a killed save or removal left behind. Restores a checkpoint that was moved away and not replaced."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
-            found = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.\d+", path.name)
-            if found and found[1] == "replaced-" and not (directory / found[2]).exists():
-                files.rename(path, directory / found[2])
-            elif found:
+            match = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.\d+", path.name)
+            if match and match[1] == "replaced-" and not (directory / match[2]).exists():
+                files.rename(path, directory / match[2])
+            elif match:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -261,10 +267,10 @@ def _score(path: Path) -> float | None:
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
 
 
-def _readable(text: bytes, limit: int, what: str) -> bytes:
-    """`text`, where it is no larger than what is read back. Raises `OSError`, as a disk that refuses."""
+def _readable(text: bytes, limit: int, name: str) -> bytes:
+    """`text`, if it is small enough to be read again. Raises `OSError` otherwise."""
     if len(text) > limit:
-        raise OSError(errno.EFBIG, f"{what} would have {len(text)} bytes, and at most {limit} are read")
+        raise OSError(errno.EFBIG, f"{name} would have {len(text)} bytes, and at most {limit} are read")
     return text
 
 

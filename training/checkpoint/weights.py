@@ -73,16 +73,16 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     Raises:
         UserError: names the first weight that does not match. `path` is where they came from.
     """
-    own = model.state_dict()
-    if own.keys() != weights.keys():
+    model_state = model.state_dict()
+    if model_state.keys() != weights.keys():
         weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     for prefix in models.PREFIXES.values():
-        if own.keys() == {prefix + name for name in weights}:
+        if model_state.keys() == {prefix + name for name in weights}:
             weights = {prefix + name: tensor for name, tensor in weights.items()}
-    for name in sorted(own.keys() ^ weights.keys()):
-        where = "is missing" if name in own else "is not in the model"
+    for name in sorted(model_state.keys() ^ weights.keys()):
+        where = "is missing" if name in model_state else "is not in the model"
         raise UserError(f"{path}: {name} {where}")
-    for name, tensor in own.items():
+    for name, tensor in model_state.items():
         if weights[name].shape != tensor.shape:
             raise UserError(f"{path}: {name} has shape {list(weights[name].shape)}, the model {list(tensor.shape)}")
     model.load_state_dict(weights)
@@ -106,7 +106,7 @@ def published(weights: dict[str, torch.Tensor], model: str) -> dict[str, torch.T
 
 
 def write(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a plain state dict: whole, or not at all. A name that ends in `.safetensors` gives such a file, else torch's.
+    """Writes a plain state dict, completely or not at all: as safetensors if the name ends in `.safetensors`, else in torch's format.
 
     Raises:
         UserError: the file exists, or cannot be written.

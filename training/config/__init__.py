@@ -51,7 +51,7 @@ class Recipe(Section):
     model_options: Plain = Field(default_factory=dict)
     """Keyword arguments of the model, e.g. `{width: 0.5}`."""
     init_from: str | None = None
-    """File of weights to start from (`training export`); a leading `module.` in its names is dropped."""
+    """File of weights to start from (`lockstep export`); a leading `module.` in its names is dropped."""
     init: Literal["broadcast", "seed"] = "broadcast"
     """Rank 0 sends its fresh weights, or every rank draws the same ones from the seed."""
     epochs: Free[Positive] = 10
@@ -134,8 +134,8 @@ class RunSettings(Section):
         """sha256 of all settings that make the run what it is; of later ones, of those that are set."""
         values = settings.flatten(self, Mark.FREE)
         later = {name: field.default for name, field in type(self).model_fields.items() if Mark.LATER in field.metadata}
-        told = {name: value for name, value in values.items() if name not in later or value != later[name]}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        identity = {name: value for name, value in values.items() if name not in later or value != later[name]}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 class Config(RunSettings, Recipe):

@@ -1,4 +1,4 @@
-"""pydantic's complaints as one line: what was found where, what was expected, and the nearest name that exists.
+"""pydantic's complaints as one line: which value is wrong, what was expected, and the nearest name that exists.
 
 Knows models and the types of their fields, and nothing of files. No torch.
 """
@@ -43,36 +43,40 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> tupl
     """
     complaints = error.errors(include_url=False)
     # An unknown name first: it may be why another one is missing.
-    first = min(complaints, key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key"))
+    first = min(complaints, key=lambda complaint: complaint["type"] not in ("extra_forbidden", "invalid_key"))
     more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
-    return first["loc"], _words(dict(first), model, prefix) + more
+    return first["loc"], _sentence(dict(first), model, prefix) + more
 
 
-def _words(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    kind, place, message, found = first["type"], first["loc"], first["msg"], first["input"]
-    if kind in ("extra_forbidden", "invalid_key"):
-        *groups, own = place
-        near = nearest(str(own), fields(expected(model, tuple(groups))))
-        return f"unknown setting {prefix + _dotted((*groups, str(own)))!r}{near}"
-    if kind == "missing" and isinstance(place[-1], int):  # in a pair
-        kind, place = "tuple_type", place[:-1]
-    found = list(found) if isinstance(found, tuple) else found  # YAML has no tuples
-    name, hint, got = prefix + _dotted(place), expected(model, place), f"got {shown(found)}"
-    if kind == "string_type" and place[-1] == "[key]":
+def _sentence(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
+    error_type, place, message, value = first["type"], first["loc"], first["msg"], first["input"]
+    if error_type in ("extra_forbidden", "invalid_key"):
+        *groups, last = place
+        near = nearest(str(last), fields(expected(model, tuple(groups))))
+        return f"unknown setting {prefix + _dotted((*groups, str(last)))!r}{near}"
+    if error_type == "missing" and isinstance(place[-1], int):  # in a pair
+        error_type, place = "tuple_type", place[:-1]
+    value = list(value) if isinstance(value, tuple) else value  # YAML has no tuples
+    name, hint, got = prefix + _dotted(place), expected(model, place), f"got {shown(value)}"
+    if error_type == "string_type" and place[-1] == "[key]":
         group = place[:-2]
         return f"{prefix}{_dotted(group)} must be {type_name(expected(model, group))}, {got} as a name"
-    if kind == "missing":
+    if error_type == "missing":
         return f"{name} is missing"
-    if kind == "value_error":
+    if error_type == "value_error":
         message = str(first["ctx"]["error"])
         return f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}"
-    if kind in _OUT_OF_BOUNDS:
+    if error_type in _OUT_OF_BOUNDS:
         return f"{name} must be {' and '.join(_limits(hint))}, {got}"
     if fields(hint):
         return f"{name} is a group of settings, {got}; known: {', '.join(fields(hint))}"
-    if kind == "string_type" and found is not None and not isinstance(found, (list, dict)):
+    if error_type == "string_type" and value is not None and not isinstance(value, (list, dict)):
         return f"{name} must be {type_name(hint)}, {got}: write it in quotes"
-    if kind.endswith("_type") or kind in ("literal_error", "finite_number") or typing.get_origin(bare(hint)) is tuple:
+    if (
+        error_type.endswith("_type")
+        or error_type in ("literal_error", "finite_number")
+        or typing.get_origin(bare(hint)) is tuple
+    ):
         return f"{name} must be {type_name(hint)}, {got}"
     return f"{name}: {message[:1].lower()}{message[1:]}, {got}"
 
@@ -129,7 +133,7 @@ def _limits(hint: Any) -> Iterator[str]:
 
 
 def type_name(hint: Any) -> str:
-    """A type in the words of people."""
+    """A type as an error message names it."""
     if typing.get_origin(hint) is Annotated:
         return type_name(typing.get_args(hint)[0])
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -143,5 +147,5 @@ def type_name(hint: Any) -> str:
         return f"[{', '.join(type_name(part) for part in parts)}]"
     if origin is dict:
         return "a mapping of plain values"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(hint, "settings")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, "settings")

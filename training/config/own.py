@@ -10,8 +10,10 @@ from training.config import OwnSettings, settings
 from training.contract import UserError
 
 
-def own_settings(script: str, config: Mapping[str, Any], given: Mapping[str, Any], words: Sequence[str]) -> OwnSettings:
-    """`given` by name, then `words` as NAME=VALUE; `config.NAME=VALUE` changes one of the script's own.
+def own_settings(
+    script: str, config: Mapping[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
+) -> OwnSettings:
+    """`given` by name, then `overrides` as NAME=VALUE; `config.NAME=VALUE` changes one of the script's own.
 
     Raises:
         UserError: an unknown setting, or a value of another type than the script's own.
@@ -19,14 +21,14 @@ def own_settings(script: str, config: Mapping[str, Any], given: Mapping[str, Any
     values = copy.deepcopy({**given, "script": script, "config": dict(config)})
     if isinstance(values.get("sync"), str):
         values["sync"] = {"name": values["sync"]}
-    for name, value in settings.assignments(OwnSettings, words):
+    for name, value in settings.assignments(OwnSettings, overrides):
         settings.put(values, name.split("."), _like(config, name, value) if name.startswith("config") else value)
     return settings.build(OwnSettings, values, "Session")
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str]) -> None:
     """The part that is known without the script: names, and values of ours. Raises `UserError`."""
-    values = settings.override({"script": "program"}, OwnSettings, words)
+    values = settings.override({"script": "program"}, OwnSettings, overrides)
     settings.build(OwnSettings, values, "overrides")
 
 

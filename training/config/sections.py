@@ -88,7 +88,7 @@ class Data(Section):
     root: Free[str] = "data"
     """Folder of the downloaded data set; the shards are cached below it."""
     shards: Free[str | None] = None
-    """Folder with ready shards (`python -m training shard`); null: made once below `root`."""
+    """Folder with ready shards (`lockstep shard`); null: made once below `root`."""
     num_shards: Positive = 8
     """Files to cut the training set into when shards are made."""
     download: Free[bool] = True
@@ -119,9 +119,9 @@ class Data(Section):
         """A folder's name for ready shards of this source. Somebody's own images may be those of many data sets."""
         if self.source in GIVEN:
             return self.source
-        told = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
+        identity = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
         name = re.sub(r"[^\w.]+", "-", self.source)
-        return f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+        return f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 class Loss(Section):
@@ -172,7 +172,7 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def _of_adam(self) -> Self:
-        momenta = {f"groups.{part}.momentum": own.get("momentum", 0.0) for part, own in self.groups.items()}
+        momenta = {f"groups.{part}.momentum": group.get("momentum", 0.0) for part, group in self.groups.items()}
         too_large = [name for name, value in {"momentum": self.momentum, **momenta}.items() if value >= 1]
         if self.name == "adam" and too_large:
             raise ValueError(

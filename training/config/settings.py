@@ -140,31 +140,31 @@ def build(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        place, words = explain(error, model, prefix)
+        place, message = explain(error, model, prefix)
     line = next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None) if lines else None
-    raise UserError(f"{where}, line {line}: {words}" if line else f"{where}: {words}")
+    raise UserError(f"{where}, line {line}: {message}" if line else f"{where}: {message}")
 
 
-def override(values: dict[str, Any], model: type[BaseModel], words: Iterable[str]) -> dict[str, Any]:
-    """`values` with the words of `--set` applied. Raises `UserError`."""
+def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `values` with the NAME=VALUE texts of `--set` applied. Raises `UserError`."""
     result = copy.deepcopy(values)
-    for name, value in assignments(model, words):
+    for name, value in assignments(model, overrides):
         put(result, name.split("."), value)
     return result
 
 
-def assignments(model: type[BaseModel], words: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def assignments(model: type[BaseModel], overrides: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of each NAME=VALUE. NAME is a full one (`optim.lr`), a last part that is unique (`lr`), or one
     within a mapping (`model_options.width`). Text that is always text is taken as it stands, all else is YAML.
 
     Raises:
-        UserError: a word that is not one of these, or not valid YAML.
+        UserError: an entry that has no such form, an unknown name, or a value that is not valid YAML.
     """
     names = dict(leaves(model))
-    for word in words:
-        name, equals, text = word.partition("=")
+    for entry in overrides:
+        name, equals, text = entry.partition("=")
         if not equals or not name:
-            raise UserError(f"--set takes NAME=VALUE, got {word!r}")
+            raise UserError(f"--set takes NAME=VALUE, got {entry!r}")
         full = _resolve(name, names)
         yield full, text if names.get(full) is str else parse_yaml(text, f"--set {name}")
 
@@ -174,11 +174,11 @@ def _resolve(name: str, names: Mapping[str, Any]) -> str:
         is_mapping = typing.get_origin(bare(hint)) is dict
         if name == leaf or (is_mapping and name.startswith(leaf + ".") and name != leaf + "."):
             return name
-    found = [leaf for leaf in names if leaf.endswith("." + name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"--set {name}: could be any of {', '.join(found)}; write the whole name")
+    matches = [leaf for leaf in names if leaf.endswith("." + name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(f"--set {name}: could be any of {', '.join(matches)}; write the whole name")
     short = {leaf.rsplit(".", 1)[-1] for leaf in names}
     raise UserError(f"--set: unknown setting {name!r}{nearest(name, set(names) | short)}")
 

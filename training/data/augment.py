@@ -26,8 +26,12 @@ def check_settings(config: Config, shape: tuple[int, ...]) -> None:
     data, allowed = config.data, (1, shape[-1])
     for name, values in (("mean", data.mean), ("std", data.std)):
         if len(values) not in allowed:
-            what = f"images have {shape[-1]} channels" if len(shape) == 3 else f"samples have {shape[-1]} features"
-            raise UserError(f"data.{name} has {len(values)} numbers, but the {what}: give one for each, or one for all")
+            shape_text = (
+                f"images have {shape[-1]} channels" if len(shape) == 3 else f"samples have {shape[-1]} features"
+            )
+            raise UserError(
+                f"data.{name} has {len(values)} numbers, but the {shape_text}: give one for each, or one for all"
+            )
     if len(shape) == 3:
         return
     augment = data.augment

@@ -79,9 +79,9 @@ class Batches:
         }  # fmt: skip
 
     def _ids(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
-        every = order.global_ids(self.count, self.seed, epoch, step, self.size, self.uneven, self.shuffle)
-        own = order.part(every, self.world.rank, self.world.size)
-        return (own if len(own) else every[:1]), Part(len(own), len(every))
+        global_ids = order.global_ids(self.count, self.seed, epoch, step, self.size, self.uneven, self.shuffle)
+        rank_ids = order.part(global_ids, self.world.rank, self.world.size)
+        return (rank_ids if len(rank_ids) else global_ids[:1]), Part(len(rank_ids), len(global_ids))
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[tuple[Any, Part]]:
         """(batch, part) of each step of an epoch from `first_step` on. Close the iterator to end its workers early."""

@@ -33,16 +33,16 @@ class _RefusedError(Exception):
     pass
 
 
-def decoded(data: bytes, kind: str | None, height: int, width: int) -> bytes:
+def decoded(data: bytes, expected_format: str | None, height: int, width: int) -> bytes:
     """The pixels of an image file, uint8 RGB [h, w, 3]: upright, scaled to cover h × w, cut at the centre.
 
     Args:
-        kind: `JPEG`, `PNG` or `WEBP`, where it must be one of them.
+        expected_format: `JPEG`, `PNG` or `WEBP`, where the content must be in that format.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        found = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
-        if kind is not None and found != kind:
-            raise _RefusedError(f"its name ends in {kind}, but its content is {found}")
+        image_format = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
+        if expected_format is not None and image_format != expected_format:
+            raise _RefusedError(f"its name ends in {expected_format}, but its content is {image_format}")
         if image.width * image.height > MOST_PIXELS:
             raise _RefusedError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
         if image.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
@@ -56,8 +56,8 @@ def decoded(data: bytes, kind: str | None, height: int, width: int) -> bytes:
 def _answer(item: dict[str, object], data: bytes | None, height: int, width: int) -> bytes:
     try:
         content = files.read(Path(str(item["path"])), MOST_BYTES) if data is None else data
-        kind = item["kind"]
-        return b"P" + decoded(content, None if kind is None else str(kind), height, width)
+        expected_format = item["kind"]
+        return b"P" + decoded(content, None if expected_format is None else str(expected_format), height, width)
     except _RefusedError as error:
         reason = str(error)
     except Image.DecompressionBombError:
@@ -76,8 +76,8 @@ def _answer(item: dict[str, object], data: bytes | None, height: int, width: int
 
 def main(argv: list[str]) -> None:
     height, width = map(int, argv)
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(one, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
     source, target = sys.stdin.buffer, sys.stdout.fileno()
@@ -94,4 +94,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BrokenPipeError:
-        os._exit(1)  # nobody waits for the answer any more
+        os._exit(1)  # the reader is gone

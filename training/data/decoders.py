@@ -41,9 +41,9 @@ class Item:
     """Where it lies, or its content."""
     label: int
     name: str
-    """As it is told to people."""
-    kind: str | None = None
-    """`JPEG`, `PNG` or `WEBP`, where only that will do."""
+    """As messages show it."""
+    expected_format: str | None = None
+    """`JPEG`, `PNG` or `WEBP`; None if any of them is accepted."""
 
 
 Result: TypeAlias = bytes | str
@@ -64,7 +64,7 @@ class Decoders:
         self.workers = workers or cores()
         self._size = height, width
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="decoder")
-        self._own = threading.local()
+        self._local = threading.local()
         self._processes: list[_Process] = []
         self._lock = threading.Lock()
 
@@ -102,9 +102,9 @@ class Decoders:
                 future.cancel()
 
     def _decode(self, batch: list[Item]) -> list[Result]:
-        process: _Process | None = getattr(self._own, "process", None)
+        process: _Process | None = getattr(self._local, "process", None)
         if process is None:
-            process = self._own.process = _Process(*self._size)
+            process = self._local.process = _Process(*self._size)
             with self._lock:
                 self._processes.append(process)
         return process.decode(batch)
@@ -129,16 +129,16 @@ class _LostError(Exception):
 
 class _Process:
     def __init__(self, height: int, width: int) -> None:
-        self._words = [sys.executable, "-m", "training.data.decoder", str(height), str(width)]
+        self._command = [sys.executable, "-m", "training.data.decoder", str(height), str(width)]
         self._bytes = height * width * 3
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
 
     def decode(self, batch: list[Item]) -> list[Result]:
-        """A result for each item. Where one ends the process, it and the next ones are asked of a new one.
+        """A result for each item. If an item ends the process, a new process continues with that item.
 
-        Only one that does so twice is to blame: a machine without memory takes any process.
+        Only an item that ends two processes counts as broken: a machine without memory may kill any process.
         """
         results: list[Result] = []
         suspect = -1
@@ -165,7 +165,7 @@ class _Process:
                 raise _LostError("nobody waits for it any more")
             # There, no folder of the user's called `training` stands before ours.
             process = self._process = subprocess.Popen(
-                self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
             )
         try:
             self._read(process, 1, _START_SECONDS)
@@ -176,8 +176,8 @@ class _Process:
     def _ask(self, process: subprocess.Popen[bytes], items: list[Item]) -> None:
         asked: list[dict[str, Any]] = []
         for item in items:
-            what = {"bytes": len(item.file)} if isinstance(item.file, bytes) else {"path": os.path.abspath(item.file)}
-            asked.append({**what, "kind": item.kind})
+            source = {"bytes": len(item.file)} if isinstance(item.file, bytes) else {"path": os.path.abspath(item.file)}
+            asked.append({**source, "kind": item.expected_format})
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -196,17 +196,17 @@ class _Process:
 
     def _read(self, process: subprocess.Popen[bytes], size: int, seconds: float) -> bytes:
         assert process.stdout is not None
-        found, deadline, descriptor = bytearray(), time.monotonic() + seconds, process.stdout.fileno()
+        data, deadline, descriptor = bytearray(), time.monotonic() + seconds, process.stdout.fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        while len(found) < size:
+        while len(data) < size:
             if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
                 raise _LostError(f"decoding it takes longer than {seconds:.0f} s")
-            piece = os.read(descriptor, size - len(found))
+            piece = os.read(descriptor, size - len(data))
             if not piece:
                 raise _LostError(_ending(process))
-            found += piece
-        return bytes(found)
+            data += piece
+        return bytes(data)
 
     def stop(self) -> None:
         """Ends the process and takes it away. The next batch gets a new one."""
@@ -220,7 +220,7 @@ class _Process:
                     stream.close()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """From another thread: whoever waits for an answer gets none."""
+        """Ends the process from another thread; a thread that waits for an answer gets an error."""
         with self._lock:
             self._closed = True
             if self._process is not None:

@@ -80,16 +80,16 @@ class Loader:
         """With `shuffle: shard`, each rank's own part: {rank, samples, batch_size, batches, left_out} an epoch; else empty."""
         if self.config.data.shuffle != "shard":
             return []
-        found = []
+        slices = []
         for rank, (low, high) in enumerate(self.slices):
             size, steps = self._part_size(rank), self.steps_per_epoch
-            own = -(-(high - low) // max(size, 1))
-            batches = steps if self.config.uneven == "pad" else min(steps, own)
+            own_batches = -(-(high - low) // max(size, 1))
+            batches = steps if self.config.uneven == "pad" else min(steps, own_batches)
             left_out = max(0, high - low - steps * size)
-            found.append(
+            slices.append(
                 {"rank": rank, "samples": high - low, "batch_size": size, "batches": batches, "left_out": left_out}
             )
-        return found
+        return slices
 
     def _part_size(self, rank: int) -> int:
         low, high = order.bounds(self.batch, rank, self.world.size, self.multiple)
@@ -99,19 +99,19 @@ class Loader:
         """(the rank's global sample ids, the size of the global batch) of one step of an epoch."""
         config, shuffle = self.config, self.config.data.shuffle != "none"
         if config.data.shuffle != "shard":
-            every = order.global_ids(
+            global_ids = order.global_ids(
                 self.total, config.seed, epoch, step, self.batch, config.uneven, shuffle
             )  # fmt: skip
-            return order.part(every, self.world.rank, self.world.size, self.multiple), len(every)
+            return order.part(global_ids, self.world.rank, self.world.size, self.multiple), len(global_ids)
         parts = []
         for rank, (low, high) in enumerate(self.slices):
             size = self._part_size(rank)
             if rank == self.world.rank:
                 seed = order.key(config.seed, rank, 8)
-                mine = low + order.global_ids(high - low, seed, epoch, step, size, config.uneven)
+                rank_ids = low + order.global_ids(high - low, seed, epoch, step, size, config.uneven)
             left = high - low - step * size
             parts.append(size if config.uneven == "pad" else max(0, min(size, left)))
-        return mine, sum(parts)
+        return rank_ids, sum(parts)
 
     def host_batch(self, epoch: int, step: int) -> Batch:
         """The batch in CPU memory, from the mapped files."""

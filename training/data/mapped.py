@@ -25,15 +25,15 @@ class Mapped:
     Raises `OSError`; `ValueError` or `KeyError` for a file that was replaced since.
     """
 
-    def __init__(self, path: Path, name: str, kind: torch.dtype) -> None:
+    def __init__(self, path: Path, name: str, dtype: torch.dtype) -> None:
         with files.regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             about = json.loads(file.read(size))[name]
-            # A private copy of each page that somebody writes: nobody does, but torch has no read-only tensors.
+            # Copy-on-write: torch has no read-only tensors. Nothing here writes, so no page is copied.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         low, high = about["data_offsets"]
-        count = (high - low) // kind.itemsize
-        self.tensor = torch.frombuffer(self._map, dtype=kind, count=count, offset=8 + size + low).view(about["shape"])
+        count = (high - low) // dtype.itemsize
+        self.tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=8 + size + low).view(about["shape"])
 
     def give_back(self) -> None:
         """The pages that were read. They are read again, mostly from the kernel's cache, when they are needed."""
@@ -53,10 +53,10 @@ class Kept:
 
     def look(self) -> None:
         """To be called after some samples have been read."""
-        found = mapped_bytes() or 0
-        if found - self._floor > BOUND:
-            for one in self._maps:
-                one.give_back()
-            found = mapped_bytes() or 0
-            self._floor = found
-        self._floor = min(self._floor, found)
+        mapped = mapped_bytes() or 0
+        if mapped - self._floor > BOUND:
+            for mapped_file in self._maps:
+                mapped_file.give_back()
+            mapped = mapped_bytes() or 0
+            self._floor = mapped
+        self._floor = min(self._floor, mapped)

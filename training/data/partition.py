@@ -13,10 +13,10 @@ from training.data.order import bounds, global_ids, part
 
 def torch_type(name: torch.dtype | str) -> torch.dtype:
     """`torch.float32`, which may also be given as `"float32"`. Raises `ValueError` for anything else, and names it."""
-    found = getattr(torch, name, None) if isinstance(name, str) else name
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype must be one of torch's, e.g. torch.float32 or 'float32', got {name!r}")  # noqa: TRY004
-    return found
+    return dtype
 
 
 unequal_parts = 0

@@ -1,4 +1,4 @@
-"""How far a long preparation of data is: a bar where somebody looks, a line now and then in a log."""
+"""Progress of a long preparation of data: a bar on a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
     """Gives a function to be called once for each of `total` things that are done. On stderr."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(title, total=total)
             yield lambda: bar.advance(task)
         return
     done, next_line = 0, time.monotonic() + SECONDS
@@ -32,6 +32,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         done += 1
         if time.monotonic() > next_line:
             next_line = time.monotonic() + SECONDS
-            say(f"{what}: {done} of {total}", sys.stderr)
+            say(f"{title}: {done} of {total}", sys.stderr)
 
     yield one_more

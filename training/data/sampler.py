@@ -61,10 +61,10 @@ class OrderSampler(Sampler[int]):
 
     def step_ids(self, step: int) -> torch.Tensor:
         """This rank's ids (int64) of one global batch of the epoch."""
-        every = order.global_ids(
+        global_ids = order.global_ids(
             self.count, self.seed, self.epoch, step, self.global_batch, self.uneven, self.shuffle
         )  # fmt: skip
-        return order.part(every, self.rank, self.world_size)
+        return order.part(global_ids, self.rank, self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         for step in range(self.first_step, self.steps):

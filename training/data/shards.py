@@ -80,8 +80,8 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """One sha256 for all files, in their order."""
-        every = "".join(shard.sha256 for split in _SPLITS for shard in self.splits[split])
-        return hashlib.sha256(every.encode()).hexdigest()
+        hashes = "".join(shard.sha256 for split in _SPLITS for shard in self.splits[split])
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -149,11 +149,11 @@ def write(
         raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
     manifest = Manifest.read(directory)
     if manifest.num_left_out:
-        say(f"warning: {told_left_out(manifest)}", sys.stderr)
+        say(f"warning: {left_out_message(manifest)}", sys.stderr)
     return manifest
 
 
-def told_left_out(manifest: Manifest) -> str:
+def left_out_message(manifest: Manifest) -> str:
     """A line about the files that could not be used."""
     first = [f"{name} ({reason})" for name, reason in manifest.left_out.items()][:10]
     more = f" and {manifest.num_left_out - len(first)} more" if manifest.num_left_out > len(first) else ""
@@ -168,14 +168,14 @@ def _write(
         train, test = (spools.enter_context(contextlib.closing(Spool(staging / f".{name}"))) for name in _SPLITS)
         for name, spool in zip(_SPLITS, (train, test)):
             with contextlib.closing(stream.pieces(name)) as pieces:
-                for number, (samples, labels) in enumerate(_given(pieces, source)):
+                for number, (samples, labels) in enumerate(_readable_pieces(pieces, source)):
                     spool.append(samples, labels, f"{source}: piece {number} of the split {name}")
             if not len(spool):
                 raise UserError(f"{source} has no sample for the split {name}")
-        if test.shape != train.shape or test.kind != train.kind:
+        if test.shape != train.shape or test.dtype != train.dtype:
             raise UserError(
-                f"{source} has training samples of {train.kind} {list(train.shape)} and test samples of "
-                f"{test.kind} {list(test.shape)}: both must be of the same kind"
+                f"{source} has training samples of {train.dtype} {list(train.shape)} and test samples of "
+                f"{test.dtype} {list(test.shape)}: both must be of the same kind"
             )
         classes = _classes(stream, source, max(int(train.labels.max()), int(test.labels.max())))
         tenth = max((len(train) + len(test)) // 10, 1)
@@ -201,8 +201,8 @@ def _write(
         (staging / MANIFEST).write_bytes(manifests.text(about))
 
 
-def _given(pieces: Iterator[sources.Piece], source: str) -> Iterator[sources.Piece]:
-    """The same pieces; what the source cannot read is not told as what cannot be written."""
+def _readable_pieces(pieces: Iterator[sources.Piece], source: str) -> Iterator[sources.Piece]:
+    """The same pieces. An `OSError` of the source becomes a `UserError`, so that it is not reported as a write error."""
     while True:
         try:
             piece = next(pieces, None)
@@ -225,7 +225,7 @@ def _classes(stream: sources.Stream, source: str, most: int) -> list[str]:
 def cache_directory(data: Data) -> Path:
     """Where the shards of a source are cached: one folder for each (source, options, split, number of shards).
 
-    Raises `UserError` for a function of somebody's own that cannot be found.
+    Raises `UserError` for a user's function that cannot be found.
     """
     parts = [_FORMAT, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
     name = re.sub(r"[^\w.]+", "-", data.source)
@@ -264,9 +264,9 @@ def prepare(data: Data) -> Path:
                     shutil.rmtree(directory)  # who trains on it has its files mapped
                 # Of a source that has just been downloaded there are stamps only now.
                 made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
-                own = data.source not in sources.SOURCES and made.mean is not None and made.std is not None
-                if own and not statistics.fits(made.mean or [], made.std or [], data):
-                    say(f"warning: {statistics.told(made.mean or [], made.std or [], data)}", sys.stderr)
+                comparable = data.source not in sources.SOURCES and made.mean is not None and made.std is not None
+                if comparable and not statistics.fits(made.mean or [], made.std or [], data):
+                    say(f"warning: {statistics.comparison(made.mean or [], made.std or [], data)}", sys.stderr)
     except filelock.Timeout:
         raise UserError(
             f"another process has held {lock} for {data.prepare_timeout:.0f} s: check that process, "
@@ -320,10 +320,10 @@ class Samples:
         start = 0
         for shard in manifest.splits[split]:
             if start < high and low < start + shard.count:
-                mapped, theirs = _open_shard(manifest, shard, verify)
+                mapped, shard_labels = _open_shard(manifest, shard, verify)
                 starts.append(start)
                 maps.append(mapped)
-                labels.append(theirs)
+                labels.append(shard_labels)
             start += shard.count
         return cls(low, high, starts, [mapped.tensor for mapped in maps], labels, Kept(maps))
 

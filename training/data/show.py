@@ -10,7 +10,7 @@ import torch
 
 from training.config import Data
 from training.data import statistics
-from training.data.shards import Manifest, Samples, told_left_out
+from training.data.shards import Manifest, Samples, left_out_message
 
 SHEET = "contact-sheet.png"
 _CLASSES, _EACH = 20, 10
@@ -21,15 +21,15 @@ _SIDE, _GAP, _NAMES = 64, 4, 120
 def described(manifest: Manifest, data: Data) -> Iterator[str]:
     """Lines about shards, and about how a recipe's normalisation fits them."""
     files = sum(len(part) for part in manifest.splits.values())
-    what = "images" if len(manifest.shape) == 3 else "samples"
+    samples_name = "images" if len(manifest.shape) == 3 else "samples"
     yield (
         f"{manifest.directory}: {manifest.source}, {manifest.count('train')} training and {manifest.count('test')} test "
-        f"{what} in {files} files, sha256 {manifest.checksum[:12]}…"
+        f"{samples_name} in {files} files, sha256 {manifest.checksum[:12]}…"
     )
-    kind = "uint8 [height, width, channels]" if len(manifest.shape) == 3 else "float32 [features]"
-    yield f"each {list(manifest.shape)}, {kind}"
+    layout = "uint8 [height, width, channels]" if len(manifest.shape) == 3 else "float32 [features]"
+    yield f"each {list(manifest.shape)}, {layout}"
     if manifest.num_left_out:
-        yield told_left_out(manifest)
+        yield left_out_message(manifest)
     counts = {
         split: np.bincount(_labels(manifest, split), minlength=len(manifest.classes)) for split in manifest.splits
     }
@@ -38,7 +38,7 @@ def described(manifest: Manifest, data: Data) -> Iterator[str]:
     for number, name in enumerate(manifest.classes):
         yield f"{name:{width}} {counts['train'][number]:9d} {counts['test'][number]:9d}"
     if manifest.mean is not None and manifest.std is not None:
-        yield statistics.told(manifest.mean, manifest.std, data)
+        yield statistics.comparison(manifest.mean, manifest.std, data)
 
 
 def contact_sheet(manifest: Manifest) -> bytes | None:

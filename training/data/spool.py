@@ -34,7 +34,7 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shape: tuple[int, ...] = ()
-        self.kind = np.dtype(np.uint8)
+        self.dtype = np.dtype(np.uint8)
         self._file = path.open("w+b")
         self._labels: list[np.ndarray] = []
         self._count = self._values = 0
@@ -54,10 +54,10 @@ class Spool:
         samples, labels = checked(samples, labels, where)
         if not len(labels):
             return
-        if self._count and (samples.shape[1:] != self.shape or samples.dtype != self.kind):
-            found = f"{samples.dtype} {list(samples.shape[1:])}"
-            raise UserError(f"{where} has samples of {found}, those before are {self.kind} {list(self.shape)}")
-        self.shape, self.kind = samples.shape[1:], samples.dtype
+        if self._count and (samples.shape[1:] != self.shape or samples.dtype != self.dtype):
+            got = f"{samples.dtype} {list(samples.shape[1:])}"
+            raise UserError(f"{where} has samples of {got}, those before are {self.dtype} {list(self.shape)}")
+        self.shape, self.dtype = samples.shape[1:], samples.dtype
         self._file.write(np.ascontiguousarray(samples).data)
         self._labels.append(labels)
         self._count += len(labels)
@@ -77,7 +77,7 @@ class Spool:
 
     def statistics(self) -> tuple[list[float], list[float]]:
         """(mean, standard deviation) of each channel for pixels in 0…1; one number each for feature vectors."""
-        unit = 255 if self.kind == np.uint8 else 1
+        unit = 255 if self.dtype == np.uint8 else 1
         pairs = zip(np.atleast_1d(self._sum).tolist(), np.atleast_1d(self._squares).tolist())
         means, deviations = [], []
         for total, squares in pairs:  # of whole numbers where the samples are, however large
@@ -106,7 +106,7 @@ class Spool:
 
     @property
     def _sample_bytes(self) -> int:
-        return math.prod(self.shape) * self.kind.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def _write(self, path: Path, low: int, labels: np.ndarray) -> str:
         """One shard, in the safetensors format; returns its sha256."""
@@ -114,7 +114,7 @@ class Spool:
         head = json.dumps(
             {
                 "labels": {"dtype": "I64", "shape": [len(labels)], "data_offsets": [0, labels.nbytes]},
-                "images": {"dtype": _KINDS[self.kind], "shape": [len(labels), *self.shape],
+                "images": {"dtype": _KINDS[self.dtype], "shape": [len(labels), *self.shape],
                            "data_offsets": [labels.nbytes, labels.nbytes + size]},
             },
             separators=(",", ":"),
@@ -140,7 +140,7 @@ class Spool:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Removes what is left of it."""
+        """Closes and removes the spool's file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 

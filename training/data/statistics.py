@@ -12,23 +12,24 @@ _NEAR = 0.02
 def fits(mean: Sequence[float], std: Sequence[float], data: Data) -> bool:
     """Whether the recipe's own numbers are near those of the samples."""
     return all(
-        len(theirs) in (1, len(ours)) and all(abs(a - b) < _NEAR for a, b in zip(_as_many(theirs, ours), ours))
-        for theirs, ours in ((data.mean, mean), (data.std, std))
+        len(configured) in (1, len(measured))
+        and all(abs(a - b) < _NEAR for a, b in zip(_as_many(configured, measured), measured))
+        for configured, measured in ((data.mean, mean), (data.std, std))
     )
 
 
-def told(mean: Sequence[float], std: Sequence[float], data: Data) -> str:
-    """A line with both; where the recipe's do not fit, with the words that set the samples' own.
+def comparison(mean: Sequence[float], std: Sequence[float], data: Data) -> str:
+    """One line with both. If the recipe's values do not fit, the line says how to set those of the samples.
 
     They are not set silently: they are part of what a run is.
     """
-    own, spread = (f"[{','.join(f'{number:.4f}' for number in numbers)}]" for numbers in (mean, std))
-    found = f"mean {own}, standard deviation {spread} of the training samples"
+    mean_text, std_text = (f"[{','.join(f'{number:.4f}' for number in numbers)}]" for numbers in (mean, std))
+    measured = f"mean {mean_text}, standard deviation {std_text} of the training samples"
     if fits(mean, std, data):
-        return found
-    given = "gives none" if (data.mean, data.std) == ([0.0], [1.0]) else f"has {data.mean} and {data.std}"
-    return f"{found}; the recipe {given}: set data.mean={own} data.std={spread}"
+        return measured
+    recipe_values = "gives none" if (data.mean, data.std) == ([0.0], [1.0]) else f"has {data.mean} and {data.std}"
+    return f"{measured}; the recipe {recipe_values}: set data.mean={mean_text} data.std={std_text}"
 
 
-def _as_many(numbers: Sequence[float], others: Sequence[float]) -> Sequence[float]:
-    return list(numbers) * len(others) if len(numbers) == 1 else numbers
+def _as_many(numbers: Sequence[float], like: Sequence[float]) -> Sequence[float]:
+    return list(numbers) * len(like) if len(numbers) == 1 else numbers

@@ -26,20 +26,20 @@ from training.cli import PROGRAM, Parser, about, positive
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable
 from training.doctor import inside
 from training.doctor.outside import Program, in_processes, names_of_gpus
-from training.doctor.table import ROWS, VISIBLE, Check, Found, is_rehearsal
+from training.doctor.table import ROWS, VISIBLE, Check, Outcome, is_rehearsal
 
 RESULTS = ("benchmarks", "results")
 SECONDS = 300
 
 
-def main(argv: list[str], words: Sequence[str] = (sys.executable, "-u", "-m", "training")) -> int:
+def main(argv: list[str], program_command: Sequence[str] = (sys.executable, "-u", "-m", "training")) -> int:
     """Prints the table. Returns 1 where a row failed.
 
     Args:
-        words: what stands for `python -m training`.
+        program_command: what stands for `python -m training`.
 
     Raises:
-        UserError: there is no GPU; wrong words; a file that cannot be written.
+        UserError: there is no GPU; wrong arguments; a file that cannot be written.
     """
     args = _parser().parse_args(argv)
     if args.inside is not None:
@@ -58,14 +58,14 @@ def main(argv: list[str], words: Sequence[str] = (sys.executable, "-u", "-m", "t
     out = _out(args.out)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-doctor-"))
     try:
-        program = Program(words, gpus, folder, args.data_root.absolute())
+        program = Program(program_command, gpus, folder, args.data_root.absolute())
         table = Table(program, rows, out, args.seconds, sys.stderr if args.json else sys.stdout)
-        found = table.run()
+        outcomes = table.run()
         if args.json:
             print(json.dumps(table.value(), indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return EXIT_FAILED if any(row.result == "failed" for row in found.values()) else EXIT_DONE
+    return EXIT_FAILED if any(row.result == "failed" for row in outcomes.values()) else EXIT_DONE
 
 
 def _parser() -> Parser:
@@ -100,9 +100,9 @@ def _chosen(only: list[str] | None) -> list[Check]:
     return [check for check in ROWS if check.name.startswith(wanted)]
 
 
-def _out(given: Path | None) -> Path | None:
+def _out(requested: Path | None) -> Path | None:
     """Where the file goes, seen to be writable before anything runs. Raises `UserError`."""
-    path = given
+    path = requested
     if path is None:
         folder = Path(*RESULTS)
         return folder if folder.is_dir() else None
@@ -132,10 +132,10 @@ class Table:
         self.program, self.order, self.out, self.stream = program, checks, out, stream
         self.deadline = time.monotonic() + seconds
         self.shown = 0
-        self.found: dict[str, Found] = {}
+        self.outcomes: dict[str, Outcome] = {}
         self.width = max(len(check.name) for check in ROWS)
 
-    def run(self) -> dict[str, Found]:
+    def run(self) -> dict[str, Outcome]:
         """Raises `UserError` where the results of a rehearsal would lie among those of GPUs."""
         for where, group in itertools.groupby(self.order, lambda check: check.where):
             tried = [check for check in group if self._can_be_tried(check)]
@@ -146,31 +146,31 @@ class Table:
             else:
                 in_processes(self.program, tried, self.tell, self.deadline)
         self._write()
-        return self.found
+        return self.outcomes
 
     def _can_be_tried(self, check: Check) -> bool:
         why = ""
         if check.gpus > self.program.gpus:
             why = "one GPU"
-        elif VISIBLE in self.found and self.found[VISIBLE].result == "failed":
+        elif VISIBLE in self.outcomes and self.outcomes[VISIBLE].result == "failed":
             why = "the GPUs cannot be used: see the first row"
         elif time.monotonic() > self.deadline:
             why = "the time is over"
         if why:
-            self.tell(check, Found("not tried", why))
+            self.tell(check, Outcome("not tried", why))
         return not why
 
-    def _of_a_run(self, check: Check) -> Found:
+    def _of_a_run(self, check: Check) -> Outcome:
         module, _, function = check.function.partition(":")
         began = time.monotonic()
         try:
-            called: Callable[..., Found] = getattr(importlib.import_module(f"training.doctor.{module}"), function)
-            found = called(self.program, min(check.bound, self.deadline - time.monotonic()))
+            called: Callable[..., Outcome] = getattr(importlib.import_module(f"training.doctor.{module}"), function)
+            outcome = called(self.program, min(check.bound, self.deadline - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's, and the next one runs
-            found = Found("failed", f"{type(error).__name__}: {error}"[:300])
-        return replace(found, seconds=time.monotonic() - began)
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}"[:300])
+        return replace(outcome, seconds=time.monotonic() - began)
 
-    def _look(self, visible: Found) -> None:
+    def _look(self, visible: Outcome) -> None:
         """Takes from the first row what the others and the file need. Raises `UserError`."""
         names = [gpu["name"] for gpu in visible.facts.get("gpus", [])]
         names = names or names_of_gpus(self.program)  # it failed before it could say so
@@ -190,21 +190,21 @@ class Table:
             name = re.sub(r"[^a-z0-9]+", "-", (names or ["unknown"])[0].lower()).strip("-")
             self.out = self.out / f"doctor-{self.program.gpus}x-{name}-{_today()}.json"
 
-    def tell(self, check: Check, found: Found) -> None:
+    def tell(self, check: Check, outcome: Outcome) -> None:
         """Keeps a row, and shows it when those before it are known. Raises `UserError`, see `run`."""
         if check.name == VISIBLE:
-            self._look(found)
+            self._look(outcome)
         if self.program.rehearsal:
-            found = replace(found, rates={}, seconds=0.0)
-        self.found[check.name] = found
-        for known in itertools.takewhile(lambda one: one.name in self.found, self.order[self.shown :]):
-            self._show(known, self.found[known.name])
+            outcome = replace(outcome, rates={}, seconds=0.0)
+        self.outcomes[check.name] = outcome
+        for known in itertools.takewhile(lambda row: row.name in self.outcomes, self.order[self.shown :]):
+            self._show(known, self.outcomes[known.name])
             self.shown += 1
 
-    def _show(self, check: Check, found: Found) -> None:
-        rates = [f"{name} {value:.3g}" for name, value in found.rates.items()]
-        self._say(f"{check.name:{self.width}}  {found.result:9}  {'; '.join([found.detail, *rates])}")
-        if found.result == "failed":
+    def _show(self, check: Check, outcome: Outcome) -> None:
+        rates = [f"{name} {value:.3g}" for name, value in outcome.rates.items()]
+        self._say(f"{check.name:{self.width}}  {outcome.result:9}  {'; '.join([outcome.detail, *rates])}")
+        if outcome.result == "failed":
             self._say(f"{'':{self.width}}  → {check.advice}")
 
     def _say(self, text: str) -> None:
@@ -215,10 +215,10 @@ class Table:
         value: dict[str, Any] = {"rehearsal": True} if self.program.rehearsal else {}
         value |= {"date": _today(), "gpus": self.program.gpus, "rows": []}
         for check in self.order:
-            found = self.found[check.name]
-            row = {"name": check.name, **asdict(found)}
+            outcome = self.outcomes[check.name]
+            row = {"name": check.name, **asdict(outcome)}
             row["facts"].pop("raised", None)
-            if found.result == "failed":
+            if outcome.result == "failed":
                 row["advice"] = check.advice
             value["rows"].append({key: content for key, content in row.items() if content not in ({}, 0.0, "")})
         return value

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.doctor.table import ROWS, Found, Place
+from training.doctor.table import ROWS, Outcome, Place
 from training.parallel.world import World, detect, joined, set_threads
 
 COLLECTIVE_SECONDS = 50.0
@@ -40,19 +40,21 @@ def main(folder: Path, names: list[str], alone: bool) -> int:
         for name in names:
             check, began = checks[name], time.monotonic()
             module, _, function = check.function.partition(":")
-            own = folder / name.replace(" ", "-")
-            own.mkdir(exist_ok=True)
-            place = Place(world, earlier, str(own))
+            row_folder = folder / name.replace(" ", "-")
+            row_folder.mkdir(exist_ok=True)
+            place = Place(world, earlier, str(row_folder))
             try:
                 called = getattr(importlib.import_module(f"training.doctor.{module}"), function)
-                found: Found = called(place, check.argument) if check.argument else called(place)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's, and is told
+                outcome: Outcome = called(place, check.argument) if check.argument else called(place)
+            except Exception as error:  # noqa: BLE001 - any error becomes this row's outcome
                 lines = str(error).strip().splitlines()
-                told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {(lines or [''])[0]}"
-                _write(folder, world.rank, name, Found("failed", told[:300], facts={"raised": True}))
+                message = (
+                    str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {(lines or [''])[0]}"
+                )
+                _write(folder, world.rank, name, Outcome("failed", message[:300], facts={"raised": True}))
                 os._exit(EXIT_FAILED)  # NCCL may wait for others, who do not come
-            earlier[name] = found
-            _write(folder, world.rank, name, replace(found, seconds=time.monotonic() - began))
+            earlier[name] = outcome
+            _write(folder, world.rank, name, replace(outcome, seconds=time.monotonic() - began))
     return EXIT_DONE
 
 
@@ -63,13 +65,13 @@ def _world(alone: bool) -> Iterator[World]:
         return
     world = detect(os.environ)
     set_threads(world, 0, os.environ)
-    with joined(world, "cuda", COLLECTIVE_SECONDS) as here:
-        yield here
+    with joined(world, "cuda", COLLECTIVE_SECONDS) as connected:
+        yield connected
 
 
-def _write(folder: Path, rank: int, name: str, found: Found) -> None:
+def _write(folder: Path, rank: int, name: str, outcome: Outcome) -> None:
     with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"name": name, **asdict(found)}) + "\n")
+        file.write(json.dumps({"name": name, **asdict(outcome)}) + "\n")
 
 
 def begun_file(folder: Path, rank: int) -> Path:
@@ -77,11 +79,11 @@ def begun_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.begun"
 
 
-def read(folder: Path, rank: int) -> dict[str, Found]:
+def read(folder: Path, rank: int) -> dict[str, Outcome]:
     """What this rank has written so far, by row."""
     path = folder / f"{rank}.jsonl"
     if not path.exists():
         return {}
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a line that is still being written has no end yet
-    rows = [json.loads(line) for line in whole.splitlines()]
-    return {row.pop("name"): Found(**row) for row in rows}
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a line that is still being written has no end yet
+    rows = [json.loads(line) for line in complete.splitlines()]
+    return {row.pop("name"): Outcome(**row) for row in rows}

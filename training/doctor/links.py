@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from training.doctor.table import PEERS, Found, Place
+from training.doctor.table import PEERS, Outcome, Place
 
 _ELEMENTS, _SMALL = 64_000_000, 100_003
 _TIMES = 10
@@ -15,20 +15,20 @@ LEAST = 0.25
 """Of the slowest pair's copies: below it NCCL has chosen another way than the one between the GPUs."""
 
 
-def all_reduce(place: Place) -> Found:
+def all_reduce(place: Place) -> Outcome:
     """Sums whole numbers, so that every order of summation gives the same bits. Collective."""
     world = place.world
     for size in (1, 1000, _SMALL):
-        mine = torch.arange(size, device=world.device, dtype=torch.float32) % 1000 + world.rank
-        dist.all_reduce(mine)
+        values = torch.arange(size, device=world.device, dtype=torch.float32) % 1000 + world.rank
+        dist.all_reduce(values)
         right = (torch.arange(size, dtype=torch.float32) % 1000) * world.size + sum(range(world.size))
-        if not torch.equal(mine.cpu(), right):
-            wrong = int((mine.cpu() != right).sum())
-            return Found("failed", f"{wrong} of {size} sums over {world.size} GPUs are wrong")
-    return Found("ok", f"sums over {world.size} GPUs are right") if place.rehearsal else _rate(place)
+        if not torch.equal(values.cpu(), right):
+            wrong = int((values.cpu() != right).sum())
+            return Outcome("failed", f"{wrong} of {size} sums over {world.size} GPUs are wrong")
+    return Outcome("ok", f"sums over {world.size} GPUs are right") if place.rehearsal else _rate(place)
 
 
-def _rate(place: Place) -> Found:
+def _rate(place: Place) -> Outcome:
     world = place.world
     data = torch.ones(_ELEMENTS, device=world.device)
     for _ in range(3):
@@ -45,8 +45,8 @@ def _rate(place: Place) -> Found:
     rates = {"all-reduce over the slowest link, GB/s": bus}
     link = place.earlier[PEERS].rates.get("slowest pair, GB/s") if PEERS in place.earlier else None
     if link is None:
-        return Found("ok", "not compared with the links: no row of them", rates)
+        return Outcome("ok", "not compared with the links: no row of them", rates)
     rates["share of a plain copy"] = bus / link
     if bus < LEAST * link:
-        return Found("failed", f"slower than {LEAST:.0%} of a plain copy between two of these GPUs", rates)
-    return Found("ok", f"sums over {world.size} GPUs are right", rates)
+        return Outcome("failed", f"slower than {LEAST:.0%} of a plain copy between two of these GPUs", rates)
+    return Outcome("ok", f"sums over {world.size} GPUs are right", rates)

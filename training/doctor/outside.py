@@ -15,7 +15,7 @@ from pathlib import Path
 
 from training.contract import printable
 from training.doctor.inside import begun_file, read
-from training.doctor.table import Check, Found
+from training.doctor.table import Check, Outcome
 
 START_SECONDS = 60.0
 """For processes to load torch and to join, beside the bound of their first row."""
@@ -55,22 +55,22 @@ class Program:
     """How the doctor starts processes on this machine.
 
     Args:
-        words: what stands for `python -m training`.
+        command: what stands for `python -m training`.
         gpus: how many are visible.
         folder: for what they write.
         data_root: where data sets lie.
     """
 
-    words: Sequence[str]
+    command: Sequence[str]
     gpus: int
     folder: Path
     data_root: Path
     rehearsal: bool = False
 
-    def launch(self, ranks: int, words: Sequence[str], restarts: int = 0) -> list[str]:
+    def launch(self, ranks: int, arguments: Sequence[str], restarts: int = 0) -> list[str]:
         """The command that starts ranks under the program's own launcher."""
         launcher = ["launch", "--ranks", str(ranks), "--max-restarts", str(restarts), "--grace", "5"]
-        return [*self.words, *launcher, "--", *self.words, *words]
+        return [*self.command, *launcher, "--", *self.command, *arguments]
 
     def run(self, command: Sequence[str], bound: float, **env: str) -> Ended:
         """To its end, or to the end of `bound` seconds."""
@@ -108,12 +108,12 @@ def started(command: Sequence[str], output: Path, env: dict[str, str]) -> Iterat
 
 
 def names_of_gpus(program: Program) -> list[str]:
-    """As the driver has them, in a process of its own, because a driver may hang; empty where it does not tell."""
+    """The GPUs' names from the driver. Asked in a separate process, because a driver may hang; empty without an answer."""
     output = program.folder / "names"
     with started([sys.executable, "-c", _NAMES], output, {}) as process, contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(NAMES_SECONDS)
-    told = [line for line in output.read_text(encoding="utf-8", errors="replace").splitlines() if line[:2] == '["']
-    return list(json.loads(told[-1])) if told and process.returncode == 0 else []
+    lines = [line for line in output.read_text(encoding="utf-8", errors="replace").splitlines() if line[:2] == '["']
+    return list(json.loads(lines[-1])) if lines and process.returncode == 0 else []
 
 
 def _descendants(pid: int) -> dict[int, str]:
@@ -144,24 +144,24 @@ def _stat(pid: int) -> list[str]:
 
 
 def in_processes(
-    program: Program, checks: Sequence[Check], told: Callable[[Check, Found], None], deadline: float
+    program: Program, checks: Sequence[Check], report: Callable[[Check, Outcome], None], deadline: float
 ) -> None:
     """Runs rows of one kind (`alone` or `ranks`) in processes that they share. One that fails or hangs costs the others
     nothing but a new start.
 
     Args:
-        told: gets each row as soon as it is known, in their order.
+        report: gets each row as soon as it is known, in their order.
         deadline: of the whole table, by `time.monotonic`.
     """
     left = list(checks)
     while left and time.monotonic() < deadline:
-        left = _in_one_start(program, left, told, deadline)
+        left = _in_one_start(program, left, report, deadline)
     for check in left:
-        told(check, Found("not tried", "the time is over"))
+        report(check, Outcome("not tried", "the time is over"))
 
 
 def _in_one_start(
-    program: Program, checks: list[Check], told: Callable[[Check, Found], None], deadline: float
+    program: Program, checks: list[Check], report: Callable[[Check, Outcome], None], deadline: float
 ) -> list[Check]:
     """The rows that need another start: those behind one that has ended these processes."""
     alone = checks[0].where == "alone"
@@ -176,40 +176,40 @@ def _in_one_start(
         *(["--alone"] if alone else []),
         *(check.name for check in checks),
     ]
-    command = [*program.words, *inside] if alone else program.launch(ranks, inside)
+    command = [*program.command, *inside] if alone else program.launch(ranks, inside)
     output = program.folder / "output"
     with started(command, output, {}) as process:
         since = time.monotonic() + START_SECONDS
         for number, check in enumerate(checks):
-            found = None
-            while found is None:
+            outcome = None
+            while outcome is None:
                 ended = process.poll() is not None  # asked before the files are read: nothing is written after it
                 over = time.monotonic() > deadline
                 late = over or time.monotonic() > since + check.bound
-                found = _of_all_ranks(program.folder, check, ranks, over=ended or late)
-                if found is None and over and not ended:
+                outcome = _of_all_ranks(program.folder, check, ranks, over=ended or late)
+                if outcome is None and over and not ended:
                     return checks[number:]
-                if found is None and (ended or late):
-                    found = Found("failed", f"no answer within {check.bound:.0f} s" if late else _last_line(output))
+                if outcome is None and (ended or late):
+                    outcome = Outcome("failed", f"no answer within {check.bound:.0f} s" if late else _last_line(output))
                     if not all(path.exists() for path in begun):
-                        told(check, found)
+                        report(check, outcome)
                         for other in checks[number + 1 :]:
-                            told(other, Found("not tried", "the processes did not start: see the row before"))
+                            report(other, Outcome("not tried", "the processes did not start: see the row before"))
                         return []
-                    found = Found(found.result, found.detail, facts={"raised": True})
-                if found is None:
+                    outcome = Outcome(outcome.result, outcome.detail, facts={"raised": True})
+                if outcome is None:
                     time.sleep(0.05)
-            told(check, found)
+            report(check, outcome)
             since = time.monotonic()
-            if found.facts.get("raised"):
+            if outcome.facts.get("raised"):
                 return checks[number + 1 :]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
     return []
 
 
-def _of_all_ranks(folder: Path, check: Check, ranks: int, over: bool) -> Found | None:
-    """The row as all ranks have it, named where they differ; None while some have not told. `over`: no more will come."""
+def _of_all_ranks(folder: Path, check: Check, ranks: int, over: bool) -> Outcome | None:
+    """The outcome of all ranks, with the rank's name where they differ; None until all have one. `over`: wait for no more ranks."""
     lines = {rank: line for rank in range(ranks) if (line := read(folder, rank).get(check.name)) is not None}
     failed = {rank: line for rank, line in lines.items() if line.result == "failed"}
     if len(lines) < ranks and not (over and failed):
@@ -218,7 +218,7 @@ def _of_all_ranks(folder: Path, check: Check, ranks: int, over: bool) -> Found |
         return lines[0]
     rank, line = min(failed.items())
     who = f"rank {rank}: " if len(failed) < ranks else ""
-    raised = any(one.facts.get("raised") for one in failed.values())
+    raised = any(other.facts.get("raised") for other in failed.values())
     return replace(line, detail=f"{who}{line.detail}", facts={**line.facts, **({"raised": True} if raised else {})})
 
 

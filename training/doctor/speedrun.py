@@ -7,20 +7,20 @@ import json
 from training.contract import EXIT_DONE, SUMMARY_FILE
 from training.data.sources.cifar10 import files_of
 from training.doctor.outside import Program
-from training.doctor.table import Found
+from training.doctor.table import Outcome
 
 LEAST = 0.93
 """Test accuracy of one training; published is a mean of 0.9401, and single ones scatter by some 0.0015."""
 ON_A_GPU = ("precision=float16", "capture=auto", "nonfinite=ignore")
 
 
-def train(program: Program, bound: float) -> Found:
+def train(program: Program, bound: float) -> Outcome:
     if program.rehearsal:
-        return Found("not tried", "takes a GPU that computes")
+        return Outcome("not tried", "takes a GPU that computes")
     if not files_of(program.data_root):
-        return Found("not tried", f"no CIFAR-10 below {program.data_root} (--data-root)")
+        return Outcome("not tried", f"no CIFAR-10 below {program.data_root} (--data-root)")
     run = program.folder / "speedrun"
-    words = [
+    arguments = [
         "run",
         "speedrun",
         "--run-dir",
@@ -30,12 +30,12 @@ def train(program: Program, bound: float) -> Found:
         *ON_A_GPU,
         "device=cuda",
     ]
-    ended = program.run(program.launch(1, [*words, "log.report=false", "metrics.enabled=false"]), bound)
+    ended = program.run(program.launch(1, [*arguments, "log.report=false", "metrics.enabled=false"]), bound)
     if ended.code != EXIT_DONE:
-        return Found(
+        return Outcome(
             "failed", "it had to be ended" if ended.code is None else f"it ended with {ended.code}: {ended.last}"
         )
     summary = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
     rates = {"training, s": summary["trained_seconds"], "accuracy": summary["accuracy"]}
     enough = summary["accuracy"] >= LEAST
-    return Found("ok" if enough else "failed", f"accuracy {summary['accuracy']:.4f}, at least {LEAST}", rates)
+    return Outcome("ok" if enough else "failed", f"accuracy {summary['accuracy']:.4f}, at least {LEAST}", rates)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from training import config, cudagraph
-from training.doctor.table import Found, Place
+from training.doctor.table import Outcome, Place
 from training.run.prepare import prepare
 from training.trainer import Trainer
 
@@ -28,74 +28,75 @@ APART = {"tf32": 0.01, "bfloat16": 0.05, "float16": 0.02}
 """Largest distance of a precision's way from float32's, relative to it."""
 
 
-def recorded(place: Place) -> Found:
+def recorded(place: Place) -> Outcome:
     """Collective."""
     eager, _ = _weights(place, "eager")
-    found, refused = _weights(place, "recorded", "capture=auto")
+    actual, refused = _weights(place, "recorded", "capture=auto")
     if refused:
-        return Found("failed", refused)
-    away = _distance(place, found, eager)
+        return Outcome("failed", refused)
+    away = _distance(place, actual, eager)
     how = "the same bits" if away == 0 else f"{away:.1e} apart, at most {SAME:g}"
-    return Found("ok" if away <= SAME else "failed", f"{how}, after {STEPS} steps", facts={"distance": away})
+    return Outcome("ok" if away <= SAME else "failed", f"{how}, after {STEPS} steps", facts={"distance": away})
 
 
-def precision(place: Place, name: str) -> Found:
+def precision(place: Place, name: str) -> Outcome:
     """Collective."""
     change = "tf32=true" if name == "tf32" else f"precision={name}"
-    exact, found = (
-        _weights(place, what, SMALL, *changed, steps=1)[0] for what, *changed in (["float32"], [name, change])
+    exact, actual = (
+        _weights(place, folder_name, SMALL, *changed, steps=1)[0]
+        for folder_name, *changed in (["float32"], [name, change])
     )
-    away = _distance(place, found, exact)
+    away = _distance(place, actual, exact)
     bound = APART[name]
     how = f"the gradient is {away:.1e} from float32's, at most {bound:g}"
-    return Found("ok" if away <= bound else "failed", how, facts={"distance": away})
+    return Outcome("ok" if away <= bound else "failed", how, facts={"distance": away})
 
 
-def _weights(place: Place, what: str, *changes: str, steps: int = STEPS) -> tuple[torch.Tensor, str]:
-    """What so many steps add to the weights, [parameters] float64, and why they were not recorded. Collective."""
+def _weights(place: Place, folder_name: str, *changes: str, steps: int = STEPS) -> tuple[torch.Tensor, str]:
+    """(what `steps` steps add to the weights, float64 [parameters]; why they were not recorded, or ""). Collective."""
     world, folder = place.world, Path(place.folder)
     batch = 32 * world.size  # a block of the ghost batch norm on each rank
     root = Path(place.folder).parent / "data"  # one copy of the shards for all rows
-    words = [
+    overrides = [
         *RECIPE,
         f"data.root={root}",
         f"global_batch_size={batch}",
         f"data.options={{n: {batch * STEPS}, n_test: 16, size: 32}}",
     ]
-    words += changes
-    settings = config.load("smoke", words)
+    overrides += changes
+    settings = config.load("smoke", overrides)
     with cudagraph.capture_stream(settings, world.device):
-        p = prepare(settings, world, folder / what, fresh=False)
+        prepared = prepare(settings, world, folder / folder_name, fresh=False)
         refused: list[str] = []
-        counts = {"batch_multiple": p.loader.multiple, "steps_per_epoch": p.loader.steps_per_epoch}
+        counts = {"batch_multiple": prepared.loader.multiple, "steps_per_epoch": prepared.loader.steps_per_epoch}
         try:
             if settings.capture == "auto":
                 trainer: Trainer = cudagraph.CapturedTrainer(
-                    settings, p.state, p.network, refused.append, None, **counts
+                    settings, prepared.state, prepared.network, refused.append, None, **counts
                 )
             else:
-                trainer = Trainer(settings, p.state, p.network, **counts)
-            begun = _flat(p.state.model)
-            for number, part in zip(range(steps), p.loader.epoch(0)):
-                p.state.cursor.step = number
-                p.state.clock.begin()
-                p.state.clock.data_ready()
+                trainer = Trainer(settings, prepared.state, prepared.network, **counts)
+            begun = _flat(prepared.state.model)
+            for number, part in zip(range(steps), prepared.loader.epoch(0)):
+                prepared.state.cursor.step = number
+                prepared.state.clock.begin()
+                prepared.state.clock.data_ready()
                 trainer.step(part)
-                p.state.clock.end()
+                prepared.state.clock.end()
             torch.cuda.synchronize()
-            return _flat(p.state.model) - begun, refused[0] if refused else ""
+            return _flat(prepared.state.model) - begun, refused[0] if refused else ""
         finally:
-            if p.run is not None:
-                p.run.close()
+            if prepared.run is not None:
+                prepared.run.close()
 
 
 def _flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
 
 
-def _distance(place: Place, found: torch.Tensor, expected: torch.Tensor) -> float:
+def _distance(place: Place, actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to `expected`; infinite where it is not finite. The largest of all ranks. Collective."""
-    away = ((found - expected).norm() / expected.norm()).nan_to_num(nan=float("inf"))
+    away = ((actual - expected).norm() / expected.norm()).nan_to_num(nan=float("inf"))
     if place.world.size > 1:
         dist.all_reduce(away, dist.ReduceOp.MAX)
     return float(away)

@@ -11,7 +11,7 @@ from torch import nn
 from training import sync
 from training.config import Sync
 from training.doctor.nets import Small
-from training.doctor.table import Found, Place
+from training.doctor.table import Outcome, Place
 from training.parallel.world import World
 
 STEPS, PER_RANK = 6, 8
@@ -22,18 +22,18 @@ LOSSY = {"powersgd": 0.5, "bf16_compress": 0.02}
 OPTIONS = {"powersgd": {"rank": 2, "start": 3}}
 
 
-def contract(place: Place, name: str) -> Found:
+def contract(place: Place, name: str) -> Outcome:
     """Trains a few steps with that strategy. Collective."""
     world = place.world
     torch.manual_seed(0)
     start = Small().to(world.device)
     expected = _trained(start, None, world)
-    found = _trained(start, sync.build(Sync(name=name, bucket_mb=0.005, options=OPTIONS.get(name, {}))), world)  # type: ignore[arg-type]
+    actual = _trained(start, sync.build(Sync(name=name, bucket_mb=0.005, options=OPTIONS.get(name, {}))), world)  # type: ignore[arg-type]
     begun = [parameter.detach() for parameter in start.parameters()]
-    away = _norm([a - b for a, b in zip(found, expected)]) / _norm([b - c for b, c in zip(expected, begun)])
+    away = _norm([a - b for a, b in zip(actual, expected)]) / _norm([b - c for b, c in zip(expected, begun)])
     bound = LOSSY.get(name, EXACT)
     how = f"{away:.1e} from one process after {STEPS} steps on {world.size} GPUs"
-    return Found("ok" if away <= bound else "failed", f"{how}, at most {bound:g}", facts={"distance": away})
+    return Outcome("ok" if away <= bound else "failed", f"{how}, at most {bound:g}", facts={"distance": away})
 
 
 def _norm(tensors: list[torch.Tensor]) -> float:
@@ -59,10 +59,10 @@ def _trained(start: nn.Module, strategy: sync.base.GradientSync | None, world: W
             F.cross_entropy(network(images), labels).backward()
         else:
             strategy.zero_grad()
-            own = slice(world.rank, None, world.size)
-            loss = F.cross_entropy(network(images[own]), labels[own], reduction="sum")
+            rows = slice(world.rank, None, world.size)
+            loss = F.cross_entropy(network(images[rows]), labels[rows], reduction="sum")
             (loss * strategy.loss_factor / count).backward()
             strategy.synchronize()
         optimizer.step()
-    whole = model if strategy is None else strategy.full_module(model)
-    return [parameter.detach().clone() for parameter in whole.parameters()]
+    full = model if strategy is None else strategy.full_module(model)
+    return [parameter.detach().clone() for parameter in full.parameters()]

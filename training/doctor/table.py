@@ -15,7 +15,7 @@ Result = Literal["ok", "failed", "not tried"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Outcome:
     """What became of a row."""
 
     result: Result
@@ -32,7 +32,7 @@ class Place:
     """What a check that runs inside a rank is given."""
 
     world: World
-    earlier: dict[str, Found]
+    earlier: dict[str, Outcome]
     """The rows before it, by name."""
     folder: str
     """A folder that all ranks see, for this row alone."""
@@ -53,7 +53,7 @@ class Check:
     Args:
         where: `alone` in one process that sees all GPUs, `ranks` in one rank a GPU; both are called with a `Place`. `runs`
             is called with an `outside.Program`, and starts whole trainings.
-        function: `module:function` below `training.doctor`; gives back a `Found`.
+        function: `module:function` below `training.doctor`; gives back an `Outcome`.
         argument: handed to the function behind its first one, if there is one.
         bound: seconds.
         gpus: how many it takes at least.

@@ -47,7 +47,7 @@ class Evaluator:
         count = manifest.count("test")
         low, high = bounds(count, world.rank, world.size)
         self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
-        """Batches of the longest part: every rank passes as many boundaries, so that collectives match."""
+        """Batches of the longest part. Every rank makes this many rounds, so that collectives match."""
         self.samples = Samples.open(manifest, "test", low, high, config.data.verify and not verified)
         self.images, self.labels = torch.empty(0), torch.empty(0)
         if high > low:
@@ -96,8 +96,8 @@ class Evaluator:
 
         def logits(view: torch.Tensor) -> torch.Tensor:
             with autocast(config.precision, self.world.device):
-                found = torch.func.functional_call(model, buffers, (view,))
-            return found.to(real_type(config.precision))
+                output = torch.func.functional_call(model, buffers, (view,))
+            return output.to(real_type(config.precision))
 
         return augmented(logits, x, config.evaluate.tta, config.evaluate.tta_share)
 

@@ -21,25 +21,25 @@ class PeriodicScore:
     """
 
     def __init__(self, prepared: Prepared, score: Callable[[], Score | None]) -> None:
-        self.p, self.score = prepared, score
+        self.prepared, self.score = prepared, score
         state = prepared.state
         self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
         self._last = (prepared.steps_done, state.clock.trained)
 
     def __call__(self) -> None:
-        p, state = self.p, self.p.state
+        prepared, state = self.prepared, self.prepared.state
         before = self._seen if state.cursor.epoch == self._epoch else torch.zeros_like(self._seen)
         self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
-        if p.steps_done != 1 and p.steps_done % p.config.log.score_every:
+        if prepared.steps_done != 1 and prepared.steps_done % prepared.config.log.score_every:
             return
         state.clock.settle()
         loss = (self._seen - before).cpu()
         dist.all_reduce(loss)
         score = self.score()
-        steps, seconds = p.steps_done - self._last[0], state.clock.trained - self._last[1]
-        self._last = (p.steps_done, state.clock.trained)
+        steps, seconds = prepared.steps_done - self._last[0], state.clock.trained - self._last[1]
+        self._last = (prepared.steps_done, state.clock.trained)
         if score is not None:
-            p.event(
-                "score", step=p.steps_done, train_loss=mean_loss(*loss.tolist()), test_loss=score.loss,
+            prepared.event(
+                "score", step=prepared.steps_done, train_loss=mean_loss(*loss.tolist()), test_loss=score.loss,
                 accuracy=score.accuracy, step_seconds=seconds / max(steps, 1),
             )  # fmt: skip

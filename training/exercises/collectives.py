@@ -33,8 +33,8 @@ class Traffic:
 
     sent: dict[str, int] = field(default_factory=dict)
 
-    def add(self, what: str, tensor: torch.Tensor, times: int) -> None:
-        self.sent[what] = self.sent.get(what, 0) + tensor.numel() * tensor.element_size() * times
+    def add(self, operation: str, tensor: torch.Tensor, times: int) -> None:
+        self.sent[operation] = self.sent.get(operation, 0) + tensor.numel() * tensor.element_size() * times
 
     @property
     def total(self) -> int:
@@ -57,9 +57,9 @@ def matmul_by_row(
     b = _empty((k, n), world) if b is None else b.contiguous()
     dist.broadcast(b, 0)
     traffic.add("broadcast B", b, world.size - 1)
-    mine = _scatter_rows(a, m, k, world)
-    traffic.add("scatter A", mine, world.size - 1)
-    product = mine @ b
+    rank_rows = _scatter_rows(a, m, k, world)
+    traffic.add("scatter A", rank_rows, world.size - 1)
+    product = rank_rows @ b
     pieces = [torch.empty_like(product) for _ in range(world.size)] if world.leader else None
     dist.gather(product, pieces, 0)
     traffic.add("gather C", product, world.size - 1)
@@ -89,17 +89,17 @@ def matmul_by_reduction(
     return product, traffic
 
 
-def _scatter_rows(whole: torch.Tensor | None, count: int, width: int, world: World) -> torch.Tensor:
+def _scatter_rows(matrix: torch.Tensor | None, count: int, width: int, world: World) -> torch.Tensor:
     """This rank's [⌈count / world⌉, width] of rank 0's [count, width], filled up with zeros: scatter takes equal parts."""
-    each = -(-count // world.size)
-    mine = _empty((each, width), world)
+    rows_per_rank = -(-count // world.size)
+    rank_rows = _empty((rows_per_rank, width), world)
     pieces = None
-    if whole is not None:
-        padded = torch.zeros(each * world.size, width, dtype=whole.dtype, device=whole.device)
-        padded[:count] = whole
-        pieces = list(padded.split(each))
-    dist.scatter(mine, pieces, 0)
-    return mine
+    if matrix is not None:
+        padded = torch.zeros(rows_per_rank * world.size, width, dtype=matrix.dtype, device=matrix.device)
+        padded[:count] = matrix
+        pieces = list(padded.split(rows_per_rank))
+    dist.scatter(rank_rows, pieces, 0)
+    return rank_rows
 
 
 def _empty(shape: tuple[int, int], world: World) -> torch.Tensor:
@@ -116,7 +116,7 @@ def gather_objects(value: Any, world: World | None = None) -> list[Any] | None:
     Raises:
         TypeError: some rank has a value of another type; raised on all of them.
     """
-    world = _here(world)
+    world = _world_or_current(world)
     refused: TypeError | None = None
     try:
         split(value)
@@ -126,10 +126,10 @@ def gather_objects(value: Any, world: World | None = None) -> list[Any] | None:
         raise_together(refused, world)
     except RuntimeError as error:
         raise TypeError(str(error)) from refused
-    found = gather_trees(value, world)
-    if found is not None:
-        found[0] = unpack(pack(value))
-    return found
+    values = gather_trees(value, world)
+    if values is not None:
+        values[0] = unpack(pack(value))
+    return values
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -137,12 +137,12 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     return all_gather_rows(tensor)
 
 
-def _here(world: World | None) -> World:
+def _world_or_current(world: World | None) -> World:
     return world or World(rank=dist.get_rank(), size=dist.get_world_size(), local_size=dist.get_world_size())
 
 
 def main(argv: list[str]) -> int:
-    """Runs both forms, prints time and bytes, and returns 1 where a product is wrong. Raises `UserError` for wrong words."""
+    """Runs both forms, prints time and bytes, and returns 1 where a product is wrong. Raises `UserError` for wrong arguments."""
     parser = Parser(prog=f"{PROGRAM} collectives", description=about(__doc__))
     parser.add_argument("--sizes", nargs=3, type=positive, default=[1024, 1024, 1024], metavar=("M", "K", "N"),
                         help="rows of A, columns of A (rows of B), columns of B; default: 1024 each")  # fmt: skip
@@ -165,9 +165,9 @@ def _compare(sizes: tuple[int, int, int], repeat: int, world: World, threads: st
     forms: dict[str, Callable[[], Any]] = {
         "by row": lambda: matmul_by_row(a, b, sizes, world), "by reduction": lambda: matmul_by_reduction(a, b, sizes, world),
     }  # fmt: skip
-    one = (lambda: (a @ b, Traffic())) if a is not None and b is not None else None
-    expected, seconds = _timed(one, repeat) if one else (None, 0.0)
-    if one:
+    single_process = (lambda: (a @ b, Traffic())) if a is not None and b is not None else None
+    expected, seconds = _timed(single_process, repeat) if single_process else (None, 0.0)
+    if single_process:
         print(f"one process     {1000 * seconds:9.2f} ms", flush=True)
     right = True
     for name, form in forms.items():
@@ -176,7 +176,7 @@ def _compare(sizes: tuple[int, int, int], repeat: int, world: World, threads: st
         if expected is not None:
             error = float((product - expected[0]).abs().max() / expected[0].abs().max())
             right &= error < 1e-4
-            detail = ", ".join(f"{what} {count:,}" for what, count in traffic.sent.items())
+            detail = ", ".join(f"{operation} {count:,}" for operation, count in traffic.sent.items())
             print(
                 f"{name:13}   {1000 * seconds:9.2f} ms   {traffic.total:>12,} bytes ({detail}); error {error:.1e}",
                 flush=True,

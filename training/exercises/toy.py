@@ -99,8 +99,10 @@ def mesh(world: World, tensor_size: int) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for inputs, targets in _batches(data_size, 64, 32):
         optimizer.zero_grad()
-        mine = (_part(batch, grid["data"].get_local_rank(), data_size).to(world.device) for batch in (inputs, targets))
-        F.mse_loss(model(next(mine)), next(mine)).backward()
+        rank_batch = (
+            _part(batch, grid["data"].get_local_rank(), data_size).to(world.device) for batch in (inputs, targets)
+        )
+        F.mse_loss(model(next(rank_batch)), next(rank_batch)).backward()
         for parameter in model.parameters():
             assert isinstance(parameter.grad, DTensor)
             shard = parameter.grad.to_local()
@@ -136,12 +138,12 @@ def _alone(model: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]
     return model
 
 
-def _largest(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
-    return max(float((a.detach().cpu() - b.detach()).abs().max()) for a, b in zip(found, expected))
+def _largest(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
+    return max(float((a.detach().cpu() - b.detach()).abs().max()) for a, b in zip(actual, expected))
 
 
 def main(argv: list[str]) -> int:
-    """Runs the three examples; returns 1 where one differs from one process. Raises `UserError` for wrong words."""
+    """Runs the three examples; returns 1 where one differs from one process. Raises `UserError` for wrong arguments."""
     parser = Parser(prog=f"{PROGRAM} toy", description=about(__doc__))
     parser.add_argument(
         "--tensor", type=positive, help="ranks that share one copy of the MLP; default: 2 where they divide"
@@ -161,7 +163,10 @@ def main(argv: list[str]) -> int:
         results[f"MLP over a mesh of {world.size // tensor_size} (data) × {tensor_size} (tensor)"] = mesh(
             world, tensor_size
         )
-        worst = [max(values) for values in zip(*(list(found.values()) for found in all_gather_trees(results, world)))]
+        worst = [
+            max(values)
+            for values in zip(*(list(differences.values()) for differences in all_gather_trees(results, world)))
+        ]
         if world.leader:
             for name, value in zip(results, worst):
                 print(f"{name}: differs from one process by at most {value:.1e}", flush=True)

@@ -59,7 +59,7 @@ class Agent(LocalElasticAgent):
     ours: bool
     """The ranks are `python -m training run`, which saves on a signal; else a program of which nothing is known."""
     caught: tuple[signal.Signals, ...]
-    """Without those that the launcher was told to ignore (nohup): the ranks ignore them, too."""
+    """Without signals that the launcher ignores (nohup): the ranks ignore them, too."""
     finish_lines: Callable[[], None]
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
@@ -73,7 +73,7 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.ending = self._ended = None
         handler = worker_group.spec.rdzv_handler
-        with rendezvous.told(handler):
+        with rendezvous.reporting_missing(handler):
             super()._rendezvous(worker_group)
         store, nodes, node = worker_group.store, worker_group.group_world_size, worker_group.group_rank
         assert store is not None and nodes is not None and node is not None
@@ -154,18 +154,22 @@ class Agent(LocalElasticAgent):
         """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
-        failures.tell(worker_group, self._pcontext)
+        failed = failures.failed(worker_group, self._pcontext)
+        failures.tell(worker_group, failed)
         result = super()._monitor_workers(worker_group)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
         if ended == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
             # Another node's agent saw a newcomer first and asked its ranks to leave; ours left with them.
             return RunResult(state=WorkerState.HEALTHY)
-        for line in codes.deaths(result, self.signalled):
+        for line in codes.deaths(result, self.signalled, failed, self.ours):
             print(f"launch: {line}", file=sys.stderr, flush=True)
         final = not ended.isdisjoint(codes.FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
+        if result.is_failed() and self._remaining_restarts > 0:
+            left = self._remaining_restarts - 1
+            print(f"launch: all ranks start again; restarts left after that: {left}", file=sys.stderr, flush=True)
         return result
 
 
@@ -203,7 +207,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="put the rank at the beginning of every line")  # fmt: skip
-    carried.add_words(parser)
+    carried.add_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs: see below")
     args = parser.parse_args(argv)
     if not args.command:
@@ -252,14 +256,19 @@ def rank_count(text: str, command: list[str]) -> int:
 
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
-    """Launches and returns the code for the cluster. Raises `UserError` for wrong words."""
+    """Launches and returns the code for the cluster. Raises `UserError` for wrong arguments."""
     env = os.environ if env is None else env
     args, command = _parse(argv, env)
     ranks = rank_count(args.ranks, command)
     parameters = rendezvous.parameters(args)
     carried.enter(args)
     if shutil.which(command[0]) is None:
-        raise UserError(f"launch: there is no program {command[0]!r}")
+        missing = f"launch: there is no program {command[0]!r}"
+        if os.path.isfile(command[0]):
+            missing = (
+                f"launch: {command[0]} is not executable: put its interpreter before it, as in -- python {command[0]}"
+            )
+        raise UserError(missing)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
@@ -307,7 +316,8 @@ def _run(
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         spec = WorkerSpec(
-            role="rank", local_world_size=ranks, entrypoint=command[0], args=tuple(command[1:]),
+            role="rank", local_world_size=ranks, entrypoint=command[0],
+            args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch replaces ${local_rank} in them
             rdzv_handler=rendezvous.connect(parameters, serves), max_restarts=attempts.left, monitor_interval=0.1,
             local_addr=parameters.local_addr,
         )  # fmt: skip

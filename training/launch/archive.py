@@ -43,21 +43,21 @@ class File:
     data: bytes
 
 
-def identity(found: Iterable[File]) -> str:
+def identity(entries: Iterable[File]) -> str:
     """64 hex digits over the sorted paths, the executable bits and the bytes, and over nothing else."""
     digest = hashlib.sha256()
-    for file in sorted(found, key=_path):
+    for file in sorted(entries, key=_path):
         about = f"{file.path}\0{'x' if file.executable else '-'}\0{len(file.data)}\0"
         digest.update(about.encode())
         digest.update(file.data)
     return digest.hexdigest()
 
 
-def pack(found: Iterable[File]) -> bytes:
+def pack(entries: Iterable[File]) -> bytes:
     """A compressed archive: the same files give the same bytes, with the same zlib."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for file in sorted(found, key=_path):
+        for file in sorted(entries, key=_path):
             member = tarfile.TarInfo(file.path)
             member.size, member.mode = len(file.data), 0o755 if file.executable else 0o644
             tar.addfile(member, io.BytesIO(file.data))
@@ -79,12 +79,12 @@ def read(data: bytes, expected: str) -> list[File]:
         if not unzip.eof:
             raise UserError("the code's archive is cut off: submit the job again")
         with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
-            found = list(_members(tar))
+            entries = list(_members(tar))
     except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
         raise UserError(f"the code's archive cannot be read ({error}): submit the job again") from None
-    if (other := identity(found)) != expected:
+    if (other := identity(entries)) != expected:
         raise UserError(f"the archive holds the code {other[:12]}, expected {expected[:12]}: submit the job again")
-    return found
+    return entries
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[File]:
@@ -113,7 +113,7 @@ def check_path(path: str) -> None:
         raise UserError(f"{path!r} is not a path inside the code")
 
 
-def unpack(found: Iterable[File], target: Path) -> Path:
+def unpack(entries: Iterable[File], target: Path) -> Path:
     """Writes the files into a new folder, read-only, which gets its name when it is complete.
 
     Where somebody else was faster, the other folder must hold the same code.
@@ -121,23 +121,23 @@ def unpack(found: Iterable[File], target: Path) -> Path:
     Raises:
         UserError: it cannot be written, or something else has the name.
     """
-    found = list(found)
+    entries = list(entries)
     try:
         with files.replacing(target, durable=False) as temporary:
-            _write(found, temporary)
+            _write(entries, temporary)
     except OSError as error:
         remove(temporary)  # it is read-only by now
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise UserError(f"cannot unpack the code to {target}: {error.strerror}") from None
-        if not holds(target, identity(found)):
+        if not holds(target, identity(entries)):
             raise UserError(f"{target} exists and holds something else: remove it") from None
     return target
 
 
-def _write(found: list[File], folder: Path) -> None:
+def _write(entries: list[File], folder: Path) -> None:
     folder.mkdir(mode=0o700)
     folders = {folder}
-    for file in found:
+    for file in entries:
         path = folder / PurePosixPath(file.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         folders.update(parent for parent in path.parents if parent.is_relative_to(folder))

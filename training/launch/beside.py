@@ -44,26 +44,26 @@ def processes() -> Iterator[tuple[int, dict[str, str]]]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                words = os.fsdecode(Path("/proc", entry, "environ").read_bytes()).split("\0")
-                yield int(entry), dict(word.split("=", 1) for word in words if "=" in word)
+                variables = os.fsdecode(Path("/proc", entry, "environ").read_bytes()).split("\0")
+                yield int(entry), dict(variable.split("=", 1) for variable in variables if "=" in variable)
 
 
-def find(rank: int, own: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:
+def find(rank: int, own_env: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:
     """The process of a rank and its environment: the oldest that has it, as the rank's own children inherit it.
 
     Args:
-        own: this process's environment. Where it names a job or a launcher, the rank is of that one.
+        own_env: this process's environment. Where it names a job or a launcher, the rank is of that one.
     """
-    mine = {name: own[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in own}
-    found = [
+    job_marks = {name: own_env[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in own_env}
+    candidates = [
         (_began(pid), pid, env)
         for pid, env in processes()
-        if ENV_LAUNCHER in env and rank_of(env) == str(rank) and mine.items() <= env.items() and pid != os.getpid()
+        if ENV_LAUNCHER in env and rank_of(env) == str(rank) and job_marks.items() <= env.items() and pid != os.getpid()
     ]
-    found = [item for item in found if item[0] >= 0]
-    if not found:
+    candidates = [item for item in candidates if item[0] >= 0]
+    if not candidates:
         return None
-    _, pid, env = min(found, key=lambda item: item[:2])
+    _, pid, env = min(candidates, key=lambda item: item[:2])
     return pid, env
 
 
@@ -97,7 +97,7 @@ def environment(of_rank: Mapping[str, str], args: argparse.Namespace, seen: bool
 
 
 def _enter_folder(pid: int) -> None:
-    """The rank's folder, where it is to be seen from here."""
+    """Enters the rank's working directory, if this process can see it."""
     with contextlib.suppress(OSError):
         os.chdir(os.readlink(f"/proc/{pid}/cwd"))
 
@@ -132,13 +132,13 @@ def main(argv: list[str]) -> int:
         return 0
     if not os.path.isdir("/proc/self"):
         return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
-    found = find(args.rank, os.environ)
+    rank_process = find(args.rank, os.environ)
     if args.find:
-        return 0 if found is not None else NOT_HERE
-    if found is None and not args.instead:
+        return 0 if rank_process is not None else NOT_HERE
+    if rank_process is None and not args.instead:
         return _refuse(f"rank {args.rank} does not run: it has ended, or has not begun, or is being started again")
-    pid, of_rank = found if found is not None else (os.getpid(), dict(os.environ))
-    env = environment(of_rank, args, found is not None)
+    pid, of_rank = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))
+    env = environment(of_rank, args, rank_process is not None)
     _enter_folder(pid)
     env["PWD"] = os.getcwd()
     if args.stdin == "told":
@@ -170,19 +170,19 @@ def _with_pieces(command: list[str], env: dict[str, str]) -> int:
 
 
 def _hand_on(target: int) -> None:
-    there = True
+    reader_open = True
     while size := int.from_bytes(_exactly(4), "big"):
         data = memoryview(_exactly(size))
-        while data and there:
+        while data and reader_open:
             try:
                 data = data[os.write(target, data) :]
             except BrokenPipeError:  # it reads no more, and what still comes goes nowhere
-                there = False
+                reader_open = False
     os.close(target)
 
 
 def _exactly(count: int) -> bytes:
-    """So many bytes; fewer where the sender is gone."""
+    """`count` bytes; fewer if the sender is gone."""
     data = b""
     while len(data) < count and (more := os.read(0, count - len(data))):
         data += more

@@ -1,7 +1,7 @@
-"""What a job carries for its ranks: settings for a `Session` of theirs, and code of one's own.
+"""What a job hands to its ranks: settings for their `Session`, and the user's own code.
 
-The code is unpacked where it comes as an archive, first on the ranks' path, and their folder. The launcher has imported its own
-packages by then, and its own path stays as it is.
+Code that comes as an archive is unpacked. Its folder is the ranks' working directory and the first one on their path. The
+launcher has imported its own packages by then, and its own path does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PART = "part-*"
 _NAME_DIGITS = 16
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--session", type=Handed.of, metavar="JSON",
                         help="run directory and settings for the Session that PROGRAM opens")  # fmt: skip
     parser.add_argument("--code", type=archive.check_identity, metavar="IDENTITY",
@@ -52,29 +52,30 @@ def enter(args: argparse.Namespace) -> None:
         folder = args.code_folder.absolute()
     else:
         raise UserError("--code needs --code-folder or --code-parts: where the code lies")
-    own = sys.path[0]  # `python -m training` finds the launcher where it was started, and the ranks start elsewhere
+    launcher_path = sys.path[0]  # where `python -m training` found the launcher; the ranks start in another folder
     try:
         os.chdir(folder)
     except OSError as error:
         raise UserError(f"the code is not in {folder}: {error.strerror}") from None
-    os.environ.update(environment(folder, args.code, dict(os.environ), own))
+    os.environ.update(environment(folder, args.code, dict(os.environ), launcher_path))
 
 
 def leave(args: argparse.Namespace, code: int) -> None:
     """Warns where the ranks have ended well without a look at what they were handed."""
-    if args.session is not None and code == EXIT_DONE and (said := args.session.unused()):
-        print(f"launch: warning: {said}", file=sys.stderr, flush=True)
+    if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
+        print(f"launch: warning: {warning}", file=sys.stderr, flush=True)
 
 
-def environment(folder: Path, identity: str, env: dict[str, str], own: str = "") -> dict[str, str]:
+def environment(folder: Path, identity: str, env: dict[str, str], launcher_path: str = "") -> dict[str, str]:
     """The variables by which a rank finds the code.
 
     Args:
-        own: where `training` was found, if not every Python looks there.
+        launcher_path: where `training` was found, if not every Python looks there.
     """
-    there = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    ours = [own] if own and own not in (*there, *sys.path[1:]) and Path(own, "training/contract.py").exists() else []
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *there, *ours]), ENV_CODE: identity}
+    existing = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    missing = bool(launcher_path) and launcher_path not in (*existing, *sys.path[1:])
+    ours = [launcher_path] if missing and Path(launcher_path, "training/contract.py").exists() else []
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *existing, *ours]), ENV_CODE: identity}
 
 
 def unpacked(identity: str, parts: Path) -> Path:
@@ -90,7 +91,7 @@ def unpacked(identity: str, parts: Path) -> Path:
         raise UserError(f"cannot read the code in {parts}: {error.strerror}") from None
     if not data:
         raise UserError(f"there is no code in {parts}: submit the job again")
-    found = archive.read(data, identity)
+    entries = archive.read(data, identity)
     if target.exists() and archive.holds(target, identity):
         return target  # an earlier start of this node
-    return archive.unpack(found, target)
+    return archive.unpack(entries, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Container
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
@@ -41,14 +42,21 @@ def too_early(result: RunResult, signalled: int | None) -> str:
     return signal.Signals(signalled).name if signalled is not None and -signalled in _ended(result) else ""
 
 
-def deaths(result: RunResult, signalled: int | None) -> list[str]:
-    """A sentence for each rank that a signal has ended, other than the one that was handed on to it."""
-    found = []
+def deaths(result: RunResult, signalled: int | None, failed: Container[int] = (), ours: bool = True) -> list[str]:
+    """A sentence for each rank that failed by itself: not by the signal that was handed on to it, nor by the agent's, which
+    ends the others.
+
+    Args:
+        failed: ranks that had failed when the agent ended the others; empty: not known.
+        ours: the ranks are `python -m training run`, which say themselves why they end with a code.
+    """
+    sentences = []
     for rank, failure in sorted(result.failures.items()):
-        number = -failure.exitcode
-        if number > 0 and number != signalled:
-            found.append(f"rank {rank} was {how(failure.exitcode)}")
-    return found
+        code = failure.exitcode
+        by_agent = bool(failed) and rank not in failed and -code in (signal.SIGTERM, signal.SIGKILL)
+        if -code != signalled and not by_agent and (code < 0 or not ours):
+            sentences.append(f"rank {rank} {'was ' if code < 0 else ''}{how(code)}")
+    return sentences
 
 
 def how(code: int) -> str:

@@ -25,12 +25,12 @@ DONE, FAILED, ENDED = "lockstep/done", "lockstep/failed", "lockstep/ended"
 LAST, HEARD = "lockstep/last", "lockstep/heard"
 ANSWER_SECONDS = 20.0
 SAVING_SECONDS = 20.0
-"""How long the node that serves the store stays for others that save: less than the margin that clusters add to the grace."""
+"""How long the node with the store waits for nodes that save. Less than the margin that clusters add to the grace period."""
 HEARD_SECONDS = 5.0
-"""What the other nodes may take to hear of that."""
+"""How long the other nodes have to read the result."""
 LOOK_SECONDS = 1.0
 LAST_SECONDS = 60.0
-"""What rank 0's node may take from the end of its ranks to the end of its launcher."""
+"""How long rank 0's node may take from the end of its ranks to the end of its launcher."""
 
 
 class Ending:
@@ -49,20 +49,20 @@ class Ending:
         self.done = False
         """The ranks of this node have ended well."""
         self.over = False
-        """Those of all nodes have."""
+        """The ranks of all nodes have ended well."""
         self.verdict: int | None = None
         """The exit code of the job, where another node has failed for good."""
         self.final = False
-        """And no cluster shall start this node again."""
-        self._answers = store.clone()  # asked in threads: a server that is gone answers nobody, and torch waits for it
+        """Whether the failure is final: the cluster must not start this node again."""
+        self._answers = store.clone()  # asked in threads: torch waits for a server that is gone
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
         self._alone = False
-        """It has failed while the ranks of the other nodes ran: these end by themselves."""
+        """This node has failed while the ranks of the other nodes ran. Those nodes end by themselves."""
         self._missing_since: float | None = None
 
     def reached(self) -> bool:
-        """This node is done: whether all are, or one has failed or was lost. To be asked again until then.
+        """To be called again and again when this node is done. True when all nodes are done, or one has failed or was lost.
 
         Raises:
             RendezvousConnectionError: the node that serves the rendezvous is gone.
@@ -81,17 +81,19 @@ class Ending:
             raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
         if self.over or self.verdict is not None:
             return True
-        here = rendezvous.present(self._handler)
-        if here >= self._nodes or self._handler.num_nodes_waiting() > 0:  # one that starts again has left the round
+        present = rendezvous.present(self._handler)
+        if present >= self._nodes or self._handler.num_nodes_waiting() > 0:  # one that starts again has left the round
             self._missing_since = None
             return False
-        if here >= self._handler.settings.min_nodes:  # type: ignore[attr-defined]
+        if present >= self._handler.settings.min_nodes:  # type: ignore[attr-defined]
             self.lost = True
             return True
         self._missing_since = self._missing_since or time.monotonic()
         timeout = self._handler.settings.timeout.join.total_seconds()  # type: ignore[attr-defined]
         if time.monotonic() - self._missing_since > timeout:
-            raise NotMet(f"{self._nodes - here} of {self._nodes} nodes were lost before their end, {timeout:g} s ago")
+            raise NotMet(
+                f"{self._nodes - present} of {self._nodes} nodes were lost before their end, {timeout:g} s ago"
+            )
         return False
 
     def failed(self, code: int, final: bool) -> None:
@@ -101,7 +103,7 @@ class Ending:
             final: no cluster shall start a node again.
         """
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
-            if self.verdict is None:  # else it was told by one of the others
+            if self.verdict is None:  # else another node has reported a failure already
                 self._tell(code, final)
             self._add(ENDED, 1)
             if code == EXIT_PREEMPTED:
@@ -109,7 +111,7 @@ class Ending:
 
     def _tell(self, code: int, final: bool) -> None:
         self._ask(lambda: self._answers.set(FAILED, f"{code} {'final' if final else 'retry'}"))
-        # Ranks that ended at the same moment are told of at their launcher's next look.
+        # Launchers whose ranks ended at the same moment report it when they next check.
         _until(lambda: self._add(DONE) > 0, LOOK_SECONDS)
         waiting = self._add(DONE)
         self._alone = waiting == 0
@@ -145,7 +147,7 @@ class Ending:
             pass  # the node that serves it was lost
 
     def _stay_for(self, nodes: int) -> None:
-        """Returns when so many have heard: the store goes with the node that serves it."""
+        """Returns when `nodes` nodes have read the result: the store ends with the node that serves it."""
         if self._serves:
             _until(lambda: self._add(HEARD) >= nodes, HEARD_SECONDS)
 
@@ -156,13 +158,13 @@ class Ending:
         return bool(self._ask(lambda: self._answers.check([key])))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer. Raises `RuntimeError` where there is none in time; signals are heeded meanwhile."""
-        said: list[Any] = []
+        """The store's answer. Raises `RuntimeError` without an answer in time. Signals are handled during the wait."""
+        answers: list[Any] = []
         broken: list[RuntimeError] = []
 
         def ask() -> None:
             try:
-                said.append(question())
+                answers.append(question())
             except RuntimeError as error:
                 broken.append(error)
 
@@ -171,9 +173,9 @@ class Ending:
         thread.join(ANSWER_SECONDS)
         if broken:
             raise broken[0]
-        if not said:
+        if not answers:
             raise RuntimeError(f"no answer for {ANSWER_SECONDS:g} s")
-        return said[0]
+        return answers[0]
 
 
 def _until(reached: Callable[[], bool], seconds: float) -> None:

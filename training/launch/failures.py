@@ -1,4 +1,4 @@
-"""Tells the ranks that still run which rank of this node has ended, and how: they need not wait to miss it.
+"""Tells the ranks that still run which rank of this node has ended, and how: they need not wait for a timeout.
 
 It is said in the store where the ranks meet (`training.resilience.hang` reads it), so other nodes' ranks hear of it, too.
 """
@@ -20,18 +20,25 @@ SECONDS = 2.0
 """Bound on it all: rank 0, which serves the store, may be the one that is lost, or stand still."""
 
 
-def tell(group: WorkerGroup, processes: PContext | None) -> None:
-    """Says it of each rank of this node that has failed. torch's agent ends the others as soon as it looks itself."""
-    if not isinstance(processes, SubprocessContext) or not group.master_addr or not group.master_port:
-        return
+def failed(group: WorkerGroup, processes: PContext | None) -> dict[int, int]:
+    """Rank → exit code, of the ranks of this node that have ended with one. torch's agent ends the others when it next checks."""
+    if not isinstance(processes, SubprocessContext):
+        return {}
     codes = {local: handler.proc.poll() for local, handler in processes.subprocess_handlers.items()}
+    return {group.workers[local].global_rank: code for local, code in codes.items() if code}
+
+
+def tell(group: WorkerGroup, codes: dict[int, int]) -> None:
+    """Writes to the store which ranks of this node have failed, so that the others need not wait for them."""
     # A rank that ends for good has said why, and the others end with it.
-    failed = {group.workers[local].global_rank: code for local, code in codes.items() if code and code not in FINAL}
-    alone = len(group.workers) == group.group_world_size == 1  # nobody is left to wait for it
-    # Rank 0 serves a new store each time the ranks start. One of the agent's outlives them, and what is said in it, too.
+    failed = {rank: code for rank, code in codes.items() if code not in FINAL}
+    if not group.master_addr or not group.master_port:
+        return
+    alone = len(group.workers) == group.group_world_size == 1  # no other rank waits for it
+    # Rank 0 serves a new store each time the ranks start. A store of the agent outlives the ranks, and so would this message.
     if not failed or alone or group.spec.rdzv_handler.use_agent_store:
         return
-    # torch bounds the connection and not the first answer. Signals are heeded meanwhile.
+    # torch bounds the connection and not the first answer. Signals are handled during the wait.
     thread = threading.Thread(target=_tell, args=(group.master_addr, group.master_port, failed), daemon=True)
     thread.start()
     thread.join(SECONDS)

@@ -1,4 +1,4 @@
-"""What a job hands the `Session` that its program opens: run directory and settings, as a recipe's job gives them by words."""
+"""What a job hands the `Session` that its program opens: run directory and settings, which a recipe's job gets as arguments."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ class Handed:
         """Raises `UserError` for a text that is not `text()`'s."""
         try:
             values = json.loads(text)
-            found = cls(**{**values, "settings": tuple(values.get("settings", ()))})
+            handed = cls(**{**values, "settings": tuple(values.get("settings", ()))})
         except (ValueError, TypeError, AttributeError):
-            found = None
-        if found is None or not all(isinstance(part, str) for part in (found.run_dir, found.fresh, *found.settings)):
+            handed = None
+        if handed is None or not all(
+            isinstance(part, str) for part in (handed.run_dir, handed.fresh, *handed.settings)
+        ):
             raise UserError(f"{ENV_SESSION} holds {text[:60]!r}: unset it, or give it what `lockstep run` sets")
-        return found
+        return handed
 
     @classmethod
     def take(cls, env: MutableMapping[str, str]) -> Handed:
-        """What the job has handed over, once: another Session of this process, or of one that it starts, has its own folder.
+        """What the job has handed over. Only the first call gets it: any further Session has its own folder.
 
         Raises:
             UserError: the variable holds something else.
@@ -48,7 +50,7 @@ class Handed:
         return cls.of(text) if text is not None else cls()
 
     def unused(self) -> str:
-        """A warning where the program has ended and nobody took what was asked for, else ""."""
+        """A warning if the program has ended and opened no Session with these settings, else ""."""
         if not self.expected or not self.run_dir or os.path.exists(Path(self.run_dir, RUN_FILE)):
             return ""
         return (

@@ -16,7 +16,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Until the launcher has handlers, and unblocks them: as PID 1 of a container it would not even be told before."""
+    """Blocks the signals until the launcher has handlers and unblocks them. A PID 1 without handlers would not get them at all."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield

@@ -29,7 +29,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 class WholeLines:
-    """Stands before a text stream. What a thread writes goes on when its line has ended; `finish` sends what has not."""
+    """Wraps a text stream. Text of a thread is sent when its line is complete; `finish` sends incomplete lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -40,11 +40,11 @@ class WholeLines:
             writer = threading.get_ident()
             begun = self._begun.pop(writer, "")
             prefix = _PREFIX.match(begun)
-            whole = begun + (text.removeprefix(prefix[0]) if prefix else text)
-            if whole.endswith("\n") or len(whole) > LIMIT:
-                self._send(whole)
-            elif whole:
-                self._begun[writer] = whole
+            line = begun + (text.removeprefix(prefix[0]) if prefix else text)
+            if line.endswith("\n") or len(line) > LIMIT:
+                self._send(line)
+            elif line:
+                self._begun[writer] = line
         return len(text)
 
     def finish(self) -> None:

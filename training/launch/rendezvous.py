@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet: torch's own rendezvous, which waits for a node that is late as long as it was told to.
+"""Where the nodes of a job meet: torch's own rendezvous, which waits for a late node until the join timeout.
 
 A pod that pulls its image for twenty minutes is no failure of the others, so neither the connection nor the join
 counts as one: both are tried until `join_timeout`, and a line a minute says how many nodes are missing.
@@ -86,13 +86,13 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
         served_here: what `serves` has said.
 
     Raises:
-        NotMet: nobody has served it within the join timeout.
+        NotMet: no node has served it within the join timeout.
         RendezvousError: this node should serve it, and cannot.
     """
     timeout = float(wanted.get("join_timeout"))
     host, port = _endpoint(wanted)
     began = time.monotonic()
-    said = began
+    last_report = began
     problem = ""
     while True:
         try:
@@ -109,8 +109,8 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
         now = time.monotonic()
         if now - began >= timeout:
             raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
-        if now - said >= SAID_EVERY:
-            said = now
+        if now - last_report >= SAID_EVERY:
+            last_report = now
             say(
                 f"launch: no answer at {wanted.endpoint} yet ({problem}): {_waiting(now - began, timeout)}",
                 sys.stderr,
@@ -125,7 +125,7 @@ def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bo
     try:
         store = stores.tcp_store(host, port, serves=True, seconds=float(wanted.get("read_timeout")))
     except (ValueError, RuntimeError) as error:
-        if wanted.get_as_bool("is_host") is None:  # the name alone told, and another process of this machine was first
+        if wanted.get_as_bool("is_host") is None:  # only the name matched; another process serves
             return get_rendezvous_handler(wanted)
         raise RendezvousError(str(error)) from error
     return create_handler(store, C10dRendezvousBackend(store, wanted.run_id), wanted)
@@ -137,17 +137,17 @@ def present(handler: RendezvousHandler) -> int:
 
 
 @contextlib.contextmanager
-def told(handler: RendezvousHandler) -> Iterator[None]:
-    """While it is held, a line a minute says how many nodes are missing."""
+def reporting_missing(handler: RendezvousHandler) -> Iterator[None]:
+    """Inside the block, a line a minute says how many nodes are missing."""
     wanted, timeout = handler.settings.min_nodes, handler.settings.timeout.join.total_seconds()  # type: ignore[attr-defined]
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not over.wait(SAID_EVERY):
-            here = present(handler)
-            if here < wanted:
+            joined = present(handler)
+            if joined < wanted:
                 more = _waiting(time.monotonic() - began, timeout)
-                say(f"launch: {here} of {wanted} nodes are here, {wanted - here} missing: {more}", sys.stderr)
+                say(f"launch: {joined} of {wanted} nodes are here, {wanted - joined} missing: {more}", sys.stderr)
 
     thread = threading.Thread(target=tell, daemon=True)
     if wanted > 1:

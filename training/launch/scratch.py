@@ -20,7 +20,7 @@ LOCK = ".in-use"
 
 @contextlib.contextmanager
 def folder(prefix: str) -> Iterator[str]:
-    """The path of a new folder below the temporary one. Folders of this prefix that nobody uses any more are removed."""
+    """The path of a new folder below the temporary one. Folders with this prefix that no process uses any more are removed."""
     _remove_abandoned(prefix)
     path = tempfile.mkdtemp(prefix=prefix)
     try:

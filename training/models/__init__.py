@@ -63,8 +63,8 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"cannot import model {target!r}: {error}") from None
     if not (isinstance(factory, type) and issubclass(factory, nn.Module)):
-        kind = "class" if isinstance(factory, type) else type(factory).__name__
-        raise UserError(f"model {target!r} is a {kind}, expected a torch.nn.Module class")
+        type_name = "class" if isinstance(factory, type) else type(factory).__name__
+        raise UserError(f"model {target!r} is a {type_name}, expected a torch.nn.Module class")
     parameters = inspect.signature(factory).parameters
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:

@@ -105,10 +105,10 @@ class BagOfTricks(nn.Module):
         if not self.training:
             return self._network(x)
         n = len(x)
-        whole = n // GHOST * GHOST
-        if whole == 0 or whole == n:
+        full = n // GHOST * GHOST
+        if full == 0 or full == n:
             return self._dealt(x)
-        return torch.cat([self._dealt(x[:whole]), self._dealt(x[whole:])])  # the last block of an epoch may be short
+        return torch.cat([self._dealt(x[:full]), self._dealt(x[full:])])  # the last block of an epoch may be short
 
     def _dealt(self, x: torch.Tensor) -> torch.Tensor:
         """Deals contiguous blocks of `GHOST` samples out to the groups of `GhostBatchNorm`, and collects the logits."""

@@ -26,8 +26,8 @@ class SmallMapConv2d(nn.Conv2d):
         ValueError: groups, dilation, or a padding other than a number of zeros.
     """
 
-    def __init__(self, *words: Any, **options: Any) -> None:
-        super().__init__(*words, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         if not _fits(self):
             raise ValueError(
                 "SmallMapConv2d supports groups=1, dilation=1 and zero padding given as a number: use nn.Conv2d for others"

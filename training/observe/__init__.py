@@ -1,4 +1,4 @@
-"""What a run tells, and whom.
+"""What a run reports, and where.
 
 An event (an epoch, a reading, a checkpoint, a preemption) is said once, by rank 0, to `rundir.RunDirectory.event`. That
 appends a line to events.jsonl and hands the same mapping to its listeners:

@@ -113,7 +113,7 @@ class StepClock:
         self.synced()
 
     def before_replay(self) -> None:
-        """The points of a recording are about to move: what is known of the last replay is noted."""
+        """Saves the times of the last replay, because the next replay records its events anew."""
 
     @contextlib.contextmanager
     def synchronizing(self, watch: Watch | None) -> Iterator[None]:
@@ -166,7 +166,7 @@ class CudaStepClock(StepClock):
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._free: list[torch.cuda.Event] = []
         self._step = _Step()
-        self._own: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._own_times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         """Where the script's own time since the last step began and ended."""
         self._pending: deque[_Step] = deque()
         self._replays: tuple[_Step, RecordedPoints] | None = None
@@ -183,7 +183,7 @@ class CudaStepClock(StepClock):
 
     def between(self) -> None:
         super().between()
-        self._own.append((self._step.events[-1 if len(self._step.events) == 5 else 0], self._event()))
+        self._own_times.append((self._step.events[-1 if len(self._step.events) == 5 else 0], self._event()))
 
     def data_ready(self) -> None:
         super().data_ready()
@@ -213,7 +213,7 @@ class CudaStepClock(StepClock):
 
     def end(self) -> Times:
         self._step.events.append(self._event())
-        self._step.own, self._own = self._own, []
+        self._step.own_times, self._own_times = self._own_times, []
         self._pending.append(self._step)
         return super().end()
 
@@ -223,15 +223,15 @@ class CudaStepClock(StepClock):
         self.trained += self._now() - began
 
     def measured(self) -> list[Times]:
-        found = []
+        closed = []
         while self._pending and self._pending[0].events[-1].query():
             step = self._pending.popleft()
             if self._replays is not None and self._replays[0] is step:
                 self.before_replay()
-            found.append(step.times())
+            closed.append(step.times())
             # The last event may be where the next step's own time begins, so it is not used again.
             self._free += list(dict.fromkeys(step.events[:-1]))[: self._POOL - len(self._free)]
-        return found
+        return closed
 
 
 @dataclass(slots=True)
@@ -240,17 +240,17 @@ class _Step:
 
     events: list[torch.cuda.Event] = field(default_factory=list)
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    own: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    own_times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     recorded: tuple[float, float] | None = None
     """Seconds to grad_ready and from there to synced, where the step is a recording's."""
 
     def times(self) -> Times:
         begin, data, grad, synced, end = self.events
         waited = sum(_seconds(since, until) for since, until in self.waits)
-        between = sum(_seconds(since, until) for since, until in self.own)
-        own, sync = self.recorded or (_seconds(data, grad) - waited, _seconds(grad, synced) + waited)
+        between = sum(_seconds(since, until) for since, until in self.own_times)
+        own_seconds, sync = self.recorded or (_seconds(data, grad) - waited, _seconds(grad, synced) + waited)
         return {
-            "data_wait": _seconds(begin, data), "grad_ready": own + between, "sync_wait": sync,
+            "data_wait": _seconds(begin, data), "grad_ready": own_seconds + between, "sync_wait": sync,
             "step_duration": _seconds(begin, end) + between,
         }  # fmt: skip
 

@@ -113,9 +113,9 @@ class Exporter:
         except OSError as error:
             self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
 
-    def _warn(self, what: str, message: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             say(f"warning: rank {self._rank}: {message}; the run continues", sys.stderr)
 
     def close(self, code: int) -> None:
@@ -162,17 +162,17 @@ def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _sweep(size: int, own: list[Path]) -> None:
+def _sweep(size: int, own_files: list[Path]) -> None:
     """Removes what an earlier attempt left: files of ranks from `size` on, and half-written ones of any. One listing a folder.
 
     Args:
-        own: this rank's file of each kind.
+        own_files: this rank's file of each kind.
     """
-    for mine in own:
-        before = re.escape(re.sub(r"\d+$", "", mine.stem))
-        name = re.compile(rf"(?:{before}(\d+){mine.suffix}|\.{before}\d+{mine.suffix}\.\d+)")
+    for own_file in own_files:
+        before = re.escape(re.sub(r"\d+$", "", own_file.stem))
+        name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.\d+)")
         with contextlib.suppress(OSError):
-            for path in mine.parent.iterdir():
-                found = name.fullmatch(path.name)
-                if found and (found[1] is None or int(found[1]) >= size):
+            for path in own_file.parent.iterdir():
+                match = name.fullmatch(path.name)
+                if match and (match[1] is None or int(match[1]) >= size):
                     path.unlink(missing_ok=True)

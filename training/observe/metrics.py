@@ -75,7 +75,7 @@ TABLE: dict[str, Row] = {
 
 READ_AT_SCRAPE = ("process_cpu_seconds_total", "process_resident_memory_bytes", "rank_gpu_info", "gpu_memory_allocated_bytes",
                   "gpu_memory_reserved_bytes", "gpu_memory_peak_bytes")  # fmt: skip
-"""Nobody sets these: they are read from the process and its GPU when somebody asks for the metrics."""
+"""Not set by the training: read from the process and its GPU when the metrics are scraped."""
 LATER = ("exit_code", "loss", "grad_norm", "accuracy", "checkpoint_last_success_timestamp_seconds", "checkpoint_duration_seconds",
          "info", "steps_planned", "logged")  # fmt: skip
 """Metrics without a series until their first value. All others begin at 0. An age of the newest checkpoint on ranks that
@@ -90,7 +90,7 @@ class Metrics:
     """The metrics of one rank, in a registry of their own. Safe to read from other threads."""
 
     def __init__(self, run: str, rank: int, device: torch.device) -> None:
-        prometheus_client.disable_created_metrics()  # a `_created` series beside each counter, which nobody reads
+        prometheus_client.disable_created_metrics()  # a `_created` series beside each counter, which no query reads
         self.registry = prometheus_client.CollectorRegistry()
         self._labels = {"run": run, "rank": str(rank)}
         self._families: dict[str, Any] = {}
@@ -234,7 +234,7 @@ class _Process(Collector):
 
     def _family(self, name: str, value: float, **more: str) -> Metric:
         labels = {**self._labels, **more}
-        kind = CounterMetricFamily if TABLE[name].kind == "counter" else GaugeMetricFamily
-        family = kind(PREFIX + name, TABLE[name].help, labels=list(labels))
+        family_class = CounterMetricFamily if TABLE[name].kind == "counter" else GaugeMetricFamily
+        family = family_class(PREFIX + name, TABLE[name].help, labels=list(labels))
         family.add_metric(list(labels.values()), value)
         return family

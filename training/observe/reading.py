@@ -110,7 +110,7 @@ class Reading:
 
 
 def mean_loss(losses: float, samples: float) -> float | None:
-    """Of a sum of losses and its number of samples; None where there are none: 0 would be told as a perfect loss."""
+    """Of a sum of losses and its number of samples; None without samples: 0 would look like a perfect loss."""
     return losses / samples if samples > 0 else None
 
 

@@ -231,12 +231,12 @@ def _begun_otherwise(path: Path, word: str) -> bool:
         return (path / contract.CHECKPOINTS).exists()
     try:
         return settings.read_yaml(path / contract.RUN_FILE).get("fresh") != word
-    except UserError:  # damaged: whoever began it, this start cannot go on with it
+    except UserError:  # damaged: this start cannot resume it
         return True
 
 
 def _move_aside(path: Path) -> None:
-    """Renames a run that nobody is using. Raises `UserError` for a folder that holds something else."""
+    """Renames a run that is not in use. Raises `UserError` for a folder that holds something else."""
     if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
         raise UserError(
             f"{path} does not hold a run of Lockstep, so --fresh does not move it: choose another --run-dir"
@@ -267,12 +267,12 @@ def git_revision() -> str:
     """The revision of the source tree, or of the image; an empty text where neither is known."""
     source = Path(__file__).resolve().parents[2]
     try:
-        found = subprocess.run(
+        lines = subprocess.run(
             ["git", "-C", str(source), "rev-parse", "--show-toplevel", "HEAD"],
             capture_output=True, text=True, timeout=5, check=True,
         ).stdout.splitlines()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        found = []
-    if len(found) == 2 and Path(found[0]).resolve() == source:  # not the project in whose .venv this is installed
-        return found[1]
+        lines = []
+    if len(lines) == 2 and Path(lines[0]).resolve() == source:  # not the project in whose .venv this is installed
+        return lines[1]
     return os.environ.get(contract.ENV_REVISION, "")

@@ -1,4 +1,4 @@
-"""The HTTP server of a rank: /metrics for Prometheus, /healthz for whoever restarts what hangs.
+"""The HTTP server of a rank: /metrics for Prometheus, /healthz for a supervisor that restarts hanging ranks.
 
 It runs in threads of the process that trains. So the number of clients and the time of each are bounded.
 """
@@ -124,8 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, kind, encode(self.server.metrics.registry))
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, content_type, encode(self.server.metrics.registry))
         elif path == "/healthz":
             metrics = self.server.metrics
             age = time.monotonic() - metrics.alive_at
@@ -135,9 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404, "text/plain; charset=utf-8", b"/metrics or /healthz\n")
 
-    def _answer(self, code: int, kind: str, body: bytes) -> None:
+    def _answer(self, code: int, content_type: str, body: bytes) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.connection.settimeout(max(0.001, self._deadline - time.monotonic()))  # for all of it, also in pieces
         self.end_headers()

@@ -34,13 +34,13 @@ def build(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     named = {parameter: name.split(".") for name, parameter in model.named_parameters()} if model is not None else {}
     groups: list[dict[str, Any]] = []
-    for part, own in optim.groups.items():
+    for part, group_settings in optim.groups.items():
         _check_part(part, named, groups)
         members = [p for p in trained if part in named.get(p, ())]
         trained = [p for p in trained if part not in named.get(p, ())]
         groups.append({
-            "params": members, "part": part, "momentum": own.get("momentum", optim.momentum),
-            "weight_decay": own.get("weight_decay", optim.weight_decay) * growth,
+            "params": members, "part": part, "momentum": group_settings.get("momentum", optim.momentum),
+            "weight_decay": group_settings.get("weight_decay", optim.weight_decay) * growth,
         })  # fmt: skip
     # Decay acts at rate × weight_decay: a group with `factor` times the rate keeps the same with a `factor`-th of the decay.
     groups = [
@@ -67,7 +67,7 @@ def build(
 
 
 def _check_part(part: str, named: dict[nn.Parameter, list[str]], earlier: list[dict[str, Any]]) -> None:
-    """Raises `UserError` where a group would be empty: nobody would notice that its settings have no effect.
+    """Raises `UserError` where a group would be empty: its settings would have no effect, without a message.
 
     Args:
         earlier: the groups before this one, with the parameters that they have taken.
@@ -82,9 +82,9 @@ def _check_part(part: str, named: dict[nn.Parameter, list[str]], earlier: list[d
             f"optim.groups.{part}: every parameter with {part!r} in its dotted name is frozen (requires_grad=False), and no "
             "optimizer moves it: remove the group, or name parameters that are trained"
         )
-    taken = {parameter: group["part"] for group in earlier for parameter in group["params"]}
-    if all(parameter in taken for parameter in trained):
-        names = " and ".join(dict.fromkeys(f"optim.groups.{taken[parameter]}" for parameter in trained))
+    part_of = {parameter: group["part"] for group in earlier for parameter in group["params"]}
+    if all(parameter in part_of for parameter in trained):
+        names = " and ".join(dict.fromkeys(f"optim.groups.{part_of[parameter]}" for parameter in trained))
         raise UserError(
             f"optim.groups.{part}: every trained parameter with {part!r} in its dotted name is taken by {names}, which comes "
             f"earlier: write {part!r} before it, or remove one of them"
@@ -109,12 +109,12 @@ def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> No
     """Sets each group's rate for the step after which the schedule is at `when`."""
     lr = learning_rate(optim, when)
     for group in optimizer.param_groups:
-        own = optim.groups.get(group.get("part", ""))
-        if own is None:
+        group_settings = optim.groups.get(group.get("part", ""))
+        if group_settings is None:
             group["lr"] = lr * group["lr_factor"]
         else:
-            schedule = own.get("schedule", optim.schedule)
-            group["lr"] = own.get("lr", optim.lr) * piecewise_linear(schedule, when / optim.schedule_scale)
+            schedule = group_settings.get("schedule", optim.schedule)
+            group["lr"] = group_settings.get("lr", optim.lr) * piecewise_linear(schedule, when / optim.schedule_scale)
     rates = getattr(optimizer, "rates", None)
     if rates is not None:
         rates.copy_(torch.tensor([group["lr"] for group in optimizer.param_groups]), non_blocking=True)

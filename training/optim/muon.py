@@ -67,11 +67,11 @@ class Muon(RatedOptimizer):
         return int(self.steps_taken % self.normalise_every != 0)
 
     def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
-        filters, others = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]
+        filters, rest = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]
         if filters:
             self._filters(filters, group, rate, group["taken"] % self.normalise_every == 0)
-        if others:
-            self._others(others, group, rate)
+        if rest:
+            self._others(rest, group, rate)
         group["taken"] += 1
 
     def _momentum(self, params: list[torch.Tensor], grads: list[torch.Tensor], momentum: float) -> Any:
@@ -115,7 +115,7 @@ def _orthogonal(tensors: list[torch.Tensor], steps: int) -> list[torch.Tensor]:
     batches: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         batches.setdefault((rows, columns) if gpu else (matrix.shape[0], matrix.shape[1]), []).append(index)
-    found = list(tensors)
+    results = list(tensors)
     for (height, width), members in batches.items():
         padded = [
             nn.functional.pad(matrices[i], (0, width - matrices[i].shape[1], 0, height - matrices[i].shape[0]))
@@ -124,6 +124,6 @@ def _orthogonal(tensors: list[torch.Tensor], steps: int) -> list[torch.Tensor]:
         batch = torch.stack(padded)
         whitened = orthogonalise(batch.bfloat16() if gpu else batch, steps).to(batch.dtype)
         for row, index in enumerate(members):
-            own = whitened[row, : matrices[index].shape[0], : matrices[index].shape[1]]
-            found[index] = own.reshape(tensors[index].shape)
-    return found
+            piece = whitened[row, : matrices[index].shape[0], : matrices[index].shape[1]]
+            results[index] = piece.reshape(tensors[index].shape)
+    return results

@@ -15,14 +15,14 @@ class RatedOptimizer(PlainOptimizer):
 
     rates: torch.Tensor | None = None
     steps_taken: int = 0
-    """Steps so far, where the kind depends on it. A recorded step has no code that counts, so it is set from outside."""
+    """Steps done, for optimizers whose `step_kind` depends on it. A recorded step cannot count, so the trainer sets this."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
 
     @property
     def step_kind(self) -> int:
-        """Of the next step. An optimizer whose steps are not all alike numbers their kinds; each is recorded for itself."""
+        """The kind of the next step. An optimizer with several kinds of steps numbers them; each kind is recorded separately."""
         return 0
 
     @torch.no_grad()
@@ -36,7 +36,11 @@ class RatedOptimizer(PlainOptimizer):
         return loss
 
     def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
-        """Moves those parameters of a group that have a gradient."""
+        """Updates the parameters of a group that have a gradient.
+
+        Args:
+            rate: the group's learning rate: a number, or a float32 scalar on the device.
+        """
         raise NotImplementedError
 
     def velocities(self, params: list[torch.Tensor]) -> list[torch.Tensor]:

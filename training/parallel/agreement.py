@@ -3,7 +3,7 @@
 A tree takes each of these to rank 0 and back: n − 1 messages up and n − 1 down for n ranks, the last rank is reached in
 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the other, and n of them from every rank
 where a tensor has many elements. Gathering something from all ranks for all ranks is n·(n − 1) messages: it is done only where
-the ranks have been found to differ.
+the ranks differ.
 """
 
 from __future__ import annotations
@@ -22,37 +22,41 @@ from training.parallel.world import World
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MOST_NAMED = 8
-"""Ranks that a message names one by one; more are told as ranges."""
+"""Up to this many ranks a message names one by one; more are shown as ranges."""
 
 
 def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add) -> torch.Tensor:
-    """All ranks' tensors (on the CPU) put together, the same on every rank; `tensor` itself is left as it is. Collective.
+    """The tensors of all ranks, combined element by element; the same result on every rank. Collective.
 
-    Always in the same order, so that a sum is the same to the bit every time.
+    The order is always the same, so a sum has the same bits every time.
+
+    Args:
+        tensor: on the CPU, of the same shape and type on every rank; it is not changed.
+        combine: of two such tensors, the result; must be associative up to rounding.
     """
-    found = tensor.clone()
+    total = tensor.clone()
     if world.size == 1:
-        return found
-    theirs, reach = torch.empty_like(found), 1
+        return total
+    received, reach = torch.empty_like(total), 1
     while reach < world.size:
         if world.rank & reach:
-            dist.send(found, world.rank - reach)
+            dist.send(total, world.rank - reach)
             break
         if world.rank + reach < world.size:
-            dist.recv(theirs, world.rank + reach)
-            found = combine(found, theirs)
+            dist.recv(received, world.rank + reach)
+            total = combine(total, received)
         reach *= 2
-    dist.broadcast(found, 0)
-    return found
+    dist.broadcast(total, 0)
+    return total
 
 
 def on_any(flag: bool, world: World) -> bool:
-    """Whether `flag` is set on any rank. Collective."""
+    """Whether `flag` is set on any rank; the same answer on every rank. Collective."""
     return bool(reduced(torch.tensor(int(flag)), world, torch.maximum))
 
 
 def same_on_all(tree: Any, world: World) -> bool:
-    """Whether all ranks hold the same tree, by its sha256. Collective."""
+    """Whether all ranks hold the same tree (`exchange`), by its sha256. Collective. Raises `TypeError` as `exchange.pack`."""
     digest = int.from_bytes(hashlib.sha256(pack(tree).numpy().tobytes()).digest()[:7], "big")
     most, least = reduced(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
     return most == -least
@@ -78,38 +82,40 @@ def raise_together(error: Exception | None, world: World) -> None:
         UserError: some rank had one; the message names the ranks unless all of them had the same.
         RuntimeError: some rank had another error.
     """
-    mine = None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__]
+    own_error = None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__]
     if world.size == 1 and error is not None:
         raise error
     if not on_any(error is not None, world):
         return
-    every = gather_trees(mine, world)
-    told = (
-        None if every is None else _told([(rank, *item) for rank, item in enumerate(every) if item is not None], world)
+    errors = gather_trees(own_error, world)
+    summary = (
+        None
+        if errors is None
+        else _summary([(rank, *item) for rank, item in enumerate(errors) if item is not None], world)
     )
-    by_user, message = broadcast_tree(told, world)
+    by_user, message = broadcast_tree(summary, world)
     _raise(by_user, message, error)
 
 
-def _told(found: list[tuple[int, bool, str]], world: World) -> list[Any]:
-    """[whether only users can mend it, the message] for (rank, whether a `UserError`, message) of those that have one."""
-    message = found[0][2]
-    same = [rank for rank, _, text in found if text == message]
+def _summary(errors: list[tuple[int, bool, str]], world: World) -> list[Any]:
+    """[whether all errors are `UserError`s, the message], from (rank, whether a `UserError`, message) of each failed rank."""
+    message = errors[0][2]
+    same = [rank for rank, _, text in errors if text == message]
     if len(same) < world.size:
         message = f"rank {named(same)}: {message}"
-    return [all(by_user for _, by_user, _ in found), message]
+    return [all(by_user for _, by_user, _ in errors), message]
 
 
-def _raise(by_user: bool, message: str, own: Exception | None) -> NoReturn:
+def _raise(by_user: bool, message: str, own_error: Exception | None) -> NoReturn:
     if by_user:
         shared = UserError(message)
         shared.shared = True
-        raise shared from own
-    raise RuntimeError(message) from own
+        raise shared from own_error
+    raise RuntimeError(message) from own_error
 
 
 def named(ranks: list[int]) -> str:
-    """Ranks in words: `1, 5`; of many the ranges, `0–511, 700`, at most `MOST_NAMED` of them."""
+    """Ranks as text: `1, 5`; for many ranks their ranges, `0–511, 700`, at most `MOST_NAMED` of them."""
     if len(ranks) <= MOST_NAMED:
         return ", ".join(map(str, ranks))
     ranges: list[list[int]] = []
@@ -118,6 +124,6 @@ def named(ranks: list[int]) -> str:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
-    words = [str(low) if low == high else f"{low}–{high}" for low, high in ranges[:MOST_NAMED]]
+    parts = [str(low) if low == high else f"{low}–{high}" for low, high in ranges[:MOST_NAMED]]
     left = sum(high - low + 1 for low, high in ranges[MOST_NAMED:])
-    return ", ".join(words) + (f" and {left} more" if left else "")
+    return ", ".join(parts) + (f" and {left} more" if left else "")

@@ -1,7 +1,7 @@
 """Small collectives over trees of tensors and plain values, without pickle.
 
 A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans and None: what a checkpoint holds.
-`split` takes it apart into JSON and tensors, `join` puts it together again; both keep every bit.
+`split` turns it into a JSON value and a list of tensors; `join` is the inverse. Both keep every bit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
+_PLAIN = {int, float, str, bool, type(None)}
+
 
 def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     """(a JSON value in which tensors are numbered, the tensors in that order). Raises `TypeError` for other types."""
     tensors: list[torch.Tensor] = []
 
     def walk(value: Any) -> Any:
+        if type(value) in _PLAIN:  # first: Python's generator alone has 625 numbers
+            return value
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPE_NAMES:
                 raise TypeError(f"a tree cannot hold {value.dtype}")
@@ -46,7 +50,7 @@ def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
             return [walk(inner) for inner in value]
         if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):  # np.float64 is a float, too
             return {"$scalar": walk(torch.from_numpy(np.array(value)))}
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if isinstance(value, (int, float, str)):  # an enumeration's member, for example
             return value
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             native = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
@@ -84,20 +88,20 @@ def join(plain: Any, tensors: list[torch.Tensor]) -> Any:
     return {key: join(inner, tensors) for key, inner in plain.items()}
 
 
-def _kept_as_tensor(mark: str, found: Any) -> Any:
-    """What `split` made a tensor of. Raises `ValueError` where `found` cannot be that tensor."""
-    if isinstance(found, torch.Tensor):
+def _kept_as_tensor(mark: str, tensor: Any) -> Any:
+    """The value that `split` stored as a tensor. Raises `ValueError` if `tensor` does not fit `mark`."""
+    if isinstance(tensor, torch.Tensor):
         if mark == "$array":
-            return found.numpy()
-        if mark == "$scalar" and found.ndim == 0:
-            return found.numpy()[()]
-        if mark == "$bytes" and found.ndim == 1:
-            return found.numpy().tobytes()
+            return tensor.numpy()
+        if mark == "$scalar" and tensor.ndim == 0:
+            return tensor.numpy()[()]
+        if mark == "$bytes" and tensor.ndim == 1:
+            return tensor.numpy().tobytes()
     raise ValueError(f"{mark} of no such tensor")
 
 
 def pack(tree: Any) -> torch.Tensor:
-    """A tree as one uint8 tensor on the CPU."""
+    """A tree as one uint8 tensor [bytes] on the CPU. Raises `TypeError` for a value that no tree can hold."""
     plain, tensors = split(tree)
     about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors]
     head = json.dumps([plain, about]).encode()
@@ -107,7 +111,7 @@ def pack(tree: Any) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> Any:
-    """The inverse of `pack`."""
+    """The inverse of `pack`: the tree of a uint8 tensor [bytes] on the CPU."""
     length = int.from_bytes(bytes(packed[:8].tolist()), "little")
     plain, about = json.loads(packed[8 : 8 + length].numpy().tobytes())
     tensors, at = [], 8 + length
@@ -120,16 +124,17 @@ def unpack(packed: torch.Tensor) -> Any:
 
 
 def as_bytes(data: bytes) -> torch.Tensor:
+    """A copy of the bytes as a uint8 tensor [len(data)]."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as a flat uint8 tensor on the CPU (a view where it is contiguous there)."""
+    """The tensor's bytes as a uint8 tensor [bytes] on the CPU. A view, if the tensor is contiguous and on the CPU already."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
-    """The tree of rank `source`, on every rank. Tensors arrive on the CPU."""
+    """The tree of rank `source`, on every rank. Tensors arrive on the CPU. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return tree
     packed = pack(tree) if world.rank == source else torch.empty(0, dtype=torch.uint8)
@@ -142,28 +147,28 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
 
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:
-    """The trees of all ranks, in the order of their ranks. Sizes may differ."""
+    """The trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
     return [unpack(blob) for blob in all_gather_rows(pack(tree))]
 
 
 def all_gather_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors [rows, …] of all ranks, in the order of their ranks. The ranks may differ in rows, in nothing else."""
+    """The tensors [rows, …] of all ranks, by rank. Only the number of rows may differ between ranks. Collective."""
     size = dist.get_world_size()
     length = torch.tensor([len(tensor)], device=tensor.device)
     lengths = [torch.empty_like(length) for _ in range(size)]
     dist.all_gather(lengths, length)
-    rows = [int(each) for each in lengths]
+    rows = [int(count) for count in lengths]
     padded = tensor.new_zeros((max(rows), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded)
-    return [each[:count] for each, count in zip(gathered, rows)]
+    return [tensor_rows[:count] for tensor_rows, count in zip(gathered, rows)]
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
-    """The trees of all ranks on rank 0, None elsewhere. Rank 0's own is handed back as it is, without a copy."""
+    """The trees of all ranks on rank 0, None elsewhere. Rank 0's own tree is not copied. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
     packed = pack(tree)
@@ -178,10 +183,10 @@ def gather_trees(tree: Any, world: World) -> list[Any] | None:
 
 
 def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any:
-    """The tree of `trees` that is this rank's, which rank `source` has for all. Tensors arrive on the CPU.
+    """This rank's tree out of `trees`, which only rank `source` needs to have, by rank. Tensors arrive on the CPU. Collective.
 
-    Each rank gets its own alone: what all of them get grows with the number of ranks, what `broadcast_tree` of the list would
-    bring them grows with its square.
+    Each rank gets only its own tree: the bytes sent grow with the number of ranks. With `broadcast_tree` of the list they
+    would grow with its square.
     """
     if world.size == 1:
         assert trees is not None
@@ -189,10 +194,10 @@ def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any
     packed = None if trees is None else [pack(tree) for tree in trees]
     longest = torch.tensor([0 if packed is None else max(blob.numel() for blob in packed)])
     dist.broadcast(longest, source)
-    own, padded = torch.empty(int(longest), dtype=torch.uint8), None
+    received, padded = torch.empty(int(longest), dtype=torch.uint8), None
     if packed is not None:
         padded = [torch.zeros(int(longest), dtype=torch.uint8) for _ in packed]
         for room, blob in zip(padded, packed):
             room[: blob.numel()] = blob
-    dist.scatter(own, padded, source)
-    return unpack(own)
+    dist.scatter(received, padded, source)
+    return unpack(received)

@@ -1,4 +1,4 @@
-"""The memory of this process: how much it is, and that what is freed stays with it.
+"""The memory of this process: its size, and an allocator that keeps freed memory.
 
 The next step then does not have to ask the kernel for it again. glibc gives every large block back at once. A training
 step on a CPU frees and takes the same gigabytes of activations each time, and a fifth of its time goes into pages that
@@ -28,12 +28,12 @@ def keep_freed() -> bool:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM now; None where there is no Linux to tell."""
+    """Bytes of this process that are in RAM now; None on other systems than Linux."""
     return _statm(1)
 
 
 def mapped_bytes() -> int | None:
-    """The part of it that is mapped files, and memory shared with other processes."""
+    """Bytes of resident memory that are mapped files or shared with other processes; None as `resident_bytes`."""
     return _statm(2)
 
 

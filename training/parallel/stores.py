@@ -48,7 +48,7 @@ def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | No
 
 
 def _until_it_listens(host: str, port: int, seconds: float) -> None:
-    """Returns when something listens there, or after this many seconds: torch then tells what happens."""
+    """Returns when something listens there, or after this many seconds: torch then reports the error."""
     deadline, wait = time.monotonic() + seconds, 0.01
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -61,18 +61,18 @@ def _until_it_listens(host: str, port: int, seconds: float) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket | None:
-    """A socket bound to the one address that `host` has here; None where it has several, or one that others cannot mean."""
+    """A socket bound to the only address of `host`; None if it has several, or one that means another machine elsewhere."""
     try:
-        found = {
+        addresses = {
             (family, place[0]) for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         }
     except OSError:
         return None
     if host == "localhost":
-        found = {(socket.AF_INET, "127.0.0.1")}
-    if len(found) != 1:
+        addresses = {(socket.AF_INET, "127.0.0.1")}
+    if len(addresses) != 1:
         return None
-    ((family, address),) = found
+    ((family, address),) = addresses
     # A host name that its own /etc/hosts maps to 127.0.1.1 means another address elsewhere.
     if ipaddress.ip_address(address).is_loopback and not _is_loopback(host):
         return None
@@ -107,7 +107,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def stay_on_this_machine() -> None:
-    """The ranks are all here: gloo's and NCCL's own sockets listen on the loopback interface, unless told otherwise."""
+    """All ranks are on this machine: gloo's and NCCL's sockets listen on the loopback interface, unless the variables are set."""
     interface = "lo" if sys.platform == "linux" else "lo0"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)

@@ -1,4 +1,4 @@
-"""Who am I among the ranks? The only reader of RANK, SLURM_*, OMPI_* and PMI_*.
+"""The place of this process among the ranks. Only this module reads RANK, SLURM_*, OMPI_* and PMI_*.
 
     world = detect(os.environ)          # pure: World(rank, size, local_rank, local_size, node, nodes, …)
     with joined(world, "auto", 600):    # the process group: gloo for CPU tensors, NCCL for CUDA tensors
@@ -63,10 +63,10 @@ def detect(env: Mapping[str, str]) -> World:
         return _from_torchrun(env)
     mpi = next(((launcher, names) for launcher, names in _MPI.items() if names[0] in env), None)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
-        # mpirun inside an allocation: its ranks inherit what the step that started it was told. Where srun itself speaks
-        # PMI, both say the same, and SLURM says more.
-        told = (env["SLURM_PROCID"], env.get(_tasks(env)))
-        if mpi is None or told == (env[mpi[1][0]], env.get(mpi[1][1])):
+        # mpirun inside an allocation: its ranks inherit the variables of the SLURM step. If srun itself speaks PMI, both
+        # agree, and SLURM's variables say more.
+        slurm_rank = (env["SLURM_PROCID"], env.get(_tasks(env)))
+        if mpi is None or slurm_rank == (env[mpi[1][0]], env.get(mpi[1][1])):
             return _from_slurm(env)
     return World() if mpi is None else _from_mpi(env, *mpi)
 
@@ -246,7 +246,7 @@ def set_threads(world: World, wanted: int, env: Mapping[str, str]) -> str:
 
 
 def choose_device(world: World, wanted: str) -> torch.device:
-    """The rank's device. Raises `UserError` where there is no GPU, or fewer than ranks."""
+    """The rank's device, for `wanted` cpu, cuda or auto. Raises `UserError` without a GPU for cuda, or with too few GPUs."""
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and count == 0:
         raise UserError("device is cuda, but no GPU is visible: use device=cpu, or check CUDA_VISIBLE_DEVICES")
@@ -288,13 +288,13 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     importlib.import_module("torch.distributed.nn.functional")
     leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
     try:
-        store, mine = _store(world, timeout), chosen if chosen.type == "cuda" else None
-        if mine is not None and world.size > 1:
-            _refuse_shared_gpus(world, mine, store)
+        store, gpu = _store(world, timeout), chosen if chosen.type == "cuda" else None
+        if gpu is not None and world.size > 1:
+            _refuse_shared_gpus(world, gpu, store)
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout),
-            device_id=mine,
+            device_id=gpu,
         )  # fmt: skip
         leave = dist.destroy_process_group
         yield dataclasses.replace(world, device=chosen)
@@ -307,7 +307,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     finally:
         gc.collect()  # networks that hold the group
         leave()
-        for name, value in before.items():  # else the next one would take these for its launcher's words
+        for name, value in before.items():  # else the next `joined` would take these for a launcher's variables
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -317,7 +317,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
 def _store(world: World, timeout: float) -> dist.Store:
     if world.master is None:
         return dist.HashStore()
-    # Under torchrun its agent serves the store, except where it is told to leave that to rank 0.
+    # Under torchrun its agent serves the store, unless a variable leaves that to rank 0.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = world.leader and not of_agent
     store = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
@@ -345,7 +345,7 @@ def _refuse_spawned_by_a_rank() -> None:
     try:
         environment = Path(f"/proc/{parent.pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return  # no Linux, or gone: the rendezvous will tell
+        return  # no Linux, or the parent is gone: the rendezvous reports the error
     values = dict(entry.partition(b"=")[::2] for entry in environment)
     if b"TORCHELASTIC_RUN_ID" in values and b"RANK" in values:
         rank, size = values[b"RANK"].decode(), values.get(b"WORLD_SIZE", b"?").decode()
@@ -365,15 +365,15 @@ def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -
     store.set(f"lockstep/gpu/{world.rank}", uuid)
     if world.leader:
         store.set("lockstep/gpus", _shared([store.get(f"lockstep/gpu/{rank}") for rank in range(world.size)]))
-    found = store.get("lockstep/gpus").decode()
-    if not found:
+    message = store.get("lockstep/gpus").decode()
+    if not message:
         return
     if store.add("lockstep/gpus/heard", 1) == world.size:
         store.set("lockstep/gpus/all", "")
     if world.leader:  # it may serve the store: the others hear of it first
         with contextlib.suppress(dist.DistError):
             store.wait(["lockstep/gpus/all"], timedelta(seconds=10))
-    raise UserError(found)
+    raise UserError(message)
 
 
 def _shared(uuids: list[bytes]) -> str:

@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same model? `check_parameter_closeness` compares every rank with rank 0.
+"""Checks that all ranks hold the same model: `check_parameter_closeness` compares every rank with rank 0.
 
     from training.resilience.closeness import check_parameter_closeness
     check_parameter_closeness(model)            # in a script of your own, after any step; every rank calls it
@@ -51,22 +51,22 @@ def check_parameter_closeness(
     named = list(_tensors(model, process_group, batch_statistics))
     device = next((tensor.device for _, tensor in named), torch.device("cpu"))
     _check_structure(named, device, process_group)
-    found = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)  # (index of the first difference, its size, elements)
+    difference = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)  # (index of the first one, its size, elements)
     for index, (_, tensor) in enumerate(named):
         reference = tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(reference, _first(process_group), group=process_group)
-        if found[0] < 0:
+        if difference[0] < 0:
             same = torch.isclose(tensor, reference, rtol=rtol, atol=atol, equal_nan=True)
             if not bool(same.all()):
-                apart = (tensor.double() - reference.double()).abs()[~same]
-                found = torch.tensor([index, apart.max().item(), len(apart)], dtype=torch.float64)
-    if not _on_any(found[:1] >= 0, device, process_group):
+                distances = (tensor.double() - reference.double()).abs()[~same]
+                difference = torch.tensor([index, distances.max().item(), len(distances)], dtype=torch.float64)
+    if not _on_any(difference[:1] >= 0, device, process_group):
         return True
-    every = _gathered(found.to(device), process_group)
-    first = min(int(index) for index, _, _ in every if index >= 0)
+    differences = _gathered(difference.to(device), process_group)
+    first = min(int(index) for index, _, _ in differences if index >= 0)
     name, tensor = named[first]
-    ranks = [rank for rank, (index, _, _) in enumerate(every) if index == first]
-    size, count = max((size, int(count)) for index, size, count in every if index == first)
+    ranks = [rank for rank, (index, _, _) in enumerate(differences) if index == first]
+    size, count = max((size, int(count)) for index, size, count in differences if index == first)
     raise ReplicasDiffer(
         f"{name} on rank {', '.join(map(str, ranks))} differs from rank 0's: by up to {size:.3g} "
         f"in {count} of {tensor.numel()} elements (allowed: {rtol:g} relative, {atol:g} absolute)"
@@ -97,23 +97,23 @@ def _check_structure(
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)  # the largest, and minus the smallest: the same where all are
     if both[0] == -both[1]:
         return
-    every = _gathered(torch.tensor([digest], dtype=torch.float64, device=device), group)
-    other = [rank for rank, value in enumerate(every) if value != every[0]]
+    digests = _gathered(torch.tensor([digest], dtype=torch.float64, device=device), group)
+    other = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if other:
         raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
 
 
 def _on_any(flag: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> bool:
-    """Whether the flag [1] is set on any rank. One number each: what each found is gathered where there is something."""
+    """Whether the flag [1] is set on any rank. Sends one number a rank; the details are gathered only if the flag is set."""
     everywhere = flag.to(device=device, dtype=torch.float64)
     dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
     return bool(everywhere)
 
 
 def _gathered(value: torch.Tensor, group: dist.ProcessGroup | None) -> list[list[float]]:
-    every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, value, group=group)
-    return [row.tolist() for row in every]
+    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, value, group=group)
+    return [row.tolist() for row in gathered]
 
 
 def _first(group: dist.ProcessGroup | None) -> int:

@@ -1,4 +1,4 @@
-"""Who diverged? Names the rank and the parameter behind a gradient that is not finite.
+"""Names the rank and the parameter that caused a gradient that is not finite.
 
 The check itself costs no collective (see `Trainer`), but it sees the sum, not its author. A step is a function of the
 weights and the cursor (and of what dropout draws, which differs), so every rank takes its backward pass once more without
@@ -20,8 +20,8 @@ from training.parallel.exchange import all_gather_trees
 
 def finite_everywhere(model: nn.Module) -> bool:
     """Whether every parameter is finite, on every rank: a strategy may have given each its own part. Collective."""
-    own = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
-    finite = bool(torch.stack([torch.isfinite(value).all() for value in own]).all()) if own else True
+    values = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+    finite = bool(torch.stack([torch.isfinite(value).all() for value in values]).all()) if values else True
     everywhere = torch.tensor(int(finite))
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     return bool(everywhere)
@@ -41,13 +41,13 @@ def diagnose(state: TrainState, forward_backward: Callable[[nn.Module], None]) -
     try:
         with state.sync.accumulate():
             forward_backward(model)
-        own = _first_bad(model, state.losses)
+        problem = _first_bad(model, state.losses)
     finally:
         if scaler is not None:
             scaler.set(factor)
         state.sync.zero_grad()
-    found = [f"rank {rank}: {what}" for rank, what in enumerate(all_gather_trees(own, state.world)) if what]
-    return "; ".join(found) or "every rank's own gradient is finite, but their sum overflows"
+    sentences = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_trees(problem, state.world)) if text]
+    return "; ".join(sentences) or "every rank's own gradient is finite, but their sum overflows"
 
 
 def _first_bad(model: nn.Module, losses: torch.Tensor) -> str | None:

@@ -1,8 +1,8 @@
-"""Who is missing? When a collective fails or times out, names the ranks that did not arrive, and each one's last step.
+"""Names the missing ranks when a collective fails or times out, with the last step of each.
 
 Every rank notes its step in the store about once a second. A rank whose collective failed reports itself there and
 looks who else reports within a few seconds: the ones that do not are gone, stopped or stuck. Of a rank whose process has ended
-our launcher says so in the store, and nobody waits for it.
+our launcher says so in the store, and the other ranks do not wait for it.
 
 gloo raises in the thread that waits. NCCL does not: that thread waits for the GPU, and torch's watchdog aborts the process.
 `naming_the_missing` has the sentence said before that.
@@ -57,14 +57,14 @@ def is_collective(error: BaseException) -> bool:
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
     """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
     cause = _PLACE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
-    told = _about_the_missing(world, step, "failed", cause)
-    return told or f"step {step}: a collective failed, although every rank is present ({cause})"
+    sentence = _about_the_missing(world, step, "failed", cause)
+    return sentence or f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
-def _about_the_missing(world: World, step: int, what: str, cause: str) -> str:
-    """The sentence about the ranks that do not report `what`, too; empty where all do."""
+def _about_the_missing(world: World, step: int, report_name: str, cause: str) -> str:
+    """The sentence about the ranks that do not report `report_name`, too; empty where all do."""
     try:
-        missing = _missing(world, step, what)
+        missing = _missing(world, step, report_name)
     except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
     return f"step {step}: {'; '.join(missing)} ({cause})" if missing else ""
@@ -75,7 +75,7 @@ def naming_the_missing(
     world: World, step: Callable[[], int], timeout: float, say: Callable[[str], None],
     progress: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:  # fmt: skip
-    """While it is entered, a collective of NCCL that fails or times out is told in a sentence; then the process ends with 1.
+    """Inside the block, a collective of NCCL that fails or times out is reported in a sentence; then the process ends with 1.
 
     Where torch has no hook for it (2.15 has one), a thread says the sentence shortly before torch's watchdog aborts the
     process. It cannot see the collectives, only that this rank gets no further: it says nothing where all ranks are in the same
@@ -101,8 +101,8 @@ def naming_the_missing(
             return not left.is_set()
 
     def tell_of_missing(still: int) -> bool:
-        told = "" if left.is_set() else _about_the_missing(world, step(), f"still/{step()}/{still}", cause)
-        return bool(told) and tell(lambda: told)
+        sentence = "" if left.is_set() else _about_the_missing(world, step(), f"still/{step()}/{still}", cause)
+        return bool(sentence) and tell(lambda: sentence)
 
     def end() -> None:
         if tell(lambda: describe_failed_collective(world, step(), RuntimeError(cause))):
@@ -122,7 +122,7 @@ def naming_the_missing(
     try:
         yield
     finally:
-        with telling:  # whoever tells already ends the process
+        with telling:  # a thread that reports already ends the process
             left.set()
         if hooked:
             backend.unregister_abort_hook(id(left))
@@ -131,10 +131,10 @@ def naming_the_missing(
 def _watch(
     progress: Callable[[], tuple[int, int]], timeout: float, tell: Callable[[int], bool], left: threading.Event
 ) -> None:
-    """Tells, once, when this rank has got no further for nine tenths of the timeout.
+    """Calls `tell` when this rank has made no progress for nine tenths of the timeout, until it returns True.
 
     Args:
-        tell: is told how often it was asked since the last progress; returns whether it had something to tell.
+        tell: called with the number of earlier calls since the last progress; returns whether it reported something.
     """
     seen, since, asked = progress(), time.monotonic(), 0
     while not left.wait(min(1.0, timeout / 20)):
@@ -146,15 +146,15 @@ def _watch(
             since, asked = time.monotonic(), asked + 1
 
 
-def _missing(world: World, step: int, what: str) -> list[str]:
+def _missing(world: World, step: int, report_name: str) -> list[str]:
     """The ranks that did not report the same (`failed`: a collective) within a few seconds."""
     store = _get_default_store()
     launchers = stores.without_prefix(store)
-    store.set(f"lockstep/{what}/{world.rank}", str(step))
+    store.set(f"lockstep/{report_name}/{world.rank}", str(step))
     missing = []
     deadline = time.monotonic() + REPORT_SECONDS
     for rank in range(world.size):
-        key, ended = [f"lockstep/{what}/{rank}"], stores.ended(rank)
+        key, ended = [f"lockstep/{report_name}/{rank}"], stores.ended(rank)
         # Asked again and again: `store.wait` would print warnings of torch's own about a wait that is meant to end so.
         while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
             time.sleep(0.05)
@@ -163,12 +163,12 @@ def _missing(world: World, step: int, what: str) -> list[str]:
             last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
             how = f": {launchers.get(ended).decode()}" if launchers.check([ended]) else ""
             missing.append(f"rank {rank} did not arrive{how} ({last})")
-    _stay_until_all_know(store, f"lockstep/{what}/know", world, world.size - len(missing))
+    _stay_until_all_know(store, f"lockstep/{report_name}/know", world, world.size - len(missing))
     return missing
 
 
 def _stay_until_all_know(store: dist.Store, key: str, world: World, reported: int) -> None:
-    """Rank 0 may serve the store: it is there until the others have read what they looked for, a second at most."""
+    """Rank 0 may serve the store, so it waits until the others have read their keys, for a second at most."""
     known, deadline = store.add(key, 1), time.monotonic() + 1.0
     while world.leader and known < reported and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -91,7 +91,7 @@ class Signals:
         os._exit(code)
 
     def _in_child(self) -> None:
-        """A forked child (a data loader of the user's own) is not asked to save, and does not tell the parent.
+        """A forked child (a data loader of the user's own) does not save on a signal, and does not report it to the parent.
 
         It holds no end of the pipe either: `restore` waits for the end of what can be read there.
         """
@@ -109,7 +109,7 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them before; held back again where they were."""
+        """Restores the earlier signal handlers and the earlier signal mask."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.set_wakeup_fd(self._before_fd)
         for number, handler in self._before.items():

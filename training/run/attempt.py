@@ -49,7 +49,7 @@ class Ending:
 
 
 class Ended(BaseException):
-    """The run ends here, on all ranks. No `Exception`: a loop of one's own that catches those must not go on alone."""
+    """The run ends here, on all ranks. Not an `Exception`: a user's loop that catches exceptions must not continue on one rank."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ class Attempt:
         return self
 
     def _lost(self, reason: str) -> None:
-        """A collective of NCCL has failed, as `failed` tells of others. In a thread of its own; the process then ends."""
+        """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
         context = self.context
         context.console.close()
         if context.run is not None:
@@ -133,11 +133,11 @@ class Attempt:
         return self.consensus.poll(save_due)
 
     def step_was_finite(self) -> None:
-        """A step has moved the weights: the count of those that did not begins anew."""
+        """A step has updated the weights: resets the count of skipped steps."""
         self.nonfinite_steps = 0
 
     def skip_step(self, reason: str) -> None:
-        """A step has moved no weight, because its gradient was not finite. Raises `Ended` where the run is not to go on."""
+        """A step was skipped, because its gradient was not finite. Raises `Ended` if the settings end the run then."""
         context, config = self.context, self.context.config
         context.metrics.nonfinite()
         context.event("nonfinite", step=context.steps_done + 1, reason=reason)
@@ -152,7 +152,7 @@ class Attempt:
             )
 
     def step_done(self, lr: float, samples: int, grad_norm: torch.Tensor | None) -> None:
-        """Tells of a step that the cursor counts already. Waits for nothing. Raises `Ended` where replicas differ.
+        """Reports a step that the cursor counts already. Waits for nothing. Raises `Ended` where replicas differ.
 
         Args:
             samples: of this rank's part.
@@ -174,8 +174,8 @@ class Attempt:
         if done % context.config.log.every == 0:
             self.reading.take(state.losses, grad_norm, step=done, lr=lr)
         self.tell_readings()
-        every = context.config.check_closeness
-        if every and done % every == 0:
+        interval = context.config.check_closeness
+        if interval and done % interval == 0:
             self._check_closeness(done)
 
     def _check_closeness(self, done: int) -> None:
@@ -205,7 +205,7 @@ class Attempt:
         return mean_loss(*losses.tolist())
 
     def save(self, accuracy: float | None = None) -> None:
-        """Saves. Raises `Ended` instead where weights are lost, so that the newest checkpoint is a good one."""
+        """Saves a checkpoint. Raises `Ended` instead if a weight is not finite, so that the newest checkpoint stays usable."""
         context = self.context
         if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(context.state.model):
             step = context.steps_done
@@ -254,8 +254,8 @@ def failed(context: RunContext, error: BaseException) -> int | None:
     """An error has ended the attempt, perhaps on this rank alone: status and last metrics.
 
     Returns:
-        1 where a collective failed, which has been told in a sentence that says more than the traceback would. None:
-        the error is to be raised again.
+        1 if a collective failed: a sentence with the cause has been printed, and no traceback is needed. None: raise the
+        error again.
     """
     world, run = context.world, context.run
     context.console.close()
@@ -275,7 +275,7 @@ def failed(context: RunContext, error: BaseException) -> int | None:
 
 
 def _leave_together(world: World, last: Callable[[], None]) -> None:
-    """No rank is gone while another still works: the first one out makes launchers end the others.
+    """All ranks leave at the same time: when one has ended, a launcher may end the others.
 
     Args:
         last: what is done when every rank has written its files.
@@ -290,7 +290,7 @@ def _leave_together(world: World, last: Callable[[], None]) -> None:
 
 
 def _write_report(context: RunContext) -> None:
-    """Rank 0 writes report.html, when the others have written what goes into it. It never costs the run its ending."""
+    """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
     if context.run is None or not context.world.leader or not context.config.log.report:
         return
     try:

@@ -53,7 +53,7 @@ class RunContext(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A run's directory, locked, where this rank has one; its metrics; and how many threads a rank has, in words."""
+    """A run's directory, locked, where this rank has one; its metrics; and a sentence with the threads of a rank."""
 
     run: RunDirectory | None
     exporter: Exporter

@@ -1,8 +1,7 @@
-"""A run of a loop of one's own: what `Session` works on between its start and its end."""
+"""A run of a loop of one's own: its model, what it keeps, and what is told of its epochs."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import re
@@ -14,23 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from training import sync as strategies
 from training.checkpoint import generators
 from training.checkpoint.kept import Kept
-from training.checkpoint.state import Cursor, TrainState, averaged_buffers, scatter
-from training.config import OwnSettings
-from training.contract import EXIT_DONE, EXIT_FAILED, VERSION, UserError
-from training.observe import trackers
-from training.observe.clock import step_clock
-from training.observe.console import Console
+from training.checkpoint.state import averaged_buffers
+from training.config import OwnSettings, Sync
+from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from training.optim.ema import Ema
-from training.parallel.agreement import failing_together
-from training.parallel.exchange import broadcast_tree
 from training.parallel.world import World
-from training.resilience.preempt import Signals
-from training.run.attempt import Attempt, Ended, Ending, conclude, failed
-from training.run.context import Opened, RunContext
-from training.run.resume import load, misfits_explained, newest_here, newest_of_all
-from training.sync.base import GradientSync
+from training.run.attempt import Attempt, Ending
+from training.run.context import RunContext
+from training.sync.base import BuildOptimizer, GradientSync
 
 MOST_LOGGED = 100
 """Names that a script may log: each is a series of Prometheus on every rank."""
@@ -38,12 +31,35 @@ MOST_LOGGED = 100
 
 @dataclass(slots=True)
 class Replica:
-    """The model, as the script wrote it and as the strategy wrapped it."""
+    """The model, as the script wrote it and as the strategy wrapped it, and what optimizes it."""
 
     model: nn.Module
     network: nn.Module
     sync: GradientSync
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     ema: Ema | None = None
+
+    @classmethod
+    def wrap(cls, model: nn.Module, settings: Sync, world: World, example: Any) -> Replica:
+        """On the rank's device, with rank 0's weights. Raises `UserError` for a model that the strategy does not support."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"replicate() takes a model, an instance of torch.nn.Module; got {_what(model)}")
+        model.to(world.device)
+        strategy = strategies.build(settings)
+        return cls(model, strategy.wrap(model, world, example), strategy)
+
+    def add_optimizer(self, build: BuildOptimizer, name: str) -> torch.optim.Optimizer:
+        if isinstance(build, torch.optim.Optimizer) or not callable(build):
+            raise TypeError(
+                "optimizer() takes a function that makes the optimizer for the parameters that it gets, such as "
+                f"lambda parameters: torch.optim.SGD(parameters, lr=0.1); got {_what(build)}"
+            )
+        if name in self.optimizers:
+            raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
+        if self.optimizers and self.sync.settings.name in ("zero1", "fsdp", "hooks", "horovod"):
+            raise self.sync.refuse("takes one optimizer", "use sync.name=flat or ddp for several")
+        self.optimizers[name] = self.sync.make_optimizer(build)
+        return self.optimizers[name]
 
     def averaged(self, decay: float, every: int) -> None:
         if not 0 < decay < 1 or every < 1:
@@ -62,17 +78,9 @@ class Replica:
         return model.eval()
 
 
-class _FurtherOptimizer:
-    """An optimizer beside the first one, in the form of what a script keeps."""
-
-    def __init__(self, sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        self._sync, self._optimizer = sync, optimizer
-
-    def state_dict(self) -> Any:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._sync.load_optimizer_state(self._optimizer, state)
+def _what(value: object) -> str:
+    """A value as an error names it."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,110 +217,3 @@ class OwnRun(RunContext):
         if not saved:
             return Ending(EXIT_FAILED, "finished, but the last checkpoint could not be saved (see the warnings)")
         return Ending(EXIT_DONE, "complete")
-
-
-def begin(
-    config: OwnSettings, world: World, place: Opened, replica: Replica, optimizers: dict[str, torch.optim.Optimizer],
-    things: Mapping[str, Any], of_rank: Mapping[str, Any],
-) -> OwnRun:  # fmt: skip
-    """The run from where its directory says it stands. Collective.
-
-    Raises:
-        UserError: the checkpoint does not fit what the script keeps.
-        TypeError, ValueError: things that cannot be kept.
-    """
-    run, exporter = place.run, place.exporter
-    first, *further = optimizers.items()
-    kept = Kept()
-    with failing_together(world):
-        kept.add({**things, **{name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}})
-        kept.add(of_rank, of_rank=True)
-        _check_parameters(replica.model, optimizers)
-        path = newest_here(run, world, exporter.metrics)
-    losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-    clock = step_clock(world.device)
-    state = TrainState(
-        world, replica.model, first[1], replica.sync, replica.ema, Cursor(), clock, losses, {}, None, kept
-    )  # fmt: skip
-    attempt = broadcast_tree(run.attempt if run else None, world)
-    source = newest_of_all(path, world)
-    if source is not None:
-        with failing_together(world):
-            gathered = load(path) if path is not None and world.rank == source else None
-        with failing_together(world), misfits_explained():
-            scatter(gathered, state, source)
-    state.history["attempts"] = attempt
-    replica.model.train()
-    replica.sync.zero_grad()
-    own = OwnRun(
-        config=config, world=world, run=run, attempt=attempt, state=state, exporter=exporter, kept=kept,
-        console=Console(config.log, world, 0, 0),
-        saved_generators=generators.capture(world.device) if source is not None else None,
-    )  # fmt: skip
-    own.metrics.describe(
-        recipe=config.script, sync=config.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
-        step=own.steps_done, planned=None, preemptions=state.history.get("preemptions", 0),
-    )  # fmt: skip
-    with failing_together(world):
-        if run is not None:
-            run.describe(config, world, None, {}, place.threads)
-            if world.leader:
-                trackers.attach(config, run, own.steps_done)
-    if run is not None:
-        run.status(None, "running", own.steps_done)
-        run.listeners.append(own.console.on_event)
-    own.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {place.threads}")
-    if source is not None:
-        own.event("resumed", step=own.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
-        own.console.line(
-            f"Resuming at step {own.steps_done} (epoch {state.cursor.epoch + 1}, batch {state.cursor.step})"
-        )
-    return own
-
-
-def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
-    """Raises `ValueError` for a parameter that no checkpoint would have."""
-    known = {id(parameter) for parameter in model.parameters()}
-    for name, optimizer in optimizers.items():
-        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
-
-
-def end(
-    place: Opened, own: OwnRun | None, attempt: Attempt | None, signals: Signals | None, error: BaseException | None,
-    began: float,
-) -> int | None:  # fmt: skip
-    """Ends the attempt; `own` and `attempt` are None before `begin`. Collective, but for errors of this rank alone.
-
-    Returns:
-        The exit code; None where `error` is to be raised.
-    """
-    if own is None or attempt is None:
-        if error is not None:
-            return None  # what `opened` opened, it closes
-        place.exporter.close(EXIT_DONE)
-        if place.run is not None:
-            place.run.close()
-        return EXIT_DONE
-    try:
-        return conclude(own, signals, _ending(own, attempt, error, began))
-    except BaseException as found:
-        code = failed(own, found)
-        if code is None and found is not error:
-            raise
-        return code
-    finally:
-        if own.run is not None:
-            own.run.close()
-
-
-def _ending(own: OwnRun, attempt: Attempt, error: BaseException | None, began: float) -> Ending:
-    """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.push(attempt.__exit__)
-            if error is not None:
-                raise error
-            return own.finish(attempt, began)
-    except Ended as ended:
-        return ended.ending

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from training.contract import UserError
 from training.data.batches import Part
 from training.models.stand_in import without_batch_statistics
 from training.optim.loss_scaler import LOWEST
@@ -26,17 +27,19 @@ T = TypeVar("T")
 class Step:
     """The steps of one attempt, one after another. All ranks call the same methods in the same order."""
 
-    def __init__(
-        self, own: OwnRun, attempt: Attempt, replica: Replica, optimizers: dict[str, torch.optim.Optimizer]
-    ) -> None:  # fmt: skip
-        self.own, self.attempt, self.replica, self.optimizers = own, attempt, replica, optimizers
+    def __init__(self, own: OwnRun, attempt: Attempt, replica: Replica) -> None:
+        self.own, self.attempt, self.replica = own, attempt, replica
         self.looks = own.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
         self.pending = False
         """Whether gradients have come that no update has used: no checkpoint could hold them."""
         self._part: Part | None = None
-        self._counted = True
-        """Whether the cursor is beyond the batch under way."""
+        self.same_batch: bool | None = None
+        """The ranks were given the same samples, which is right only where each takes its part of them. None: not looked yet."""
+        self._given = 0
+        """Batches of this attempt."""
+        self._uncounted = 0
+        """Batches that the cursor has not passed: the one under way, and those before it that wait for the same update."""
         self._stand_in: contextlib.ExitStack | None = None
         """Open while the batch is not this rank's."""
         self._buffers: list[torch.Tensor] = []
@@ -60,7 +63,8 @@ class Step:
             )
         if self.looks and not self.pending:
             self._buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
-        self._counted = False
+        self._given += 1
+        self._uncounted = self._uncounted + 1 if self.pending else 1
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
@@ -71,16 +75,31 @@ class Step:
             self._stand_in.enter_context(without_batch_statistics(self.replica.model))
 
     def end_batch(self) -> None:
-        """The script is done with it."""
-        self._count()
+        """The script is done with it. A batch whose gradient is still to be used is counted by its update: a start that goes
+        on before that takes the batch again."""
+        if not self.pending:
+            self._count()
         self._part = None
         self._end_stand_in()
 
     def _count(self) -> None:
         """Moves the cursor: at the batch's update, so that a script that leaves there goes on after it."""
-        if not self._counted:
-            self._counted = True
-            self.own.state.cursor.step += 1
+        self.own.state.cursor.step += self._uncounted
+        self._uncounted = 0
+
+    def end_epoch(self) -> None:
+        """Raises `RuntimeError` where gradients are left: the checkpoint of the epoch would not have them; and where no step was
+        ever made."""
+        if self._given and not self.own.kept.steps:
+            raise RuntimeError(
+                f"the epoch gave {self._given} batches, and no step was made: call run.step(loss) in place of loss.backward() and "
+                "optimizer.step(), or run.backward(loss) and run.update()"
+            )
+        if self.pending:
+            raise RuntimeError(
+                "the epoch ends with gradients that no update() has used: call run.update() after its last batch, too. With "
+                "run.iterate(loader, accumulate=k) the last step has fewer batches where k does not divide their number"
+            )
 
     def _end_stand_in(self) -> None:
         if self._stand_in is not None:
@@ -96,7 +115,8 @@ class Step:
                 yield micro
 
     def backward(self, loss: torch.Tensor, samples: int | None, scaler: Any) -> None:
-        """Raises `TypeError`, `ValueError` for arguments that cannot be meant."""
+        """Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the strategy has sent the
+        gradient of this step."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
@@ -117,10 +137,25 @@ class Step:
                 "with sync.options.step=overlapped must know the size of the global batch before the backward pass",
                 "take the samples from run.batches() or run.part()",
             )
+        if part is None and self.same_batch and samples:
+            self.same_batch = False
+            if self.own.world.leader:
+                self.own.console.warn(
+                    "all ranks were given the same batch, so a step learns from it no more than one rank does: give each its "
+                    "own samples, with torch's DistributedSampler or run.batches(), or let it take its part with run.part()"
+                )
         factor = samples * self.replica.sync.loss_factor / (part.total if part is not None else 1)
-        self.pending = True
+        again, self.pending = self.pending and not self._accumulating, True
         scaled = loss * factor
-        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        try:
+            (scaled if scaler is None else scaler.scale(scaled)).backward()
+        except UserError as error:
+            if not again:
+                raise
+            raise self.replica.sync.refuse(
+                "has sent the gradient of this step's first backward()",
+                "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
+            ) from error
         with torch.no_grad():
             self._losses.append(loss.detach())
             self._samples += samples
@@ -128,13 +163,16 @@ class Step:
                 self._loss_sum += loss.detach().double() * samples
 
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
-        """Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError` without a `backward`."""
+        """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
+        without a `backward`."""
+        optimizers = optimizers or tuple(self.replica.optimizers.values())
         own, sync, part = self.own, self.replica.sync, self._part
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
         if part is not None and self._samples != part.samples:
             raise RuntimeError(
-                f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}"
+                f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}. "
+                "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
         with own.state.clock.synchronizing(sync.watch):
             sync.synchronize()
@@ -166,7 +204,7 @@ class Step:
         samples, self.pending = self._samples, False
         self._forget()
         self._count()
-        lr = float(next(iter(self.optimizers.values())).param_groups[0]["lr"])
+        lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
         self.attempt.step_done(lr, samples, norm)
 
     def _scale_by_total(self) -> int:

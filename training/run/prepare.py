@@ -81,7 +81,7 @@ def prepare(config: Config, world: World, run_dir: Path, fresh: bool | str) -> P
 def _prepare(config: Config, world: World, place: Opened) -> Prepared:
     run, exporter = place.run, place.exporter
     with failing_together(world):
-        own = newest_here(run, world, exporter.metrics)
+        own_checkpoint = newest_here(run, world, exporter.metrics)
     with failing_together(world):
         manifest = Manifest.read(prepare_shards(config.data))
         check_settings(config, manifest.shape)
@@ -98,12 +98,12 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
         model = _build_model(config, world, manifest)
         global_batch = saved_batch or config.global_batch_size or (config.batch_size or 0) * world.size
         loader = Loader(config, world, manifest, global_batch, models.batch_multiple(model), not own_files)
-    source = newest_of_all(own, world)
+    source = newest_of_all(own_checkpoint, world)
     if config.init == "seed" and source is None:
         _check_same(model, world)  # as they were drawn: a file is read, and whitening done, on rank 0 alone
     with failing_together(world):
         _initial_weights(model, config, world, loader, resumed=source is not None)
-        gathered = load(own) if own is not None and world.rank == source else None
+        gathered = load(own_checkpoint) if own_checkpoint is not None and world.rank == source else None
     state, network = _replicate(model, config, world, loader, global_batch)
     state.history["attempts"] = attempt
     if source is not None:
@@ -146,8 +146,8 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
 def _same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
     """Every rank has the data that the run began with. Collective."""
     if not same_on_all(manifest.checksum, world):
-        every = gather_trees(manifest.checksum, world)
-        raise UserError(broadcast_tree(None if every is None else _different_data(every), world))
+        checksums = gather_trees(manifest.checksum, world)
+        raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
     if saved and saved.get("checksum") != manifest.checksum:
         raise UserError(
             f"{manifest.directory} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
@@ -181,21 +181,23 @@ def _build_model(config: Config, world: World, manifest: Manifest) -> nn.Module:
 
 @torch.no_grad()
 def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
-    """One score a class, for two samples: else the first step would fail with the loss function's words."""
+    """One score a class, for two samples: else the first step would fail with a message of the loss function."""
     shape = manifest.shape
     count = 2 * models.batch_multiple(model)
     samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
-    was, expected = model.training, f"[n, {len(manifest.classes)}] (n samples, one score a class)"
+    was_training, expected = model.training, f"[n, {len(manifest.classes)}] (n samples, one score a class)"
     try:
-        found = model.eval()(samples)
+        output = model.eval()(samples)
     except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
         return
     finally:
-        model.train(was)
-    scores = isinstance(found, torch.Tensor) and found.ndim == 2 and len(found) == count
-    if not scores or found.shape[1] < len(manifest.classes):  # more than needed do no harm
-        what = f"of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
-        raise UserError(f"model {name} gives {what} for {count} samples, expected {expected}")
+        model.train(was_training)
+    scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
+    if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
+        description = (
+            f"of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        )
+        raise UserError(f"model {name} gives {description} for {count} samples, expected {expected}")
 
 
 def _initial_weights(model: nn.Module, config: Config, world: World, loader: Loader, resumed: bool) -> None:
@@ -253,5 +255,5 @@ def _example(config: Config, loader: Loader) -> torch.Tensor:
     first = loader.samples.low
     images = _first_images(loader.samples, max(loader.multiple, 2)).to(loader.world.device)
     rows = torch.arange(len(images), device=images.device)
-    kind = real_type(config.precision)
-    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), kind, config.channels_last)
+    dtype = real_type(config.precision)
+    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), dtype, config.channels_last)

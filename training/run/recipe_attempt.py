@@ -60,7 +60,7 @@ class RecipeAttempt(Attempt):
                 batches.close()
 
     def batch_done(self, batch: Batch, lr: float, grad_norm: torch.Tensor | None) -> None:
-        """Moves the cursor, and tells of the step. Raises `Ended` where replicas differ."""
+        """Moves the cursor, and reports the step. Raises `Ended` where replicas differ."""
         self.context.state.cursor.step += 1
         self.step_done(lr, len(batch.rows) if batch.weight else 0, grad_norm)
         if self.periodic_score is not None:

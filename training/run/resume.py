@@ -1,4 +1,4 @@
-"""Where a start goes on: the newest checkpoint that verifies, whichever rank's disk it lies on."""
+"""Finds the checkpoint to resume from: the newest one that verifies, on any rank's disk."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def newest_here(run: RunDirectory | None, world: World, metrics: Metrics) -> Pat
     return store.newest_verified(run.checkpoints, warn)
 
 
-def newest_of_all(own: Path | None, world: World) -> int | None:
-    """The rank that holds the newest checkpoint of all, the first of several; None where there is none. Collective.
+def newest_of_all(own_checkpoint: Path | None, world: World) -> int | None:
+    """The lowest rank that has the newest checkpoint of all ranks; None without a checkpoint. Collective.
 
     Args:
-        own: this rank's newest.
+        own_checkpoint: this rank's newest verified checkpoint; None if it has none.
     """
-    # One number, whose largest is the newest step's, and of the lowest rank that has it.
-    mine = 0 if own is None else (store.step_of(own) + 1) * _RANKS + (_RANKS - 1 - world.rank)
-    found = int(reduced(torch.tensor(mine), world, torch.maximum))
-    return _RANKS - 1 - found % _RANKS if found else None
+    # One number for each rank: the largest one is that of the newest step, on the lowest rank that has it.
+    number = 0 if own_checkpoint is None else (store.step_of(own_checkpoint) + 1) * _RANKS + (_RANKS - 1 - world.rank)
+    largest = int(reduced(torch.tensor(number), world, torch.maximum))
+    return _RANKS - 1 - largest % _RANKS if largest else None
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""When the loop saves, and what becomes of it. All ranks call the same methods at the same boundaries."""
+"""When the loop saves, and whether the save succeeded. All ranks call the same methods at the same boundaries."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from training.checkpoint.store import SaveResult, Writer
 from training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
-"""While a save is waited for: between two checks whether it is time to leave."""
+"""During the wait for a save: seconds between two checks whether the run must end."""
 
 
 class _NoAnswer(Exception):
-    """A save has not ended in time. A network disk's own `TimeoutError` is an answer: the save has failed."""
+    """A save has not ended in time. A `TimeoutError` of a network disk is different: that save has failed."""
 
 
 class Saver:
     """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
 
     Args:
-        asked_to_leave: when this rank was asked to (`time.monotonic`), None: it was not. From then on a disk that does not
-            answer is waited for no longer than the grace.
+        asked_to_leave: when this rank was asked to end (`time.monotonic`); None: it was not. From then on the wait for a
+            disk is at most the grace period.
         now: seconds of a clock that never goes back.
     """
 
@@ -47,14 +47,16 @@ class Saver:
         self._future: Future[SaveResult] | None = None
         self._last_step = context.steps_done
         self._last_time = now()
-        history = context.state.history  # starts that were neither the first nor followed one that had saved
+        history = (
+            context.state.history
+        )  # failures: starts other than the first, without those that followed a preemption
         self.interval = Interval(context.attempt - 1 - history.get("preemptions", 0))
         self._last_failed = self._hangs = False
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
-        every, steps = self.settings.every_steps, self.context.steps_done
-        return bool(every) and steps % every == 0 and steps > self._last_step
+        interval, steps = self.settings.every_steps, self.context.steps_done
+        return bool(interval) and steps % interval == 0 and steps > self._last_step
 
     @property
     def steps_since(self) -> int:
@@ -62,11 +64,11 @@ class Saver:
         return self.context.steps_done - self._last_step
 
     def due_by_time(self) -> bool:
-        """Whether this rank's clock asks for one: a wish, which the ranks agree on first."""
-        every = self.settings.every_seconds
-        if every == "auto":
-            every = self.interval.seconds(self.context.state.clock.trained)
-        return bool(every) and self.context.world.leader and self._now() - self._last_time >= every
+        """Whether this rank's clock asks for a save. The ranks then agree on it."""
+        interval = self.settings.every_seconds
+        if interval == "auto":
+            interval = self.interval.seconds(self.context.state.clock.trained)
+        return bool(interval) and self.context.world.leader and self._now() - self._last_time >= interval
 
     def save(self, score: float | None = None) -> None:
         """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
@@ -75,14 +77,16 @@ class Saver:
         self._reap()
         gathered = gather(self.context.state, everywhere=self.settings.write == "node")
         self._last_step, self._last_time = self.context.steps_done, self._now()
-        if self._writer is not None and gathered is not None and not self._hangs:  # else it would wait behind that one
+        if (
+            self._writer is not None and gathered is not None and not self._hangs
+        ):  # else it would wait for the save that hangs
             self._future = self._writer.save(self.context.steps_done, gathered, score)
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
             self.context.event("checkpoint", step=self.context.steps_done, stall_seconds=round(stalled, 6))
 
     def look(self) -> None:
-        """Notes a save that has ended, without waiting for one that has not."""
+        """Records the result of a save that has ended. Does not wait."""
         if self._future is not None and self._future.done():
             self._reap()
 
@@ -91,7 +95,7 @@ class Saver:
         self._leaving_since = self._leaving_since or time.monotonic()
 
     def durable(self) -> bool:
-        """Waits for the last save; whether it is on the disk everywhere it should be. Collective."""
+        """Waits for the last save. Returns whether every rank that writes has it on its disk. Collective."""
         self._reap()
         ok = torch.tensor(int(not self._last_failed))
         dist.all_reduce(ok, dist.ReduceOp.MIN)
@@ -109,7 +113,7 @@ class Saver:
                 raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
 
     def _reap(self) -> None:
-        """Notes what became of the last save. A disk that refuses costs this checkpoint, not the run."""
+        """Waits for the last save and records its result. If the disk fails, this checkpoint is lost, and the run continues."""
         if self._future is None:
             return
         try:
@@ -132,23 +136,23 @@ class Saver:
         self._future = None
 
     def _tell_interval(self) -> None:
-        """Once, when the first save has been measured: what `every_seconds: auto` comes to."""
-        found, trained = self.interval, self.context.state.clock.trained
-        if self.settings.every_seconds != "auto" or found.told or not found.measured:
+        """Reports the interval of `every_seconds: auto`, once, when the first save has been measured."""
+        interval, trained = self.interval, self.context.state.clock.trained
+        if self.settings.every_seconds != "auto" or interval.reported or not interval.measured:
             return
-        found.told = True
-        seconds, mtbf = found.seconds(trained), found.mtbf(trained)
+        interval.reported = True
+        seconds, mtbf = interval.seconds(trained), interval.mtbf(trained)
         self.context.event(
-            "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(found.cost, 6), mtbf_seconds=round(mtbf, 1),
-            failures=found.failures,
+            "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(interval.cost, 6), mtbf_seconds=round(mtbf, 1),
+            failures=interval.failures,
         )  # fmt: skip
         self.context.console.line(
-            f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {found.cost:.3g} s, and a failure is "
-            f"expected every {mtbf / 3600:.3g} h ({found.failures} so far)"
+            f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {interval.cost:.3g} s, and a failure is "
+            f"expected every {mtbf / 3600:.3g} h ({interval.failures} so far)"
         )
 
     def close(self) -> None:
-        """Sees the last save end, unless its time was over before: that one leaves a file that the next start removes."""
+        """Waits for the last save, unless it hangs. Then its temporary file stays, and the next start removes it."""
         if self._writer is not None:
             self._reap()
             if not self._hangs:

@@ -33,17 +33,17 @@ def build(settings: Sync | str) -> GradientSync:
     return cast(type[GradientSync], getattr(importlib.import_module(module), name))(settings)
 
 
-def from_words(words: list[str]) -> GradientSync:
-    """The strategy that the words of a script's command line name, NAME [OPTION=VALUE …]: `powersgd rank=4 start=50`.
+def from_words(arguments: list[str]) -> GradientSync:
+    """The strategy that a script's command-line arguments name, NAME [OPTION=VALUE …]: `powersgd rank=4 start=50`.
 
     Raises `UserError` for a name or an option that is unknown.
     """
-    if not words:
+    if not arguments:
         raise UserError(f"no strategy is given: name one of {', '.join(STRATEGIES)}, and its options as NAME=VALUE")
     options = {}
-    for word in words[1:]:
-        option, equals, value = word.partition("=")
+    for argument in arguments[1:]:
+        option, equals, value = argument.partition("=")
         if not equals or not option:
-            raise UserError(f"an option of a strategy is NAME=VALUE, got {word!r}")
+            raise UserError(f"an option of a strategy is NAME=VALUE, got {argument!r}")
         options[option] = typed.parse_yaml(value, option)
-    return build(typed.build(Sync, {"name": words[0], "options": options}, "sync", "sync."))
+    return build(typed.build(Sync, {"name": arguments[0], "options": options}, "sync", "sync."))

@@ -1,4 +1,4 @@
-"""What every gradient-sync strategy does. The loop knows nothing else of them.
+"""The interface of every gradient-sync strategy. The training loop uses nothing else of a strategy.
 
 The loop backpropagates `local_sum * loss_factor / divisor`: the sum of the losses of the rank's own samples,
 divided by the size of the *global* batch (1 for a summed loss). Summed over the ranks that is the gradient of the global
@@ -56,8 +56,8 @@ class GradientSync(ABC):
     def check(self, config: Config, world: World) -> None:  # noqa: B027 - most strategies take everything
         """Raises `UserError` for settings of the run, or a world, that the strategy cannot serve."""
 
-    def refuse(self, what: str, remedy: str) -> UserError:
-        return UserError(f"sync.name={self.settings.name} {what}: {remedy}")
+    def refuse(self, problem: str, remedy: str) -> UserError:
+        return UserError(f"sync.name={self.settings.name} {problem}: {remedy}")
 
     @abstractmethod
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
@@ -71,14 +71,18 @@ class GradientSync(ABC):
         """
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        """The optimizer over the model's parameters; strategies that shard it wrap it."""
+        """The optimizer over the model's parameters; strategies that shard it change it.
+
+        Raises:
+            UserError: the strategy cannot work with this optimizer.
+        """
         optimizer = build(self.model.parameters())
         # The hooks hold the strategy weakly (`on_grad`): a script that keeps only its optimizer keeps it so.
         optimizer.sync = self  # type: ignore[attr-defined]
         return optimizer
 
     def _refuse_mixing(self, optimizer: torch.optim.Optimizer) -> None:
-        """For strategies that give an optimizer a part of the parameters at a time."""
+        """Raises `UserError` for LBFGS. For strategies that call the optimizer with a part of the parameters."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise self.refuse(
                 "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
@@ -102,12 +106,12 @@ class GradientSync(ABC):
         gradient of zero, or none.
 
         A NaN or an infinity in one rank's gradient of a parameter leaves that parameter's gradient non-finite on every rank that
-        holds it, so that `grad_norm` shows it to all. A strategy that scales or compresses has to see to it: a maximum, a
-        clamp or a cast to integers can lose it.
+        holds it, so that `grad_norm` shows it to all. A strategy that scales or compresses must keep it so: a maximum, a
+        clamp or a cast to integers can lose the value.
         """
 
     def abandon(self) -> None:
-        """Discards the gradients of this step, and what the strategy keeps of them.
+        """Discards the gradients of this step, and what the strategy has stored from them.
 
         Called after `synchronize`, in place of the optimizer's `step`, where the gradient is not finite. What the strategy
         remembers from step to step must be as finite afterwards as before that step.
@@ -115,22 +119,22 @@ class GradientSync(ABC):
         self.zero_grad()
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiplies the gradients that `synchronize` brought. `factor` is a scalar on the device."""
+        """Multiplies the synchronised gradients, in place. `factor` is a scalar tensor [] on the device."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def gradients_rescaled(self, factor: float) -> None:  # noqa: B027 - most strategies remember no gradients
-        """From here on gradients are `factor` times as large (`LossScaler`): so is what the strategy remembers of them."""
+        """From now on gradients are `factor` times as large (`LossScaler`): the strategy scales what it has stored of them."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients to at most `max_norm` (L2, over all parameters). Returns the norm before."""
+        """Scales the gradients to at most `max_norm` (L2, over all parameters). Returns the norm before, a scalar tensor []."""
         norm = self.grad_norm()
         self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as nn.utils.clip_grad_norm_
         return norm
 
     def grad_norm(self) -> torch.Tensor:
-        """The L2 norm of all gradients, the same on every rank; not finite if any rank's gradient is not."""
+        """The L2 norm of all gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return nn.utils.get_total_norm(grads, foreach=True)
 
@@ -142,15 +146,15 @@ class GradientSync(ABC):
         """Collective."""
 
     def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
-        """From the states of all ranks of another world size the one that every rank takes over. On one rank alone.
+        """Merges the saved states of all ranks into the one that every rank loads at another world size. Called on one rank only.
 
-        What the ranks together have left to send must stay the same. A strategy that averages (`powersgd`) takes the mean of
+        What all ranks together still have to send must stay the same. A strategy that averages (`powersgd`) takes the mean of
         its memories; one that sums takes their sum, and `load_merged_state` divides it by the new world size.
         """
         return {}
 
     def load_merged_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
-        """Takes over what `merged_state` gave. Collective."""
+        """Loads the state from `merged_state`. Collective."""
 
     # What follows is for strategies that shard the parameters or the optimizer's state.
 
@@ -163,7 +167,7 @@ class GradientSync(ABC):
         return module
 
     def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
-        """Copies a full parameter into this rank's shard of it."""
+        """Copies a full parameter into this rank's shard. `full` has the shape of the unsharded parameter."""
         parameter.copy_(full)
 
     def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
@@ -175,7 +179,11 @@ class GradientSync(ABC):
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Takes this rank's shard of an unsharded `state_dict`, saved at any world size."""
+        """Loads this rank's shard of an unsharded `state_dict`, saved at any world size.
+
+        Raises:
+            ValueError: the state has other groups of parameters than the optimizer.
+        """
         load_optimizer(optimizer, state)
 
 
@@ -183,8 +191,8 @@ class GradientSync(ABC):
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """`load_state_dict`, with every entry laid out in memory as its parameter.
 
-    torch's fused optimizers go by address: beside a channels_last parameter a contiguous momentum would silently be that
-    of other elements.
+    torch's fused optimizers use memory addresses: with a channels_last parameter, a contiguous momentum would silently be
+    applied to other elements.
     """
     optimizer.load_state_dict(state)
     for parameter, entries in optimizer.state.items():
@@ -198,13 +206,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 @torch.no_grad()
 def broadcast_module(model: nn.Module) -> None:
-    """Sends rank 0's parameters and buffers to all ranks, one collective an element type."""
+    """Copies rank 0's parameters and buffers to all ranks, with one broadcast for each element type. Collective."""
     broadcast_tensors([*model.parameters(), *model.buffers()])
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
-    """Sends the tensors of rank `source` to all ranks, in place, one collective an element type."""
+    """Copies the tensors of rank `source` to all ranks, in place, with one broadcast for each element type. Collective.
+
+    All ranks must pass tensors of the same shapes and types, in the same order.
+    """
     if dist.get_world_size() == 1:
         return  # on a GPU a communicator is made for the first collective, which takes its time
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -223,7 +234,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Lays the parameters out row by row, in place."""
+    """Makes the parameters contiguous in memory, in place."""
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
 
@@ -234,11 +245,12 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def global_norm(parts: list[torch.Tensor], world: World) -> torch.Tensor:
-    """The L2 norm over the tensors of all ranks, float64, the same on every rank. Collective."""
+    """The L2 norm over the tensors of all ranks: a float64 scalar tensor [], the same on every rank. Collective."""
     norm = nn.utils.get_total_norm(parts) if parts else torch.zeros(())
     squared = norm.to(device=world.device, dtype=torch.float64) ** 2
     dist.all_reduce(squared)

@@ -165,7 +165,7 @@ class Reducer:
                 self.on_done(parameter)
 
     def synchronize(self) -> None:
-        """Sends what has not been sent, as zero where there is none, and returns when all sums are there."""
+        """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""
         for bucket in self.buckets[self._started :]:
             bucket.fill()
             bucket.work = self.send(bucket)

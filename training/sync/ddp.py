@@ -68,10 +68,10 @@ class Ddp(GradientSync):
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         device = next(self.model.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            found = [
+            outputs = [
                 t for t in tree_leaves(self.network(*args, **named)) if isinstance(t, torch.Tensor) and t.requires_grad
             ]
-            (torch.stack([tensor.sum() for tensor in found]).sum() * 0.0).backward()
+            (torch.stack([tensor.sum() for tensor in outputs]).sum() * 0.0).backward()
         self._check_all_used()
         with torch.no_grad():
             for buffer, before in zip(self.model.buffers(), buffers):
@@ -83,7 +83,7 @@ class Ddp(GradientSync):
         super().zero_grad()
 
     def _begin(self) -> None:
-        """A step begins. Also after the last one, for loops that forget the gradients through their optimizer."""
+        """Prepares for the next step. Also called after a step, for loops that clear the gradients with their optimizer."""
         self.watch.clear()
         self.watch.expect(self._names)
 
@@ -99,9 +99,9 @@ class Ddp(GradientSync):
         self.bytes_sent += self._step_bytes
 
     def _check_all_used(self) -> None:
-        """Raises `UserError` where DDP would still wait for gradients: this rank in its next step, the others in this one.
+        """Raises `UserError` if a parameter got no gradient: DDP would wait for it, here in the next step, on other ranks in this one.
 
-        The others, where they have them all, are ended by the end of this rank's process.
+        Other ranks that have all their gradients end because this rank's process ends.
         """
         if not self.watch.missing or self.options.find_unused:
             return

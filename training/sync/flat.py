@@ -24,12 +24,12 @@ class Flat(Bucketed):
         broadcast_module(model)
         self._flats: list[torch.Tensor] = []
         buckets: list[Bucket] = []
-        # Backward reaches the last layers first, so the buffer begins with them.
-        every = trainable(model)
-        for params in self.groups(every):
+        # The backward pass reaches the last layers first, so the buffer begins with them.
+        trained = trainable(model)
+        for params in self.groups(trained):
             flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             self._flats.append(flat)
-            buckets += cut(flat, params, self.settings.bucket_mb * 1e6, small_last=params[-1] is every[-1])
+            buckets += cut(flat, params, self.settings.bucket_mb * 1e6, small_last=params[-1] is trained[-1])
         self.reducer = self.make_reducer(buckets)
         self.zero_grad()
         return model
@@ -49,15 +49,15 @@ class Flat(Bucketed):
 
 
 LAST_BYTES = 1e6
-"""The last bucket has at most so much, or one parameter: nothing is left to compute while it is summed."""
+"""Most bytes of the last bucket, unless it is one larger parameter: no computation is left to overlap with its sum."""
 
 
 def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_last: bool = True) -> list[Bucket]:
     """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last two.
 
     Args:
-        small_last: the last bucket holds what the backward pass reaches last, and is to be small. The one before it is
-            what was left over.
+        small_last: keep the last bucket small, because the backward pass reaches its parameters last. The bucket before it
+            holds the rest.
     """
     least, last = (size / flat.element_size() for size in (min_bytes, min(LAST_BYTES, min_bytes)))
     last = max(last, params[-1].numel()) if small_last else 0

@@ -28,7 +28,7 @@ from training.sync.watch import GradientWatch
 
 
 class _AllUsed(torch.autograd.Function):
-    """Hands its first argument on, and gives every other one a gradient of zero.
+    """Returns its first argument, and gives every other argument a gradient of zero.
 
     FSDP sends the gradients that there are. If ranks disagreed about which those are, they would wait for each other.
     """
@@ -62,7 +62,7 @@ class _Gathered(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self.watch.waited(self._since)
-            # Gathered parameters are objects of their own. `_AllUsed` sees to it that all of them get a gradient.
+            # Gathered parameters are objects of their own. `_AllUsed` gives a gradient to all of them.
             self.watch.expect(p for p in self.module.parameters() if p.requires_grad)
         output = self.module(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
@@ -88,7 +88,7 @@ class Fsdp(GradientSync):
                     f"cannot shard a parameter without dimensions, and {name} is one", "give it the shape [1]"
                 )
         self.model, self._world, self.loss_factor = model, world, float(world.size)
-        # Rows of contiguous parameters are what is sharded. Convolutions follow the layout of their images all the same.
+        # FSDP shards rows of contiguous parameters. Convolutions still use the memory layout of their images.
         make_contiguous(model)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
@@ -151,7 +151,7 @@ class Fsdp(GradientSync):
         self, module: nn.Module,
         parameter: Callable[[torch.Tensor], torch.Tensor], buffer: Callable[[torch.Tensor], torch.Tensor],
     ) -> nn.Module:  # fmt: skip
-        """The user's own module again, without FSDP's hooks, of what is made of each parameter and buffer."""
+        """A copy of the user's module without FSDP's hooks. `parameter` and `buffer` make its tensors from those of `module`."""
         plain = copy.deepcopy(self._plain).train(module.training)
         params = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))

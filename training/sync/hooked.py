@@ -37,7 +37,7 @@ def _synchronize_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     As under DDP, every rank runs a backward pass through each wrapped module before the step; where one may not, every
     rank calls `synchronize`.
     """
-    alive = {reference: found for reference in _wrapped if (found := reference()) is not None}
+    alive = {reference: live for reference in _wrapped if (live := reference()) is not None}
     _wrapped[:] = alive
     for reducer in alive.values():
         if reducer.pending and reducer.on_done is None and _has_one_of(optimizer, reducer.names):
@@ -54,7 +54,7 @@ class HookedDataParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, scale: float | None = None) -> None:
-        """`scale` is what the sums of the gradients are multiplied with; by default 1/world size."""
+        """`scale`: factor of the summed gradients; by default 1/world size, which gives their mean."""
         super().__init__()
         self.module = module
         broadcast_module(module)
@@ -79,14 +79,14 @@ class HookedDataParallel(nn.Module):
     def step_when_ready(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on `optimizer` updates each parameter as soon as its gradient is there, and frees the gradient.
 
-        Its own `step` then finds nothing to do. Set the learning rate before `backward`.
+        Its own `step` then does nothing. Set the learning rate before `backward`.
         """
         self.reducer.on_done = lambda parameter: step_one(optimizer, parameter)
 
 
 @torch.no_grad()
 def step_one(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Updates one parameter, and forgets its gradient. Right for optimizers that treat each parameter by itself."""
+    """Updates one parameter and sets its gradient to None. Only for optimizers that treat each parameter independently."""
     groups = [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:

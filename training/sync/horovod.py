@@ -254,13 +254,13 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach().contiguous()
-        every = all_gather_rows(rows)
-        ctx.before, ctx.own, ctx.shape = sum(map(len, every[: rank()])), len(rows), tensor.shape
-        return torch.cat(every)
+        gathered = all_gather_rows(rows)
+        ctx.before, ctx.count, ctx.shape = sum(map(len, gathered[: rank()])), len(rows), tensor.shape
+        return torch.cat(gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return allreduce(grads[0], op=Sum)[ctx.before : ctx.before + ctx.own].reshape(ctx.shape)
+        return allreduce(grads[0], op=Sum)[ctx.before : ctx.before + ctx.count].reshape(ctx.shape)
 
 
 class _Broadcast(torch.autograd.Function):

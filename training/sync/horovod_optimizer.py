@@ -1,6 +1,6 @@
 """Horovod's DistributedOptimizer over our own engine (`buckets.py`): any torch optimizer, whose `step` synchronises first.
 
-Messages and types of its errors are Horovod's in meaning: a script that is wrong there is wrong here.
+Its errors have Horovod's types and meaning: a script that is wrong with Horovod is wrong here, too.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def distribute(
     twin.__dict__.update(optimizer.__dict__)
     _Distributed.__init__(twin)
     twin._reducer = Reducer(named, scale=scale, passes=passes, error=AssertionError)
-    # A script that goes on with the optimizer it gave away shall fail (a second gradient), not train each rank alone.
+    # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     return twin
 

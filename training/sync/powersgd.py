@@ -42,7 +42,7 @@ class PowerSgd(Ddp):
     Options = PowerSgdOptions
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
-        if example is None:  # run later, it would change what the approximation begins with
+        if example is None:  # a later warm-up would change the start of the approximation
             raise self.refuse("needs an example batch from the start", "hand one to replicate(model, example=…)")
         if (
             world.device.type != "cuda" and torch.cuda.is_available()
@@ -69,7 +69,7 @@ class PowerSgd(Ddp):
         return network
 
     def _warm_up(self, *args: Any, **named: Any) -> None:
-        weak = weakref.WeakMethod(self._compress)  # held by DDP's reducer, it would keep the strategy alive
+        weak = weakref.WeakMethod(self._compress)  # DDP's reducer holds it; a strong one would keep the strategy alive
 
         def compress(state, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its classes
             method = weak()
@@ -111,23 +111,23 @@ class PowerSgd(Ddp):
 
     def state_dict(self) -> dict[str, Any]:
         state = self._state
-        kind, keys, position, has_gauss, cached = cast(tuple[Any, ...], state.rng.get_state())
+        algorithm, keys, position, has_gauss, cached = cast(tuple[Any, ...], state.rng.get_state())
         return {
             "step": state.iter, "errors": dict(state.error_dict), "p": dict(state.p_memory_dict),
             "q": dict(state.q_memory_dict),
-            "rng": [str(kind), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
+            "rng": [str(algorithm), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own, device = self._state, self._world.device
-        own.iter = state["step"]
+        current, device = self._state, self._world.device
+        current.iter = state["step"]
         # Copies: a tensor from a file lies at any address, and matrix products differ in their last bits by alignment.
-        own.error_dict, own.p_memory_dict, own.q_memory_dict = (
+        current.error_dict, current.p_memory_dict, current.q_memory_dict = (
             {index: tensor.to(device, copy=True) for index, tensor in state[name].items()}
             for name in ("errors", "p", "q")
         )
-        kind, keys, position, has_gauss, cached = state["rng"]
-        own.rng.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+        algorithm, keys, position, has_gauss, cached = state["rng"]
+        current.rng.set_state((algorithm, keys.numpy().astype("uint32"), position, has_gauss, cached))
 
     def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         errors = {

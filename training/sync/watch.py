@@ -19,10 +19,10 @@ def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
     """
     weak = weakref.WeakMethod(method)
 
-    def hook(given: torch.Tensor) -> None:
+    def hook(ready: torch.Tensor) -> None:
         alive = weak()
         if alive is not None:
-            alive(given)
+            alive(ready)
 
     parameter.register_post_accumulate_grad_hook(hook)
 

@@ -92,8 +92,8 @@ class Zero1(Flat):
         number = {
             p: n for params, numbers in zip(self._param_groups, self._numbered()) for p, n in zip(params, numbers)
         }
-        own = {number[p]: state for p, state in optimizer.state.items()}
-        parts = all_gather_trees(own, self._world) if everywhere else gather_trees(own, self._world)
+        own_state = {number[p]: state for p, state in optimizer.state.items()}
+        parts = all_gather_trees(own_state, self._world) if everywhere else gather_trees(own_state, self._world)
         if parts is None:
             return None
         groups = optimizer.state_dict()["param_groups"]
@@ -108,8 +108,8 @@ class Zero1(Flat):
                 f"the optimizer has {len(self._param_groups)} groups, the checkpoint {len(state['param_groups'])}"
             )
         for group, params in zip(state["param_groups"], self._param_groups):
-            own = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self._world.rank]
-            groups.append({**group, "params": own})
+            own_numbers = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self._world.rank]
+            groups.append({**group, "params": own_numbers})
         kept = {n for group in groups for n in group["params"]}
         entries = {n: entry for n, entry in state["state"].items() if n in kept}
         load_optimizer(optimizer, {"state": entries, "param_groups": groups})

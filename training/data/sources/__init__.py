@@ -43,7 +43,7 @@ FILES: dict[str, Callable[[Path], list[Path]]] = {
 GENERATED = frozenset({"digits", "synthetic", "classification"})
 """Sources that need no folder of their own."""
 Stamps: TypeAlias = dict[str, list[Any]]
-"""What tells that a source's files are the ones that shards were made from."""
+"""Size and time of a source's files. If they change, the shards are made again."""
 _MOST_STAMPS = 64
 
 
@@ -57,7 +57,7 @@ def needs_root(name: str) -> bool:
 
 
 def code_of(name: str) -> list[str]:
-    """What tells one version of a source's own code from another; nothing for a source of ours. Raises `UserError`."""
+    """A hash of the code of a user's own source; empty for a built-in source. Raises `UserError`."""
     return [] if ours(name) else [function.code_of(name)]
 
 
@@ -88,17 +88,17 @@ def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
     paths: list[Path] = FILES[name](root) if name in FILES else []
     if name in OWN:
         paths = OWN[name].files_of(root, _options(name, options))
-    found: Stamps = {}
+    entries: Stamps = {}
     for path in paths:
         try:
             about = path.stat()
-        except OSError:  # a link that leads nowhere: whoever reads it says so
+        except OSError:  # a broken link: reading it raises the error
             continue
-        found[os.path.relpath(path, root)] = [about.st_size, about.st_mtime_ns]
-    if len(found) <= _MOST_STAMPS:
-        return found
-    digest = hashlib.sha256(repr(sorted(found.items())).encode("utf-8", "backslashreplace"))
-    return {f"{len(found)} files": [sum(size for size, _ in found.values()), digest.hexdigest()]}
+        entries[os.path.relpath(path, root)] = [about.st_size, about.st_mtime_ns]
+    if len(entries) <= _MOST_STAMPS:
+        return entries
+    digest = hashlib.sha256(repr(sorted(entries.items())).encode("utf-8", "backslashreplace"))
+    return {f"{len(entries)} files": [sum(size for size, _ in entries.values()), digest.hexdigest()]}
 
 
 def load(name: str, root: Path, download: bool, options: dict[str, Any], split: str = "honest") -> Raw:

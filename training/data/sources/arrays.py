@@ -65,11 +65,11 @@ class _Table:
 
 def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: ARG001 - there is nothing to decode
     """Raises `UserError` for a file that is missing, damaged or of another kind."""
-    with _told(root / options.train):
+    with _read_errors(root / options.train):
         train = _open(root, options.train, options.train_labels)
     test = None
     if options.test is not None:
-        with _told(root / options.test):
+        with _read_errors(root / options.test):
             test = _open(root, options.test, options.test_labels)
     held = held_out(len(train.labels), options.held_out if test is None else 0)
     if test is None and not 0 < held.sum() < len(held):
@@ -81,7 +81,7 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: 
     def pieces(split: str) -> Generator[Piece, None, None]:
         table, name = (test, options.test) if split == "test" and test is not None else (train, options.train)
         low = 0
-        with _told(root / str(name)):
+        with _read_errors(root / str(name)):
             for samples in table.pieces(rows_of_a_piece(table.sample_bytes)):
                 labels = table.labels[low : low + len(samples)]
                 if test is None:
@@ -106,7 +106,7 @@ def held_out(count: int, share: float) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     """What a damaged file makes the libraries raise, as one line."""
     try:
         yield
@@ -146,15 +146,15 @@ def _npz(path: Path) -> _Table:
 
     def opened(archive: zipfile.ZipFile, names: tuple[str, ...]) -> tuple[IO[bytes], int]:
         inside = archive.namelist()
-        found = next((f"{name}.npy" for name in names if f"{name}.npy" in inside), None)
-        if found is None:
+        member = next((f"{name}.npy" for name in names if f"{name}.npy" in inside), None)
+        if member is None:
             raise UserError(
                 f"{path} has no array {names[0]!r}: expected `samples` and `labels`, it has {sorted(inside)[:10]}"
             )
-        about = archive.getinfo(found)
+        about = archive.getinfo(member)
         if about.compress_type != zipfile.ZIP_STORED and about.file_size > MOST_PACKED:
             raise UserError(
-                f"{path}: {found} has {about.file_size} bytes unpacked, at most {MOST_PACKED} are: use np.savez, or .npy"
+                f"{path}: {member} has {about.file_size} bytes unpacked, at most {MOST_PACKED} are: use np.savez, or .npy"
             )
         return archive.open(about), about.file_size
 
@@ -165,11 +165,11 @@ def _npz(path: Path) -> _Table:
     with zipfile.ZipFile(path) as archive:
         samples, size = opened(archive, _SAMPLES)
         with samples:
-            shape, kind = _head(samples, size, path)
+            shape, dtype = _head(samples, size, path)
         file, size = opened(archive, ("labels",))
         with file:
             labels = _labels(file, size, len_of(shape, path), path)
-    return _Table(shape, _bytes(shape, kind), labels, pieces)
+    return _Table(shape, _bytes(shape, dtype), labels, pieces)
 
 
 def _npy(path: Path, labels_path: Path) -> _Table:
@@ -178,10 +178,10 @@ def _npy(path: Path, labels_path: Path) -> _Table:
             yield from _rows(file, *_head(file, None, path), rows)
 
     with files.regular(path) as file:
-        shape, kind = _head(file, os.fstat(file.fileno()).st_size, path)
+        shape, dtype = _head(file, os.fstat(file.fileno()).st_size, path)
     with files.regular(labels_path) as file:
         labels = _labels(file, os.fstat(file.fileno()).st_size, len_of(shape, path), labels_path)
-    return _Table(shape, _bytes(shape, kind), labels, pieces)
+    return _Table(shape, _bytes(shape, dtype), labels, pieces)
 
 
 def _safetensors(path: Path) -> _Table:
@@ -205,8 +205,8 @@ def _safetensors(path: Path) -> _Table:
                 f"{path} has labels {file.get_slice('labels').get_shape()} for {count} samples, expected [{count}]"
             )
         labels = file.get_tensor("labels")
-        kind = file.get_slice(name)[0:1].dtype if count else np.dtype(np.uint8)
-    return _Table(shape, _bytes(shape, kind), labels, pieces)
+        dtype = file.get_slice(name)[0:1].dtype if count else np.dtype(np.uint8)
+    return _Table(shape, _bytes(shape, dtype), labels, pieces)
 
 
 def len_of(shape: tuple[int, ...], path: Path) -> int:
@@ -216,8 +216,8 @@ def len_of(shape: tuple[int, ...], path: Path) -> int:
     return shape[0]
 
 
-def _bytes(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
-    return math.prod(shape[1:]) * kind.itemsize
+def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return math.prod(shape[1:]) * dtype.itemsize
 
 
 def _head(file: IO[bytes], size: int | None, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -226,32 +226,34 @@ def _head(file: IO[bytes], size: int | None, path: Path) -> tuple[tuple[int, ...
     if version not in ((1, 0), (2, 0)):
         raise UserError(f"{path} is of .npy version {version}, expected (1, 0) or (2, 0): it is not a plain array")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, kind = read(file)
-    if kind.kind not in "uif":
-        what = "Python objects, which are not read" if kind.hasobject else f"{kind}, expected whole numbers or floats"
-        raise UserError(f"{path} holds {what}")
+    shape, fortran, dtype = read(file)
+    if dtype.kind not in "uif":
+        content = (
+            "Python objects, which are not read" if dtype.hasobject else f"{dtype}, expected whole numbers or floats"
+        )
+        raise UserError(f"{path} holds {content}")
     if fortran and len(shape) > 1:
         raise UserError(f"{path} is in Fortran order: save np.ascontiguousarray of it")
     if min(shape, default=0) < 0:
         raise UserError(f"{path} has the shape {list(shape)} in its header: it is corrupt")
-    if size is not None and file.tell() + math.prod(shape) * kind.itemsize != size:
+    if size is not None and file.tell() + math.prod(shape) * dtype.itemsize != size:
         raise UserError(
-            f"{path} says that it holds {kind} {list(shape)}, and has {size} bytes: it is cut off or corrupt"
+            f"{path} says that it holds {dtype} {list(shape)}, and has {size} bytes: it is cut off or corrupt"
         )
-    return shape, kind
+    return shape, dtype
 
 
-def _rows(file: IO[bytes], shape: tuple[int, ...], kind: np.dtype[Any], rows: int) -> Iterator[np.ndarray]:
+def _rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any], rows: int) -> Iterator[np.ndarray]:
     for low in range(0, shape[0], rows):
         count = min(rows, shape[0] - low)
-        data = file.read(count * _bytes(shape, kind))
-        yield np.frombuffer(data, kind).reshape(count, *shape[1:])
+        data = file.read(count * _bytes(shape, dtype))
+        yield np.frombuffer(data, dtype).reshape(count, *shape[1:])
 
 
 def _labels(file: IO[bytes], size: int, count: int, path: Path) -> np.ndarray:
-    shape, kind = _head(file, size, path)
-    if shape != (count,) or kind.kind not in "ui":
+    shape, dtype = _head(file, size, path)
+    if shape != (count,) or dtype.kind not in "ui":
         raise UserError(
-            f"{path} has labels of {kind} {list(shape)} for {count} samples: expected whole numbers [{count}]"
+            f"{path} has labels of {dtype} {list(shape)} for {count} samples: expected whole numbers [{count}]"
         )
-    return np.frombuffer(file.read(count * kind.itemsize), kind)
+    return np.frombuffer(file.read(count * dtype.itemsize), dtype)

@@ -84,10 +84,10 @@ def _cifar10_python(folder: Path) -> Raw:
             data = files.read(path, _MOST_BYTES)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if found != md5:
+        actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if actual != md5:
             raise UserError(
-                f"{path} has md5 {found}, expected the official {md5}: it is a pickle, so a file with another content is not opened; "
+                f"{path} has md5 {actual}, expected the official {md5}: it is a pickle, so a file with another content is not opened; "
                 "download it again, or use the binary format (cifar-10-batches-bin/)"
             )
         return _read_batch(data)

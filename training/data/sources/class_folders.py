@@ -31,7 +31,7 @@ class Entry:
     """Relative to the folder, with slashes."""
     label: int = field(compare=False)
     path: Path = field(compare=False)
-    kind: str = field(compare=False)
+    expected_format: str = field(compare=False)
 
     @property
     def share(self) -> float:
@@ -59,21 +59,23 @@ def listed(folder: Path, classes: list[str] | None = None) -> Listing:
     """
     try:
         inside = folder.resolve(strict=True)
-        found = sorted(entry.name for entry in os.scandir(inside) if entry.is_dir() and not entry.name.startswith("."))
+        class_names = sorted(
+            entry.name for entry in os.scandir(inside) if entry.is_dir() and not entry.name.startswith(".")
+        )
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {folder} ({reason}): expected a folder with one folder for each class") from None
-    if not found:
+    if not class_names:
         raise UserError(f"{folder} has no folders: expected one for each class, with its images")
-    if classes is not None and (unknown := sorted(set(found) - set(classes))):
+    if classes is not None and (unknown := sorted(set(class_names) - set(classes))):
         raise UserError(f"{folder} has a class {shown(unknown[0])}, which the training folder does not have")
-    if bad := [name for name in found if not name.isprintable()]:
+    if bad := [name for name in class_names if not name.isprintable()]:
         raise UserError(f"{folder} has a class folder {shown(bad[0])}: rename it, its name cannot be printed")
-    listing = Listing(classes if classes is not None else found)
+    listing = Listing(classes if classes is not None else class_names)
     for name in os.listdir(inside):
-        if Path(name).suffix.lower() in KINDS and name not in found:
+        if Path(name).suffix.lower() in KINDS and name not in class_names:
             listing.refused[shown(name)] = "it is not in a class folder"
-    for name in found:
+    for name in class_names:
         if not _add(inside, name, listing.classes.index(name), listing):
             raise UserError(f"{folder / name} has no images: remove the folder, or put images into it")
     listing.entries.sort()
@@ -86,10 +88,10 @@ def _add(inside: Path, name: str, label: int, listing: Listing) -> int:
 
     Raises `UserError` for a folder that is a link, which may lead anywhere and in a circle, or that cannot be read.
     """
-    left, found = [name], 0
+    left, count = [name], 0
     while left:
-        own = left.pop()
-        path = inside / own
+        folder = left.pop()
+        path = inside / folder
         if path.is_symlink():
             raise UserError(f"{path} is a link to a folder: replace it by the folder itself")
         try:
@@ -100,23 +102,23 @@ def _add(inside: Path, name: str, label: int, listing: Listing) -> int:
             if entry.name.startswith(".") or entry.name.lower() in _DROPPINGS:
                 continue
             if entry.is_dir():
-                left.append(f"{own}/{entry.name}")
+                left.append(f"{folder}/{entry.name}")
             else:
-                found += 1
-                _add_file(inside, f"{own}/{entry.name}", label, listing)
-    return found
+                count += 1
+                _add_file(inside, f"{folder}/{entry.name}", label, listing)
+    return count
 
 
 def _add_file(inside: Path, name: str, label: int, listing: Listing) -> None:
     path = inside / name
-    kind = KINDS.get(path.suffix.lower())
-    if kind is None:
+    expected_format = KINDS.get(path.suffix.lower())
+    if expected_format is None:
         listing.refused[shown(name)] = f"its name does not end in one of {', '.join(KINDS)}"
     elif path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
         listing.refused[shown(name)] = "it is a link that leads out of the folder"
     else:
         digest = hashlib.sha256(os.fsencode(name)).digest()
-        listing.entries.append(Entry(digest, name, label, path, kind))
+        listing.entries.append(Entry(digest, name, label, path, expected_format))
 
 
 def shown(name: str) -> str:

@@ -103,6 +103,8 @@ def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) != size:
-        found = "more" if len(data) > size else len(data)
-        raise UserError(f"{path} has {found} bytes of data, its header says {shape} = {size}: it is cut off or corrupt")
+        actual = "more" if len(data) > size else len(data)
+        raise UserError(
+            f"{path} has {actual} bytes of data, its header says {shape} = {size}: it is cut off or corrupt"
+        )
     return np.frombuffer(bytearray(data), np.uint8).reshape(shape)

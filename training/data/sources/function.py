@@ -47,22 +47,22 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
             raise UserError(
                 f"data.options: {name} has no option {option!r}{settings.nearest(option, set(known) - {'split', 'root'})}"
             )
-    given = {**options, **({"root": root} if "root" in known else {})}
+    arguments = {**options, **({"root": root} if "root" in known else {})}
     try:
-        inspect.signature(function).bind(split="train", **given)
+        inspect.signature(function).bind(split="train", **arguments)
     except TypeError as error:
         raise UserError(f"data.options: {name} cannot be called with them: {error}") from None
     classes = getattr(module, "CLASSES", None)
     if classes is not None and not (
-        isinstance(classes, (list, tuple)) and all(isinstance(one, str) for one in classes)
+        isinstance(classes, (list, tuple)) and all(isinstance(class_name, str) for class_name in classes)
     ):
         raise UserError(f"{name.partition(':')[0]}.CLASSES is {settings.shown(classes)}, expected a list of names")
 
     def pieces(split: str) -> Generator[Piece, None, None]:
-        found = function(split=split, **given)
-        if not isinstance(found, tuple) and not isinstance(found, Iterable):
-            raise UserError(f"{name} gives a {type(found).__name__}, expected (samples, labels), or pieces of them")
-        for number, piece in enumerate([found] if isinstance(found, tuple) else found):
+        result = function(split=split, **arguments)
+        if not isinstance(result, tuple) and not isinstance(result, Iterable):
+            raise UserError(f"{name} gives a {type(result).__name__}, expected (samples, labels), or pieces of them")
+        for number, piece in enumerate([result] if isinstance(result, tuple) else result):
             if not (isinstance(piece, tuple) and len(piece) == 2):
                 raise UserError(f"{name}: piece {number} is a {type(piece).__name__}, expected (samples, labels)")
             yield from _cut(*piece)
@@ -71,7 +71,7 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
 
 
 def _cut(samples: Any, labels: Any) -> Generator[Piece, None, None]:
-    """A large piece in several; whoever takes them says what is wrong with one."""
+    """Cuts a large piece into several. The caller checks the pieces."""
     if not (
         isinstance(samples, np.ndarray)
         and isinstance(labels, np.ndarray)
@@ -91,7 +91,7 @@ def code_of(name: str) -> str:
     Imports the packages that the module lies in, and not the module. Raises `UserError` where it cannot be found.
     """
     module = name.partition(":")[0]
-    _look_here()
+    _add_working_directory()
     try:
         spec = importlib.util.find_spec(module)
         origin = spec.origin if spec is not None else None
@@ -106,7 +106,7 @@ def code_of(name: str) -> str:
 
 def _function(name: str) -> tuple[Callable[..., Any], Any]:
     module_name, _, function_name = name.partition(":")
-    _look_here()
+    _add_working_directory()
     try:
         module = importlib.import_module(module_name)
         function = getattr(module, function_name)
@@ -121,6 +121,6 @@ def _function(name: str) -> tuple[Callable[..., Any], Any]:
     return function, module
 
 
-def _look_here() -> None:
+def _add_working_directory() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `-m training` has it, a console script has not

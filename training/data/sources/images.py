@@ -50,7 +50,9 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
         entries = splits[split]
         prefix = f"{options.test}/" if split == "test" and options.test is not None else ""
         with progress(f"decoding {split} images", len(entries)) as one_more:
-            items = (Item(entry.path, entry.label, shown(prefix + entry.name), entry.kind) for entry in entries)
+            items = (
+                Item(entry.path, entry.label, shown(prefix + entry.name), entry.expected_format) for entry in entries
+            )
             yield from decoded_pieces(items, options, workers, bound, one_more)
 
     return Stream(pieces, training.classes, bound.left_out)
@@ -58,14 +60,14 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
 
 def files_of(root: Path, options: Options) -> list[Path]:
     """The images, or none where the folders are not there."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in (options.train, options.test):
         if name is not None:
             try:
-                found += [entry.path for entry in listed(_folder(root, name)).entries]
+                paths += [entry.path for entry in listed(_folder(root, name)).entries]
             except UserError:
                 continue
-    return found
+    return paths
 
 
 def _folder(root: Path, name: str) -> Path:

@@ -70,18 +70,18 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
 
 def files_of(root: Path, options: Options) -> list[Path]:
     """The files that there are."""
-    return [path for name in (options.train, options.test) if name is not None for path in _found(root, name)]
+    return [path for name in (options.train, options.test) if name is not None for path in _matching_files(root, name)]
 
 
-def _found(root: Path, name: str) -> list[Path]:
+def _matching_files(root: Path, name: str) -> list[Path]:
     pattern = name if Path(name).is_absolute() else f"{glob.escape(str(root))}/{name}"
     return [Path(path) for path in sorted(glob.glob(pattern))]
 
 
 def _paths(root: Path, name: str) -> list[Path]:
-    if not (found := _found(root, name)):
+    if not (paths := _matching_files(root, name)):
         raise UserError(f"no file {root / name}: name the Parquet files in data.options.train and test")
-    return found
+    return paths
 
 
 def _share(name: str) -> float:

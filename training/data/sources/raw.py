@@ -58,10 +58,10 @@ class Stream:
         splits = []
         for split in ("train", "test"):
             with contextlib.closing(self.pieces(split)) as pieces:
-                found = [(np.array(samples), np.asarray(labels, np.int64)) for samples, labels in pieces]
-            if not found:
+                arrays = [(np.array(samples), np.asarray(labels, np.int64)) for samples, labels in pieces]
+            if not arrays:
                 raise UserError(f"the data has no sample for the split {split}")
-            samples, labels = zip(*found)
+            samples, labels = zip(*arrays)
             splits.append((np.concatenate(samples), np.concatenate(labels)))
         most = int(max(labels.max() for _, labels in splits))
         return Raw(splits[0], splits[1], self.classes or numbered(most + 1))

@@ -10,7 +10,7 @@ _PARTS = ("scaling", "inference")
 
 
 def main(argv: list[str]) -> int:
-    """Runs one benchmark and returns its exit code. Raises `UserError` for wrong words."""
+    """Runs one benchmark and returns its exit code. Raises `UserError` for wrong arguments."""
     parser = Parser(prog=f"{PROGRAM} bench", description=about(__doc__))
     parser.add_argument(
         "what",

@@ -52,14 +52,16 @@ def run(job: Job, timeout: float = 600.0) -> Measured:
         RuntimeError: a rank failed, or gave no result within `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
-        found = on_ranks(job.ranks, timeout, _train, job, Path(directory))
-    whole = max(each["seconds"] for each in found)
+        results = on_ranks(job.ranks, timeout, _train, job, Path(directory))
+    seconds = max(result["seconds"] for result in results)
     return Measured(
-        images_per_second=found[0]["samples"] / whole,
-        step=whole / job.steps,
-        phases={phase: sum(each["phases"][phase] for each in found) / len(found) / job.steps for phase in PHASES},
-        peak_bytes=max(each["peak"] for each in found),
-        sent_bytes=found[0]["sent"] // job.steps,
+        images_per_second=results[0]["samples"] / seconds,
+        step=seconds / job.steps,
+        phases={
+            phase: sum(result["phases"][phase] for result in results) / len(results) / job.steps for phase in PHASES
+        },
+        peak_bytes=max(result["peak"] for result in results),
+        sent_bytes=results[0]["sent"] // job.steps,
     )
 
 
@@ -73,19 +75,19 @@ def on_ranks(size: int, timeout: float, function: Callable[..., Any], *args: Any
     context = _context()
     results: Any = context.Queue()
     port = free_port()
-    words = [(rank, size, port, results, function, args) for rank in range(size)]
-    processes = [context.Process(target=_rank, args=each, daemon=True) for each in words]
+    rank_arguments = [(rank, size, port, results, function, args) for rank in range(size)]
+    processes = [context.Process(target=_rank, args=arguments, daemon=True) for arguments in rank_arguments]
     for process in processes:
         process.start()
     try:
-        found = dict(_result(results, timeout) for _ in processes)
+        values = dict(_result(results, timeout) for _ in processes)
     finally:
         for process in processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()
-    return [found[rank] for rank in range(size)]
+    return [values[rank] for rank in range(size)]
 
 
 def _context() -> Any:
@@ -98,7 +100,7 @@ def _context() -> Any:
 
 
 def free_port() -> int:
-    """A free port below those that the kernel hands out by itself: between now and its use nobody gets it by chance.
+    """A free port below those that the kernel hands out by itself: so no other process gets it by chance before it is used.
 
     Raises:
         RuntimeError: a hundred ports were all taken.
@@ -112,11 +114,11 @@ def free_port() -> int:
 
 def _result(results: Any, timeout: float) -> tuple[int, Any]:
     try:
-        rank, kind, value = results.get(timeout=timeout)
+        rank, outcome, value = results.get(timeout=timeout)
     except queue.Empty:
         raise RuntimeError(f"a rank gave no result within {timeout:.0f} s") from None
-    if kind != "done":
-        raise (UserError if kind == "refused" else RuntimeError)(value)
+    if outcome != "done":
+        raise (UserError if outcome == "refused" else RuntimeError)(value)
     return rank, value
 
 
@@ -147,22 +149,22 @@ def _train(job: Job, directory: Path) -> dict[str, Any]:
     settings = config.load(job.recipe, assignments)
     with world.joined(world.detect(os.environ), settings.device, settings.collective_timeout) as joined:
         before = _memory_in_use(joined.device)
-        p = prepare(settings, joined, directory / "run", fresh=False)
-        timer = _Timer(p)
+        prepared = prepare(settings, joined, directory / "run", fresh=False)
+        timer = _Timer(prepared)
         samples = 0
         for number in range(job.warm_up + job.steps):
             if number == job.warm_up:
                 dist.barrier()
                 timer.reset()
-                sent, began = p.state.sync.bytes_sent, time.perf_counter()
+                sent, began = prepared.state.sync.bytes_sent, time.perf_counter()
             samples += timer.step()
             samples = samples if number >= job.warm_up else 0
         dist.barrier()
         seconds = time.perf_counter() - began
-        if p.run is not None:
-            p.run.close()
+        if prepared.run is not None:
+            prepared.run.close()
         return {
-            "seconds": seconds, "samples": samples, "phases": timer.phases, "sent": p.state.sync.bytes_sent - sent,
+            "seconds": seconds, "samples": samples, "phases": timer.phases, "sent": prepared.state.sync.bytes_sent - sent,
             "peak": (torch.cuda.max_memory_allocated() if joined.device.type == "cuda" else _peak()) - before,
         }  # fmt: skip
 
@@ -175,23 +177,23 @@ class _Timer:
     running ahead: shares hold there, sums are above an undisturbed step's.
     """
 
-    def __init__(self, p: Any) -> None:
-        self.p = p
+    def __init__(self, prepared: Any) -> None:
+        self.prepared = prepared
         from training.run.recipe import make_trainer
 
-        self.trainer = make_trainer(p)
-        self.epoch, self._step, self._batches = 0, 0, p.loader.epoch(0)
+        self.trainer = make_trainer(prepared)
+        self.epoch, self._step, self._batches = 0, 0, prepared.loader.epoch(0)
         self._forward = self._entered = 0.0
         self._first: float | None = None
-        p.state.model.register_forward_pre_hook(self._enter)
-        p.state.model.register_forward_hook(self._leave)
+        prepared.state.model.register_forward_pre_hook(self._enter)
+        prepared.state.model.register_forward_hook(self._leave)
         self.reset()
 
     def reset(self) -> None:
         self.phases = dict.fromkeys(PHASES, 0.0)
 
     def _now(self) -> float:
-        if self.p.world.device.type == "cuda":
+        if self.prepared.world.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize()
@@ -207,16 +209,16 @@ class _Timer:
 
     def step(self) -> int:
         """One step; returns the size of its global batch."""
-        clock, self._forward, self._first = self.p.state.clock, 0.0, None
+        clock, self._forward, self._first = self.prepared.state.clock, 0.0, None
         began = self._now()
         clock.begin()
         batch = next(self._batches, None)
         if batch is None:
             self.epoch, self._step = self.epoch + 1, 0
-            self._batches = self.p.loader.epoch(self.epoch)
+            self._batches = self.prepared.loader.epoch(self.epoch)
             batch = next(self._batches)
         clock.data_ready()
-        self.p.state.cursor.epoch, self.p.state.cursor.step = self.epoch, self._step
+        self.prepared.state.cursor.epoch, self.prepared.state.cursor.step = self.epoch, self._step
         self.trainer.step(batch)
         self._step += 1
         end = self._now()

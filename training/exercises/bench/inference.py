@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from training import config as configuration
-from training.cli import PROGRAM, Parser, about, make_folder, positive, several
+from training.cli import PROGRAM, Parser, about, add_set, make_folder, positive, several
 from training.contract import EXIT_DONE
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints and writes inference.json. Raises `UserError` for wrong words, or a folder that cannot be written."""
+    """Measures, prints and writes inference.json. Raises `UserError` for wrong arguments, or a folder that cannot be written."""
     parser = Parser(prog=f"{PROGRAM} bench inference", description=about(__doc__))
     parser.add_argument("--recipe", default="resnet18", help="whose model to run (default: resnet18)")
     parser.add_argument("--batches", type=several, default=[1, 16, 64, 256], metavar="1,16,64",
                         help="images of a batch (default: 1,16,64,256)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=7, help="how often each is timed (default: 7)")
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
-        help="change settings of the recipe",
-    )  # fmt: skip
+    add_set(parser, "change settings of the recipe")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-inference"), help="folder of inference.json")
     args = parser.parse_args(argv)
     config = configuration.load(args.recipe, args.assignments)
@@ -64,8 +61,8 @@ def main(argv: list[str]) -> int:
     print(f"{args.recipe} on {devices or 'no'} GPU(s), {torch.get_num_threads()} CPU threads, {args.rounds} rounds")
     print("batch   one device   DataParallel images/s   speed-up")
     for row in rows:
-        one, many = row["images_per_second"].values()
-        print(f"{row['batch']:5d} {one:12.1f} {many:23.1f} {row['speed_up']:9.2f}×")
+        single, many = row["images_per_second"].values()
+        print(f"{row['batch']:5d} {single:12.1f} {many:23.1f} {row['speed_up']:9.2f}×")
     print(verdict)
     path = args.out / "inference.json"
     path.write_text(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from training import config as configuration
-from training.cli import PROGRAM, Parser, about, make_folder, positive, several
+from training.cli import PROGRAM, Parser, about, add_set, make_folder, positive, several
 from training.contract import EXIT_DONE, UserError
 from training.exercises.bench.gang import PHASES, Job, Measured, run
 from training.parallel.world import cores
@@ -28,7 +28,7 @@ BOTH = ("fixed", "scaled")
 def main(argv: list[str]) -> int:
     """Measures, prints, and writes scaling.json and scaling.png.
 
-    Raises `UserError` for wrong words, or a folder that cannot be written.
+    Raises `UserError` for wrong arguments, or a folder that cannot be written.
     """
     parser = Parser(prog=f"{PROGRAM} bench scaling", description=about(__doc__))
     parser.add_argument(
@@ -45,10 +45,7 @@ def main(argv: list[str]) -> int:
         "--threads", type=positive, help="CPU threads a rank; default: cores / the largest number of ranks"
     )
     parser.add_argument("--strategies", help="strategies to compare, e.g. ddp,flat; default: all; none: leave them out")
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments",
-        help="change settings of the recipe",
-    )  # fmt: skip
+    add_set(parser, "change settings of the recipe")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-scaling"), help="folder of scaling.json and scaling.png"
     )
@@ -60,8 +57,8 @@ def main(argv: list[str]) -> int:
     strategies = _strategies(args.strategies)
     base = Job(args.recipe, args.assignments, args.ranks[0], args.steps, args.warm_up, threads)
     make_folder(args.out)
-    found = _measure(base, args.ranks, batch, args.rounds)
-    rows = {name: table(times, args.ranks[0]) for name, times in found.items()}
+    measured = _measure(base, args.ranks, batch, args.rounds)
+    rows = {name: table(times, args.ranks[0]) for name, times in measured.items()}
     by_strategy = dict(_each_strategy(base, strategies, max(args.ranks), batch))
     sentence = why(rows["fixed"], threads)
     _print(rows, by_strategy, batch, threads, args, sentence)
@@ -78,12 +75,12 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _strategies(words: str | None) -> list[str]:
+def _strategies(names: str | None) -> list[str]:
     from training import sync
 
-    if words == "none":
+    if names == "none":
         return []
-    chosen = words.split(",") if words else list(sync.STRATEGIES)
+    chosen = names.split(",") if names else list(sync.STRATEGIES)
     for name in chosen:
         if name not in sync.STRATEGIES:
             raise UserError(f"--strategies: there is no {name!r}; known: {', '.join(sync.STRATEGIES)}")
@@ -94,7 +91,7 @@ def _measure(base: Job, ranks: list[int], batch: int, rounds: int) -> dict[str, 
     """{fixed | scaled: {ranks: the medians over the rounds}}; the smallest number of ranks is in both."""
     jobs = {("fixed", size): _with(base, size, batch) for size in ranks}
     jobs |= {("scaled", size): _with(base, size, batch * size // ranks[0]) for size in ranks[1:]}
-    found: dict[tuple[str, int], list[Measured]] = {key: [] for key in jobs}
+    runs: dict[tuple[str, int], list[Measured]] = {key: [] for key in jobs}
     total = rounds * len(jobs)
     for number in range(rounds):
         keys = list(jobs)
@@ -103,9 +100,9 @@ def _measure(base: Job, ranks: list[int], batch: int, rounds: int) -> dict[str, 
             _progress(
                 f"{place} of {total}: {key[0]} batch, {key[1]} rank{'s' if key[1] > 1 else ''}, round {number + 1}"
             )
-            found[key].append(run(jobs[key]))
-    found["scaled", ranks[0]] = found["fixed", ranks[0]]
-    return {name: {size: _median(found[name, size]) for size in ranks} for name in BOTH}
+            runs[key].append(run(jobs[key]))
+    runs["scaled", ranks[0]] = runs["fixed", ranks[0]]
+    return {name: {size: _median(runs[name, size]) for size in ranks} for name in BOTH}
 
 
 def _progress(text: str) -> None:
@@ -122,10 +119,10 @@ def _with(base: Job, ranks: int, batch: int, *more: str) -> Job:
 def _median(runs: list[Measured]) -> Measured:
     middle = statistics.median
     return Measured(
-        images_per_second=middle(one.images_per_second for one in runs),
-        step=middle(one.step for one in runs),
-        phases={phase: middle(one.phases[phase] for one in runs) for phase in PHASES},
-        peak_bytes=int(middle(one.peak_bytes for one in runs)),
+        images_per_second=middle(measured.images_per_second for measured in runs),
+        step=middle(measured.step for measured in runs),
+        phases={phase: middle(measured.phases[phase] for measured in runs) for phase in PHASES},
+        peak_bytes=int(middle(measured.peak_bytes for measured in runs)),
         sent_bytes=runs[0].sent_bytes,
     )
 
@@ -134,10 +131,15 @@ def table(times: dict[int, Measured], smallest: int) -> list[dict[str, Any]]:
     """A row for each number of ranks: speed-up against the smallest number, and efficiency = speed-up / ratio of ranks."""
     first = times[smallest]
     rows = []
-    for size, one in times.items():
-        speed_up = one.images_per_second / first.images_per_second
+    for size, measured in times.items():
+        speed_up = measured.images_per_second / first.images_per_second
         rows.append(
-            {"ranks": size, "speed_up": speed_up, "efficiency": speed_up * smallest / size, **dataclasses.asdict(one)}
+            {
+                "ranks": size,
+                "speed_up": speed_up,
+                "efficiency": speed_up * smallest / size,
+                **dataclasses.asdict(measured),
+            }
         )
     return rows
 
@@ -176,14 +178,14 @@ def _each_strategy(base: Job, names: list[str], ranks: int, batch: int) -> Itera
             threads = base.threads * ranks // size
             job = dataclasses.replace(_with(base, size, batch, f"sync.name={name}"), threads=threads)
             try:
-                one = dataclasses.asdict(run(job))
+                values = dataclasses.asdict(run(job))
             except UserError as error:
                 refused = str(error)
                 continue
             except RuntimeError as error:  # the others still have theirs to show
                 yield name, {"ranks": 0, "refused": refused, "failed": str(error)}
                 break
-            yield name, {"ranks": size, "threads": threads, **one, "refused": refused}
+            yield name, {"ranks": size, "threads": threads, **values, "refused": refused}
             break
         else:
             yield name, {"ranks": 0, "refused": refused}
@@ -191,15 +193,17 @@ def _each_strategy(base: Job, names: list[str], ranks: int, batch: int) -> Itera
 
 def against_ddp(rows: dict[str, dict[str, Any]]) -> str:
     """A sentence: how fast `data_parallel` is beside `ddp`. Empty where one of them has no numbers."""
-    one, two = rows.get("data_parallel", {}), rows.get("ddp", {})
-    if not one.get("ranks") or not two.get("ranks"):
+    data_parallel, ddp = rows.get("data_parallel", {}), rows.get("ddp", {})
+    if not data_parallel.get("ranks") or not ddp.get("ranks"):
         return ""
 
     def started(row: dict[str, Any]) -> str:
         return f"{row['ranks']} process{'es' if row['ranks'] > 1 else ''} × {row['threads']} CPU thread(s)"
 
-    ratio = one["images_per_second"] / two["images_per_second"]
-    return f"data_parallel ({started(one)}) is {ratio:.2f}× as fast as ddp ({started(two)}), at the same batch."
+    ratio = data_parallel["images_per_second"] / ddp["images_per_second"]
+    return (
+        f"data_parallel ({started(data_parallel)}) is {ratio:.2f}× as fast as ddp ({started(ddp)}), at the same batch."
+    )
 
 
 def _print(

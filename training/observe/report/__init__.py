@@ -104,6 +104,6 @@ def _verdict(run: RunRecord, name: str) -> Verdict:
     why = f": {reason}" if reason and reason not in (ending, "complete", "running") else ""
     began = f"{datetime.fromtimestamp(run.began, timezone.utc):%Y-%m-%d %H:%M} UTC, " if run.began else ""
     size = run.part("world").get("size", "?")
-    of = run.part("config").get("recipe")  # a loop of one's own has none
+    of = run.part("config").get("recipe")  # a user's own loop has none
     facts = f"{f'{of} ' if of else ''}on {size} rank{'' if size == 1 else 's'}"
     return Verdict(name, ending + why, began + facts)

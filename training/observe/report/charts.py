@@ -15,7 +15,7 @@ _POINTS = 400
 _BARS = 32
 """Most ranks that are shown one by one. Of more, those that the others wait for."""
 MOST_LOGGED = 12
-"""Charts of what loops of one's own log."""
+"""Most charts of values that users' own loops have logged."""
 _MOMENTS = {
     "start": "start", "resumed": "resumed", "checkpoint_written": "checkpoint", "checkpoint_failed": "checkpoint failed",
     "preempted": "preempted", "nonfinite": "NaN or infinite", "corrupt_checkpoint": "corrupt checkpoint", "done": "done",
@@ -128,7 +128,7 @@ def _curves(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
 
 
 def _logged(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
-    """What loops of one's own have logged: a chart a name, but for those that have one already."""
+    """One chart for each name that users' own loops have logged, except names that have a chart already."""
     lines: dict[str, list[Line]] = {}
     for number, (run, name) in enumerate(zip(runs, names)):
         points: dict[str, Points] = {}
@@ -136,8 +136,8 @@ def _logged(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
             values = event.get("values")
             for key, value in values.items() if isinstance(values, dict) else ():
                 points.setdefault(str(key), []).append([event.get("step"), value])
-        for key, found in points.items():
-            lines.setdefault(key, []).append(_curve(name, number, found))
+        for key, series in points.items():
+            lines.setdefault(key, []).append(_curve(name, number, series))
     shown = [key for key in lines if key not in ("accuracy", "test_loss")][:MOST_LOGGED]
     return [Chart(f"Logged: {key}", "steps", "", "line", lines[key]) for key in shown]
 
@@ -163,7 +163,7 @@ def _speeds(epochs: list[dict[str, Any]]) -> Points:
 
 
 def _by_rank(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
-    found = []
+    charts = []
     for run, name in zip(runs, names):
         rows = sorted(run.ranks, key=lambda row: row["sync_wait"])[:_BARS] if len(run.ranks) > _BARS else run.ranks
         lines = [
@@ -173,8 +173,8 @@ def _by_rank(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
         title = "Where a step goes, by rank" + (f": {name}" if len(runs) > 1 else "")
         if len(rows) < len(run.ranks):
             title += f" (the {len(rows)} of {len(run.ranks)} that wait least for others)"
-        found.append(Chart(title, "milliseconds a step, mean of the last attempt", "", "stack", lines))
-    return found
+        charts.append(Chart(title, "milliseconds a step, mean of the last attempt", "", "stack", lines))
+    return charts
 
 
 def _timeline(runs: Sequence[RunRecord], names: list[str]) -> Chart:
@@ -184,12 +184,12 @@ def _timeline(runs: Sequence[RunRecord], names: list[str]) -> Chart:
         step = 0.0
         for event in run.events:
             step = number_of(event.get("step")) or step
-            what = _MOMENTS.get(event["event"])
+            label = _MOMENTS.get(event["event"])
             if event["event"] == "start" and number_of(event.get("attempt")) and event["attempt"] > 1:
-                what = "restart"
-            if what or event["event"] in ("step", "epoch"):
+                label = "restart"
+            if label or event["event"] in ("step", "epoch"):
                 why = event.get("reason") or event.get("path") or event.get("message") or ""
-                moments.append([event["time"] - run.began, step, what or "", str(why)])
+                moments.append([event["time"] - run.began, step, label or "", str(why)])
         saved = [
             moment for moment in moments if moment[2] == "checkpoint"
         ]  # many: they must not crowd out what is rare

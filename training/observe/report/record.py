@@ -55,8 +55,8 @@ class RunRecord:
 
     def part(self, name: str) -> dict[str, Any]:
         """A mapping within run.yaml; empty where there is none."""
-        found = self.about.get(name)
-        return found if isinstance(found, dict) else {}
+        value = self.about.get(name)
+        return value if isinstance(value, dict) else {}
 
     @property
     def began(self) -> float:
@@ -87,7 +87,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     """The events in order. Of what an attempt lost and a later one took again, the later one's."""
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     losses, logged = Series(), dict[str, Series]()
     counts, strides = dict[str, int](), dict[str, int]()
     try:
@@ -106,18 +106,18 @@ def _events(path: Path) -> list[dict[str, Any]]:
                     elif value["event"] == "log":
                         _log(value, at, logged)
                     else:
-                        found = _kept(value, found, counts, strides)
+                        events = _kept(value, events, counts, strides)
     except OSError:
         return []
-    last = {_place(event): index for index, event in enumerate(found)}
-    found = [event for index, event in enumerate(found) if event["event"] != "epoch" or last[_place(event)] == index]
-    found += [_event("step", one, train_loss=one.value) for one in losses.fewer(_READINGS)]
-    found += [
-        _event("log", one, values={name: one.value})
+    last = {_place(event): index for index, event in enumerate(events)}
+    events = [event for index, event in enumerate(events) if event["event"] != "epoch" or last[_place(event)] == index]
+    events += [_event("step", reading, train_loss=reading.value) for reading in losses.fewer(_READINGS)]
+    events += [
+        _event("log", reading, values={name: reading.value})
         for name, series in logged.items()
-        for one in series.fewer(_READINGS)
+        for reading in series.fewer(_READINGS)
     ]
-    return sorted(found, key=lambda event: float(event["time"]))
+    return sorted(events, key=lambda event: float(event["time"]))
 
 
 def _where(event: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -132,27 +132,27 @@ def _log(event: dict[str, Any], at: float, logged: dict[str, Series]) -> None:
 
 
 def _kept(
-    event: dict[str, Any], found: list[dict[str, Any]], counts: dict[str, int], strides: dict[str, int]
+    event: dict[str, Any], events: list[dict[str, Any]], counts: dict[str, int], strides: dict[str, int]
 ) -> list[dict[str, Any]]:
-    """`found` and the event, unless its kind has so many already that only every so-many-th is kept."""
+    """`events` with the event added. Of a kind that has very many events, only every second, fourth, … is kept."""
     kind = event["event"]
     if kind not in counts and len(counts) >= _NAMES:
-        return found
+        return events
     counts[kind] = number = counts.get(kind, 0) + 1
     stride = strides.setdefault(kind, 1)
     if number % stride:
-        return found
-    found.append(event)
+        return events
+    events.append(event)
     if number // stride >= _OTHERS:
         strides[kind], counts[kind] = 2 * stride, 0
         seen = 0
         rest = []
-        for other in found:
+        for other in events:
             seen += other["event"] == kind
             if other["event"] != kind or seen % 2:
                 rest.append(other)
         return rest
-    return found
+    return events
 
 
 def _event(kind: str, reading: Reading, **more: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def number_of(value: Any) -> float | None:
 def _ranks(folder: Path) -> list[dict[str, float]]:
     from prometheus_client.parser import text_string_to_metric_families
 
-    found = []
+    rows = []
     for path in sorted(folder.glob("rank-*.prom")):
         try:
             text = "".join(
@@ -196,5 +196,5 @@ def _ranks(folder: Path) -> list[dict[str, float]]:
         if steps >= 1 and spent > 0 and digits.isascii() and digits.isdigit():
             row = {phase: values.get(f"{phase}_seconds_sum", 0.0) / steps for phase in PHASES}
             row |= {"rest": max(0.0, spent / steps - sum(row.values())), "step_duration": spent / steps}
-            found.append({"rank": float(digits), "steps": steps, **row})
-    return found
+            rows.append({"rank": float(digits), "steps": steps, **row})
+    return rows

@@ -64,11 +64,11 @@ def thinned(points: Sequence[T], most: int, height: Callable[[T], float | None])
     if len(points) <= most:
         return list(points)
     inner, stretches = len(points) - 2, (most - 2) // 2
-    found = [points[0]]
+    chosen = [points[0]]
     for number in range(stretches):
         low, high = 1 + number * inner // stretches, 1 + (number + 1) * inner // stretches
         known = [(value, at) for at in range(low, high) if (value := height(points[at])) is not None and value == value]
         # Of equal ones the first and the last.
         ends = {min(known)[1], max(known)[1]} if known else {low}
-        found += [points[at] for at in sorted(ends)]
-    return [*found, points[-1]]
+        chosen += [points[at] for at in sorted(ends)]
+    return [*chosen, points[-1]]

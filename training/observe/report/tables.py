@@ -66,8 +66,8 @@ def config(runs: Sequence[RunRecord], names: list[str]) -> Table:
 
 def environment(runs: Sequence[RunRecord], names: list[str]) -> Table:
     parts = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
-    found = [settings.dotted({part: run.about.get(part) for part in parts}) for run in runs]
-    return _compared(found, names, _OTHER_AT_EVERY_START)
+    columns = [settings.dotted({part: run.about.get(part) for part in parts}) for run in runs]
+    return _compared(columns, names, _OTHER_AT_EVERY_START)
 
 
 def _compared(columns: list[dict[str, Any]], names: list[str], unmarked: frozenset[str] = frozenset()) -> Table:

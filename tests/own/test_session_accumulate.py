@@ -1,0 +1,130 @@
+"""Steps over several batches of a loader of one's own: the sums of the plain loop, also after a kill, or an error."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.nets import DyingPlain
+from tests.own.job import shared
+from tests.processes import Result
+from tests.warm.gang import running
+
+RANKS, SIZE, ACCUMULATE, EPOCHS = 2, 10, 4, 2
+"""A rank's 95 samples make ten batches, the last one of five samples: the third step of an epoch has two batches."""
+CODE = """
+import os, sys, torch, torch.nn.functional as F
+from lockstep import Session
+from tests.nets import DyingPlain
+from tests.own import loop
+torch.set_default_dtype(torch.float64)
+run_dir, kind, accumulate, *overrides = sys.argv[1:]
+accumulate, passes = int(accumulate), 0
+with Session(run_dir, *overrides) as run:
+    torch.manual_seed(3)
+    data = loop.Noisy()
+    model = run.replicate(DyingPlain())
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    run.keep()
+    own = list(range(len(data)))[run.rank :: run.size]
+    loader = torch.utils.data.DataLoader(torch.utils.data.Subset(data, own), SIZE)
+    for _ in run.epochs(EPOCHS):
+        if kind == "lists":
+            for batches in run.iterate(loader, accumulate=accumulate):
+                for x, y in run.accumulate(batches):
+                    run.backward(F.cross_entropy(model(x), y), samples=len(y))
+                run.update()
+        else:
+            number = 0
+            for number, (x, y) in enumerate(run.iterate(loader), 1):
+                run.backward(F.cross_entropy(model(x), y), samples=len(y))
+                passes += 1
+                if passes == int(os.environ.get("LEAVE", "0")):
+                    sys.exit()
+                if number % accumulate == 0:
+                    run.update()
+                run.boundary()
+            if kind == "all" and number % accumulate:
+                run.update()
+""".replace("SIZE", str(SIZE)).replace("EPOCHS", str(EPOCHS))
+
+
+def _go(
+    run_dir: Path, kind: str, sync: str, accumulate: int = ACCUMULATE, every: int = 1, **variables: str
+) -> Result:  # fmt: skip
+    words = ["-c", CODE, str(run_dir), kind, str(accumulate), f"sync.name={sync}", f"checkpoint.every_steps={every}"]
+    with running([words] * RANKS, {"LOCKSTEP_THREADS": "1", "LOOP_EXACT": "1", **variables}) as started:
+        return started.wait(90)
+
+
+@functools.cache
+def _plain() -> dict[str, torch.Tensor]:
+    """The same samples of both ranks in each step, as one batch of one process."""
+    from tests.own import loop
+
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(3)
+        data = loop.Noisy()
+        model = DyingPlain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        parts = [torch.arange(len(data))[rank::RANKS].split(SIZE * ACCUMULATE) for rank in range(RANKS)]
+        for _ in range(EPOCHS):
+            for step in zip(*parts, strict=True):
+                ids = torch.cat(step)
+                optimizer.zero_grad()
+                F.cross_entropy(model(data.images[ids]), data.labels[ids]).backward()
+                optimizer.step()
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_rng_state(state)
+
+
+def _assert_plain(run_dir: Path) -> None:
+    found = shared(run_dir)["model"]
+    for name, expected in _plain().items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("sync", ["ddp", "flat", "zero1"])
+def test_killed_within_a_step_of_several_batches_it_ends_in_the_weights_of_the_plain_loop(
+    tmp_path: Path, sync: str
+) -> None:
+    """In the second step of the second epoch, with a checkpoint after every step."""
+    died = _go(tmp_path / "run", "lists", sync, LOCKSTEP_TEST_FATE="1:16:KILL")
+    assert died.code != 0, died.output
+    if sync == "flat":
+        other = _go(tmp_path / "run", "lists", sync, accumulate=3)
+        assert other.code == 2 and "divided differently (accumulate: 4 → 3)" in other.output, other.output
+    done = _go(tmp_path / "run", "lists", sync)
+    assert done.code == 0 and "Resuming at step 4 (epoch 2, batch 1)" in done.output, done.output
+    _assert_plain(tmp_path / "run")
+
+
+@pytest.mark.parametrize("early", [{"LEAVE": "16"}, {"LOCKSTEP_TEST_FATE": "1:16:TERM"}], ids=["exit", "signal"])
+def test_batches_without_accumulate_are_summed_or_refused(tmp_path: Path, early: dict[str, str]) -> None:
+    """`ddp` sends each of them. A start that goes on takes all batches of the step that was left, where the end saves, too."""
+    left = _go(tmp_path / "run", "all", "ddp", every=100, **early)
+    assert left.code == (0 if "LEAVE" in early else 75), left.output
+    done = _go(tmp_path / "run", "all", "ddp")
+    assert done.code == 0 and "(epoch 2, batch " in done.output, done.output
+    _assert_plain(tmp_path / "run")
+
+
+@pytest.mark.parametrize("sync", ["flat", "zero1"])
+def test_a_strategy_that_has_sent_the_gradient_says_what_to_do(tmp_path: Path, sync: str) -> None:
+    refused = _go(tmp_path / "run", "all", sync)
+    assert refused.code == 2, refused.output
+    assert f"sync.name={sync} has sent the gradient of this step's first backward()" in refused.output, refused.output
+    assert "go over run.iterate(loader, accumulate=k) and run.accumulate(batches)" in refused.output
+
+
+def test_gradients_that_are_left_at_the_end_of_an_epoch_are_an_error(tmp_path: Path) -> None:
+    failed = _go(tmp_path / "run", "most", "ddp")
+    assert failed.code == 1 and "RuntimeError: the epoch ends with gradients that no update() has used" in failed.output
