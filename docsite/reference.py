@@ -29,7 +29,6 @@ from training.contract import ENV_PROGRAM
 
 API = {
     "lockstep": {
-        "training.session.Session": "A training loop of your own. `from lockstep import Session`.",
         "jobs.job.submit": "Submits a job. `from lockstep import submit`.",
         "jobs.job.Job": "A submitted job. `from lockstep import Job`.",
         "jobs.spec.model.JobSpec": "The job file as an object. `from lockstep import JobSpec`.",
@@ -76,7 +75,7 @@ API = {
         "training.contract.user_errors": "Ends a program at such an error.",
     },
 }
-"""What the API page shows, from the docstrings. Of a module: the names in its `__all__`."""
+"""What the API page shows, from the docstrings, beside `Session`. Of a module: the names in its `__all__`."""
 FOOTER = "\n<!-- Made from the code by docsite/reference.py. -->\n"
 
 
@@ -94,7 +93,7 @@ def pages() -> dict[str, str]:
         "session-settings": settings(
             OwnSettings,
             "Settings of a Session",
-            'Give them to `Session` by name (`seed=3`) or as words (`"checkpoint.every_steps=100"`). '
+            'Give them to `Session` by name (`seed=3`) or as overrides (`"checkpoint.every_steps=100"`). '
             "They are the settings of a recipe that are not about its model and data.",
         ),
         "job-settings": settings(
@@ -106,6 +105,7 @@ def pages() -> dict[str, str]:
         "recipes": recipe_page(),
         "lint-rules": lint_rules(),
         "environment": environment(),
+        "session": session(),
         "api": api(),
     }
     return {f"reference/{name}.md": text + FOOTER for name, text in made.items()}
@@ -316,14 +316,32 @@ def members(name: str) -> list[str]:
     return []
 
 
+def documented(name: str, lead: str, level: int) -> str:
+    """What mkdocstrings makes the description of a name from."""
+    return (
+        f"{lead}\n\n::: {name}\n    options:\n      heading_level: {level}\n      filters: ['!^_']\n"
+        "      show_root_full_path: true\n"
+    )
+
+
+def session() -> str:
+    lead = (
+        "A training loop of your own. `from lockstep import Session`. [Own training](../own-training.md) explains it, and "
+        "[its settings](session-settings.md) have a page.\n\n"
+        "In the examples `F` is `torch.nn.functional`; `Net`, `dataset`, `loader` and `evaluate` are yours."
+    )
+    return "# Session\n\n" + documented("training.session.Session", lead, 2)
+
+
 def api() -> str:
-    parts = ["# Python API\n", "From the docstrings. What is not here is not meant to be imported.\n"]
+    parts = [
+        "# Python API\n",
+        "From the docstrings. What is neither here nor on the page of [`Session`](session.md) is not meant to be imported.\n",
+    ]
     for title, names in API.items():
         parts.append(f"## {title}\n")
         for name, lead in names.items():
-            parts.append(
-                f"{lead}\n\n::: {name}\n    options:\n      heading_level: 3\n      filters: ['!^_']\n      show_root_full_path: true\n"
-            )
+            parts.append(documented(name, lead, 3))
             if offered := members(name):
                 parts[-1] += f"      members: {json.dumps(offered)}\n"
     return "\n".join(parts)
