@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import cpu_image, engine  # noqa: F401 - fixtures of this folder
+from tests.containers.jobs import jobs  # noqa: F401 - fixtures of this folder
+from tests.engine import cpu_image, engine  # noqa: F401
 
 HERE = Path(__file__).parent
 

@@ -1,6 +1,6 @@
 """The commands of the documentation that need a container engine, as they are printed, in a real one.
 
-`make smoke` as it stands is run by `test_compose_jobs.py`, which compares its weights.
+`make smoke` as it stands is run by `test_smoke.py`, which compares its weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.terminal import at_a_terminal, drained, until_shown
 pytestmark = pytest.mark.containers
 MARKER = "in an engine"
 ELSEWHERE = {"make smoke": 'make("smoke"'}
-"""Command → the words with which test_compose_jobs.py runs it."""
+"""Command → the words with which test_smoke.py runs it."""
 BEFORE = ("lockstep init ", "cd ")
 """Commands without the marker that those with it need."""
 BOUND = 900
@@ -247,5 +247,5 @@ def test_what_the_page_prints_works_in_the_engine(page: str, place: Place) -> No
 
 
 def test_what_is_run_elsewhere_is_run_there() -> None:
-    text = (Path(__file__).parent / "test_compose_jobs.py").read_text()
+    text = (Path(__file__).parent / "test_smoke.py").read_text()
     assert all(words in text for words in ELSEWHERE.values())

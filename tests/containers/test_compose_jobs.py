@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import pty
@@ -13,98 +12,25 @@ import signal
 import struct
 import subprocess
 import sys
-import tarfile
 import termios
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from jobs.compose import checks as compose_doctor
 from jobs.compose.backend import ComposeBackend
 from jobs.spec.model import JobSpec
-from tests.engine import NAME, Built, docker, inspect, remove_jobs
-from tests.processes import ROOT, poll, require
+from tests.containers.jobs import BOUND, Jobs, assert_same, weights
+from tests.engine import docker, inspect, remove_jobs
+from tests.processes import ROOT, poll
 from training.contract import UserError
 
 pytestmark = pytest.mark.containers
-BOUND = 240
-
-
-class Jobs:
-    """Jobs with names of their own, and what their volumes hold."""
-
-    def __init__(self, image: str, folder: Path) -> None:
-        self.backend, self.image, self.folder = ComposeBackend(interval=0.3), image, folder
-        self.suffix, self.names = uuid.uuid4().hex[:6], set[str]()
-
-    def spec(self, name: str, **more: Any) -> JobSpec:
-        name = f"{name}-{self.suffix}"
-        self.names.add(name)
-        values = {
-            "name": name, "image": self.image, "nodes": 2, "ranks_per_node": 2, "max_restarts": 2, "memory": "2Gi",
-            "shm": "128Mi", "grace_seconds": 20,
-        }  # fmt: skip
-        return JobSpec.of({**values, **more})
-
-    def smoke(self, name: str, **more: Any) -> JobSpec:
-        overrides = {
-            "epochs": 3, "threads": 1, "evaluate.every": 3, "checkpoint.every_steps": 4, "checkpoint.keep": 50,
-            **more.pop("overrides", {}),
-        }  # fmt: skip
-        return self.spec(name, recipe="smoke", overrides=overrides, **more)
-
-    def container(self, spec: JobSpec, node: int) -> str:
-        return f"lockstep-{spec.name}-node-{node}-1"
-
-    def read(self, spec: JobSpec, name: str) -> str:
-        """A file of the run directory; empty where it is not there yet."""
-        command = ["docker", "cp", f"{self.container(spec, 0)}:{spec.run_directory}/{name}", "-"]
-        done = subprocess.run(command, capture_output=True, timeout=60)
-        if done.returncode:
-            return ""
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            file = archive.extractfile(archive.next() or tarfile.TarInfo())
-            return file.read().decode() if file else ""
-
-    def events(self, spec: JobSpec, kind: str) -> list[dict[str, Any]]:
-        lines = self.read(spec, "events.jsonl").splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row for row in rows if row["event"] == kind]
-
-    def run_directory(self, spec: JobSpec) -> Path:
-        target = self.folder / spec.name
-        docker("cp", f"{self.container(spec, 0)}:{spec.run_directory}", str(target))
-        return target
-
-    def succeeded(self, spec: JobSpec) -> None:
-        found = self.backend.wait(spec.name, BOUND)
-        assert found.state == "succeeded", (found, *self.backend.logs(spec.name))
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
-    return {name: value for file in sorted(newest.glob("*.safetensors")) for name, value in load_file(file).items()}
-
-
-def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys() and first
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
-@pytest.fixture(scope="module")
-def jobs(cpu_image: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    made = Jobs(cpu_image.name, tmp_path_factory.mktemp("runs"))
-    yield made
-    remove_jobs(*made.names)
 
 
 @pytest.fixture(scope="module")
@@ -283,63 +209,6 @@ def test_shards_that_prepare_has_staged_are_trained_on(jobs: Jobs, tmp_path: Pat
     finally:
         remove_jobs(job["name"])
         docker("volume", "rm", "--force", volume)
-
-
-def test_make_smoke_and_one_container_of_four_ranks_end_in_the_same_weights(
-    cpu_image: Built, tmp_path: Path, jobs: Jobs
-) -> None:
-    """`make smoke`: two containers × two ranks, accuracy, all four ranks in Prometheus, nothing left."""
-    require(
-        os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images"),
-        "no image of Prometheus: set PROMETHEUS_IMAGE",
-    )
-    before = {kind: docker(*words, "--quiet") for kind, words in LEFT.items()}
-    done = make("smoke", f"OUT={tmp_path}/containers")
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
-    assert "ok   ranks that trained               4 in 2 containers" in done.stdout
-    assert "ok   targets that Prometheus scraped  4" in done.stdout and "NOT" not in done.stdout
-    assert {kind: docker(*words, "--quiet") for kind, words in LEFT.items()} == before
-    # The same image as one machine: bits depend on torch's build, so the other side is that build too.
-    words = (
-        "--ranks",
-        "4",
-        "run",
-        "smoke",
-        "--run-dir",
-        "/runs/local",
-        "--set",
-        "threads=1",
-        "preempt.grace_seconds=20",
-    )
-    local = docker("create", "--shm-size", "256m", cpu_image.name, *words).strip()
-    try:
-        docker("start", "--attach", local, timeout=BOUND)
-        docker("cp", f"{local}:/runs/local", str(tmp_path / "local"))
-    finally:
-        docker("rm", "--force", "--volumes", local)
-    assert_same(weights(tmp_path / "containers/smoke"), weights(tmp_path / "local"))
-
-
-LEFT = {"container": ("ps", "--all"), "volume": ("volume", "ls"), "network": ("network", "ls")}
-
-
-def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words, f"IMAGE={NAME}"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-
-def test_three_nodes_of_one_rank_and_a_check_that_fails(cpu_image: Built) -> None:
-    require(
-        os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images"),
-        "no image of Prometheus: set PROMETHEUS_IMAGE",
-    )
-    before = {kind: docker(*words, "--quiet") for kind, words in LEFT.items()}
-    done = make("smoke", "NODES=3", "RANKS=1", "SET=epochs=2", "ACCURACY=0.9999")
-    assert done.returncode == 2, done.stdout + done.stderr  # make's own code for a failed recipe
-    assert "ok   ranks that trained               3 in 3 containers" in done.stdout
-    assert "ok   targets that Prometheus scraped  3" in done.stdout
-    assert "NOT  accuracy" in done.stdout and "ok   left behind" in done.stdout
-    assert {kind: docker(*words, "--quiet") for kind, words in LEFT.items()} == before
 
 
 def test_a_command_line_from_submit_to_cancel(jobs: Jobs, tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""`make smoke`: nodes in containers, one machine beside them, and a check that fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.containers.jobs import BOUND, assert_same, weights
+from tests.engine import NAME, Built, docker
+from tests.processes import ROOT, require
+
+pytestmark = pytest.mark.containers
+
+
+LEFT = {"container": ("ps", "--all"), "volume": ("volume", "ls"), "network": ("network", "ls")}
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words, f"IMAGE={NAME}"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_make_smoke_and_one_container_of_four_ranks_end_in_the_same_weights(cpu_image: Built, tmp_path: Path) -> None:
+    """`make smoke`: two containers × two ranks, accuracy, all four ranks in Prometheus, nothing left."""
+    require(
+        os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images"),
+        "no image of Prometheus: set PROMETHEUS_IMAGE",
+    )
+    before = {kind: docker(*words, "--quiet") for kind, words in LEFT.items()}
+    done = make("smoke", f"OUT={tmp_path}/containers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    assert "ok   ranks that trained               4 in 2 containers" in done.stdout
+    assert "ok   targets that Prometheus scraped  4" in done.stdout and "NOT" not in done.stdout
+    assert {kind: docker(*words, "--quiet") for kind, words in LEFT.items()} == before
+    # The same image as one machine: bits depend on torch's build, so the other side is that build too.
+    words = (
+        "--ranks",
+        "4",
+        "run",
+        "smoke",
+        "--run-dir",
+        "/runs/local",
+        "--set",
+        "threads=1",
+        "preempt.grace_seconds=20",
+    )
+    local = docker("create", "--shm-size", "256m", cpu_image.name, *words).strip()
+    try:
+        docker("start", "--attach", local, timeout=BOUND)
+        docker("cp", f"{local}:/runs/local", str(tmp_path / "local"))
+    finally:
+        docker("rm", "--force", "--volumes", local)
+    assert_same(weights(tmp_path / "containers/smoke"), weights(tmp_path / "local"))
+
+
+def test_three_nodes_of_one_rank_and_a_check_that_fails(cpu_image: Built) -> None:
+    require(
+        os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images"),
+        "no image of Prometheus: set PROMETHEUS_IMAGE",
+    )
+    before = {kind: docker(*words, "--quiet") for kind, words in LEFT.items()}
+    done = make("smoke", "NODES=3", "RANKS=1", "SET=epochs=2", "ACCURACY=0.9999")
+    assert done.returncode == 2, done.stdout + done.stderr  # make's own code for a failed recipe
+    assert "ok   ranks that trained               3 in 3 containers" in done.stdout
+    assert "ok   targets that Prometheus scraped  3" in done.stdout
+    assert "NOT  accuracy" in done.stdout and "ok   left behind" in done.stdout
+    assert {kind: docker(*words, "--quiet") for kind, words in LEFT.items()} == before

@@ -1,0 +1,175 @@
+"""The launcher of an elastic job: nodes that leave and come back, a network that is cut, disks of the nodes' own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.events import events
+from tests.processes import PYTHON, clean_env, free_port, poll, require, started
+from tests.runs import Job, settings
+from tests.warm.gang import running
+from training.checkpoint import store
+
+
+class Node:
+    """One launcher of an elastic job, perhaps inside a network namespace of its own."""
+
+    def __init__(self, job: Job, number: int, port: int, host: str, address: str, namespace: str | None = None) -> None:
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        self.mark = Job(job.run_dir, Path(), 1).mark
+        self.command = [
+            *inside, PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "1:2", "--max-restarts", "5",
+            "--rendezvous", f"{host}:{port}", "--serve" if number == 0 else "--no-serve", "--address", address,
+            "--grace", "10", *job.words,
+        ]  # fmt: skip
+        interface = {"GLOO_SOCKET_IFNAME": f"ls{number}"} if namespace else {}
+        pace = {"LOCKSTEP_TEST_PACE": "0.25", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
+        self.env = clean_env(LOCKSTEP_TEST_MARK=self.mark, LOCKSTEP_THREADS="1", **pace, **interface)
+
+    def crash(self) -> None:
+        """As a power cut: every process of the node at once."""
+        finder = Job(Path(), Path(), 1)
+        finder.mark = self.mark
+        for pid in finder.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        poll(lambda: not finder.pids(), 10, "the end of a node")
+
+
+EPOCHS = 60
+"""480 steps: two minutes at a slow pace, seconds at the fast one."""
+
+
+def _elastic_job(tmp_path: Path, data_root: Path) -> Job:
+    return Job(
+        tmp_path / "run", data_root, 1, model="tests.nets:Paced", precision="float64", epochs=EPOCHS,
+        **{"evaluate.every": 1000, "collective_timeout": 5, "ema.decay": 0},
+    )  # fmt: skip
+
+
+def _slow(job: Job) -> Path:
+    """While this file exists a step takes a quarter of a second at least: the test acts on a run that is on its way."""
+    return job.run_dir.parent / "slow"
+
+
+def _worlds(job: Job) -> list[int]:
+    return [event["world_size"] for event in events(job.run_dir, "start")]
+
+
+def _steps(job: Job) -> int:
+    return max((event["step"] for event in events(job.run_dir, "checkpoint")), default=0)
+
+
+def _assert_close_to_one_rank(job: Job, tmp_path: Path, data_root: Path) -> None:
+    """No batch statistics: an elastic run ends in the weights of one rank, up to the order of summation."""
+    alone = _elastic_job(tmp_path / "alone", data_root)
+    assert alone.go().code == 0
+    final = f"checkpoints/step-{8 * EPOCHS:08d}"
+    one, other = (store.load(j.run_dir / final)["shared"]["model"] for j in (job, alone))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-9)
+
+
+def test_a_node_leaves_and_comes_back(tmp_path: Path, data_root: Path) -> None:
+    job = _elastic_job(tmp_path, data_root)
+    _slow(job).touch()
+    port = free_port()
+    first, second = (Node(job, number, port, "127.0.0.1", "127.0.0.1") for number in range(2))
+    with started(first.command, first.env) as one:
+        with started(second.command, second.env):
+            poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 90, "two nodes at work")
+            second.crash()
+        before = _steps(job)
+        poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 90, "the rest to go on")
+        with started(second.command, second.env) as again:
+            poll(lambda: _worlds(job)[-1:] == [2], 90, "the node to be taken in")
+            _slow(job).unlink()
+            output = again.communicate(timeout=300)[0]
+            assert again.returncode == 0, output
+        output = one.communicate(timeout=60)[0]
+        assert one.returncode == 0, output
+    starts = events(job.run_dir, "start", "resumed")
+    assert _worlds(job)[0] in (1, 2) and _worlds(job)[-3:] == [2, 1, 2], starts
+    _assert_close_to_one_rank(job, tmp_path, data_root)
+
+
+@contextlib.contextmanager
+def _two_namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by one cable, 10.213.0.1 and 10.213.0.2."""
+    names = (f"lsa{os.getpid()}", f"lsb{os.getpid()}")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+    require(shutil.which("ip"), "needs iproute2, and root")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", "ls0", "netns", names[0], "type", "veth", "peer", "name", "ls1", "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            require(False, f"needs network namespaces and veth ({error.stderr.strip()}), and root")
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.213.0.{number + 1}/24", "dev", f"ls{number}")
+            ip("-n", name, "link", "set", f"ls{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_a_cut_network_costs_one_node_and_not_the_run(tmp_path: Path, data_root: Path) -> None:
+    job = _elastic_job(tmp_path, data_root)
+    _slow(job).touch()
+    with _two_namespaces() as names:
+        nodes = [
+            Node(job, number, 29401, "10.213.0.1", f"10.213.0.{number + 1}", name) for number, name in enumerate(names)
+        ]
+        with started(nodes[0].command, nodes[0].env) as one, started(nodes[1].command, nodes[1].env) as two:
+            poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 90, "two nodes at work")
+            subprocess.run(["ip", "-n", names[1], "link", "set", "ls1", "down"], check=True)
+            _slow(job).unlink()
+            output = one.communicate(timeout=150)[0]
+            assert one.returncode == 0, output
+            assert _worlds(job)[-1] == 1, output
+            nodes[1].crash()
+            two.communicate(timeout=20)
+    _assert_close_to_one_rank(job, tmp_path, data_root)
+
+
+def test_node_local_checkpoints_survive_a_rank_0_that_moved(tmp_path: Path, data_root: Path) -> None:
+    """Two nodes with a disk each. Afterwards the second one is node 0, and its own disk is a checkpoint behind."""
+    words = settings(data_root, **{"checkpoint.write": "node", "model": "tests.nets:Paced"})
+
+    def both(disks: str) -> tuple[list[int | None], str]:
+        each = [["-m", "training", "run", "smoke", "--run-dir", str(tmp_path / disk), *words] for disk in disks]
+        alone = clean_env(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCKSTEP_THREADS="1")
+        with running(each, alone) as gang:
+            done = gang.wait(90)
+            assert "Traceback" not in done.output, done.output
+            return [process.returncode for process in gang.processes], done.output
+
+    stop = tmp_path / "a" / "STOP"
+    stop.parent.mkdir()
+    stop.touch()
+    assert both("ab")[0] == [75, 75]
+    stop.unlink(missing_ok=True)
+    newest = store.candidates(tmp_path / "b" / "checkpoints")[0]
+    assert newest.name == store.candidates(tmp_path / "a" / "checkpoints")[0].name
+    shutil.rmtree(newest)  # node b lost its newest one …
+    codes, output = both("ba")  # … and holds rank 0 now
+    assert codes == [0, 0], output
+    step = store.step_of(newest)
+    assert step > 0 and f"Resuming at step {step}" in output, output
+    finals = [store.load(tmp_path / disk / "checkpoints" / "step-00000024") for disk in "ab"]
+    for name, tensor in finals[0]["shared"]["model"].items():
+        assert torch.equal(tensor, finals[1]["shared"]["model"][name])
