@@ -89,13 +89,20 @@ def launched(
         launch = ["-m", "training", "launch", "--ranks", str(ranks), "--max-restarts", str(2 * len(fates)), "--"]
         words = [LOOP.name, str(steps), every, str(seconds), kind, *map(str, fates)]
         variables = {"PYTHONPATH": str(LOOP.parents[1]), "FAILURE_MEGABYTES": str(megabytes)}
-        done = subprocess.run(
+        job = subprocess.Popen(
             [sys.executable, *launch, sys.executable, *words], cwd=folder, env={**os.environ, **variables},
-            capture_output=True, text=True, timeout=3600,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-    if done.returncode:
-        raise UserError(f"the job ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
-    return marks(done.stdout.splitlines())
+        try:
+            said, problem = job.communicate(timeout=3600)
+        except subprocess.TimeoutExpired:
+            raise UserError("the job has not ended within an hour") from None
+        finally:
+            job.kill()  # its ranks end with it
+            job.wait()
+    if job.returncode:
+        raise UserError(f"the job ended with {job.returncode}: {said[-1000:]}{problem[-2000:]}")
+    return marks(said.splitlines())
 
 
 class Watched:

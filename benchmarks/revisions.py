@@ -48,17 +48,21 @@ class Steps:
     """The ranks of one checkout; a call takes one step. Raises `UserError` where they fail."""
 
     def __init__(self, checkout: Path, ranks: int, recipe: str, strategy: str, batch: int) -> None:
-        self.checkout = checkout
+        self.checkout, self.ranks = checkout, list[subprocess.Popen[str]]()
         place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         command = [sys.executable, "-c", STEPS, recipe, strategy, str(batch)]
-        self.ranks = [
-            subprocess.Popen(
-                command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={**os.environ, "PYTHONPATH": str(checkout), "RANK": str(rank), "LOCAL_RANK": str(rank),
-                     **{name: str(value) for name, value in place.items()}},
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
+        try:
+            for rank in range(ranks):
+                own = {**place, "PYTHONPATH": checkout, "RANK": rank, "LOCAL_RANK": rank}
+                self.ranks.append(
+                    subprocess.Popen(
+                        command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                        env={**os.environ, **{name: str(value) for name, value in own.items()}},
+                    )
+                )  # fmt: skip
+        except BaseException:
+            self.end()
+            raise
 
     def __call__(self) -> None:
         for rank in self.ranks:
@@ -89,6 +93,13 @@ def compared(
         return interleaved(variants, rounds, warm_up=3)
 
 
+def revision(checkout: Path) -> str:
+    """The commit of a checkout, with a + where files differ from it."""
+    git = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    return done.stdout.strip() or "no git checkout"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="folder of the older checkout")
@@ -103,6 +114,7 @@ def main() -> int:
             if not (checkout / "benchmarks/our_step.py").is_file():
                 raise UserError(f"{checkout} is no checkout of this project: it has no benchmarks/our_step.py")
         measured = figures.Run("revisions", args)
+        revisions = {"revisions": {"old": revision(args.old), "new": revision(args.new)}}
         rows = {}
         for recipe in args.recipes:
             for ranks, strategy in [(1, "flat"), *((2, name) for name in args.strategies)]:
@@ -117,7 +129,7 @@ def main() -> int:
                     + ", ".join(f"{name} {ranks * args.batch / s:.1f} images/s" for name, s in medians.items()),
                     flush=True,
                 )
-        return measured.finish(rows, {})
+        return measured.finish(rows, revisions)
 
 
 if __name__ == "__main__":

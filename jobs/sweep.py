@@ -29,11 +29,6 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
         parsed = settings.parse_yaml(f"[{values}]", f"--sweep {name}")
         if not isinstance(parsed, list) or not parsed or None in parsed:
             raise UserError(f"--sweep {name}: expected values with commas between them, got {values!r}")
-        twice = [value for number, value in enumerate(parsed) if repr(value) in map(repr, parsed[:number])]
-        if twice:
-            raise UserError(
-                f"--sweep {name} has {twice[0]!r} twice: give each value once, or another seed for each run"
-            )
         found[name] = parsed
     return found
 
@@ -43,6 +38,10 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
     runs = math.prod(len(choices) for choices in values.values())
     if runs > MAX_RUNS:
         raise UserError(f"the sweep has {runs} runs, more than {MAX_RUNS}: give fewer values")
+    for name, choices in values.items():
+        twice = next((value for number, value in enumerate(choices) if _among(value, choices[:number])), None)
+        if twice is not None:
+            raise UserError(f"--sweep {name} has {twice!r} twice: give each value once, or another seed for each run")
     plain, found = spec.plain(), []
     for index, combination in enumerate(itertools.product(*values.values())):
         changed = dict(zip(values, combination))
@@ -56,6 +55,11 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
         told = ", ".join(f"{name}={value}" for name, value in changed.items())
         found.append(JobSpec.of({**plain, **own}, f"the sweep's {told}"))
     return found
+
+
+def _among(value: Any, others: list[Any]) -> bool:
+    """Whether it is there already; 1 and 1.0 are the same, 1 and true are not."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in others)
 
 
 @extras.explained()

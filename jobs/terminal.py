@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
-from training.contract import printable
+from training.contract import printable, tell_beside
 
 
 def clean(text: str) -> str:
@@ -26,11 +25,11 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """Beside the answer, so on stderr."""
-    print(clean(text), file=sys.stderr, flush=True)
+    tell_beside(clean(text))
 
 
 def warn(text: str) -> None:
-    print(clean(f"warning: {text}"), file=sys.stderr, flush=True)
+    note(f"warning: {text}")
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

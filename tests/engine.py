@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import ssl
 import subprocess
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,10 +154,21 @@ def registry_at(user: str = "") -> Iterator[str]:
     image = f"{NAME}-registry"
     done = subprocess.run(["docker", "build", "-q", "-t", image, "-"], input=recipe, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    container = ""
+    # A name of its own, so that it is removed where it was made and did not start, too.
+    container = re.sub("[:/]", "-", f"{image}-{uuid.uuid4().hex[:6]}")
     try:
-        options = ("--detach", "--publish", "127.0.0.1::5000", "--env", f"REGISTRY_USER={user}", "--entrypoint", "sh")
-        container = docker("run", *options, image, "-c", start).strip()
+        options = (
+            "--name",
+            container,
+            "--detach",
+            "--publish",
+            "127.0.0.1::5000",
+            "--env",
+            f"REGISTRY_USER={user}",
+            "--entrypoint",
+            "sh",
+        )
+        docker("run", *options, image, "-c", start)
         address = docker("port", container, "5000").strip().splitlines()[0].replace("0.0.0.0", "127.0.0.1")
         try:
             poll(lambda: answers(f"http://{address}/v2/"), 60, f"a registry on {address}")

@@ -21,8 +21,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from training import extras
-from training.cli import COMMANDS, PROGRAM, Parser, add_set
-from training.contract import ENV_RESTARTS, EXIT_DONE, EXIT_USAGE, REPORT_FILE, UserError, check_words, rank_of
+from training.cli import COMMANDS, PROGRAM, Parser, add_set, answering
+from training.contract import (
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_NO_READER,
+    EXIT_USAGE,
+    REPORT_FILE,
+    UserError,
+    check_words,
+    rank_of,
+    tell_beside,
+)  # fmt: skip
 from training.files import keep_out_others, publish
 from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
 from training.launch.lines import say
@@ -235,7 +245,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
             return action(args, env)
     except UserError as error:
         if not error.shared or rank_of(env) == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            tell_beside(f"error: {error}")
         return EXIT_USAGE
 
 
@@ -258,7 +268,11 @@ if __name__ == "__main__":
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
     if _command(sys.argv[1:])[:1] == ["run"]:  # until `Signals` catches them
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    # A run goes on where its lines cannot be written, and ends with its own code.
+    trains = _command(sys.argv[1:])[:1] in (["run"], ["launch"])
     try:
-        leave(main())
+        with contextlib.nullcontext() if trains else answering():
+            ended = main()
+        leave(ended)
     except BrokenPipeError:  # `| head` has seen enough
-        leave(128 + signal.SIGPIPE)
+        leave(EXIT_NO_READER)

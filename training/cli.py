@@ -6,13 +6,17 @@ Usage errors are one line, like every other error that a person can mend.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from training.contract import ENV_PROGRAM, UserError
+from training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, tell_beside
 
 PROGRAM = os.environ.get(ENV_PROGRAM, "python -m training")
 COMMANDS = {
@@ -36,6 +40,34 @@ INSIDE = ("run", "launch", "doctor")
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Around a command whose answer is what it prints: ends the process with 141 where nobody reads standard output any more
+    (`| head`), and with one line and 2 where it cannot be written, as on a full disk."""
+    try:
+        try:
+            yield
+        finally:  # what is left to be written at Python's own end is lost without a word
+            if (
+                sys.__stdout__ is not None
+            ):  # it is where standard output is closed; sys.stdout may be typer's, which hides errors
+                sys.__stdout__.flush()
+    except (OSError, SystemExit) as error:
+        # typer makes an exit with 1 of a reader that has left, and 1 says that a job failed.
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if not isinstance(cause, OSError) or cause.filename is not None or cause.errno not in _UNWRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
+        if isinstance(cause, BrokenPipeError):
+            sys.exit(EXIT_NO_READER)
+        tell_beside(f"error: the answer could not be written: {cause.strerror}")
+        sys.exit(EXIT_USAGE)
+
+
+_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
+"""Errors of a write; those of other files are caught where these are written."""
 
 
 def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:

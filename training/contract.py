@@ -21,6 +21,8 @@ EXIT_PREEMPTED = 75
 """The state is saved; run the same command again to resume (sysexits.h: EX_TEMPFAIL)."""
 EXIT_TIMED_OUT = 124
 """The job's time limit is over (as timeout(1) says it)."""
+EXIT_NO_READER = 141
+"""Nobody reads what a command prints any more (128 + SIGPIPE, as a shell says it)."""
 
 ENV_THREADS = "LOCKSTEP_THREADS"
 ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
@@ -90,6 +92,15 @@ def rank_of(env: Mapping[str, str]) -> str:
     return next((env[name] for name in names if name in env), "0")
 
 
+def tell_beside(text: str) -> None:
+    """Prints a line on standard error. It changes no exit code where that is closed, full, or without a reader."""
+    try:
+        if sys.stderr is not None:  # print(file=None) would write into the answer
+            print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python would try once more at its end, and end with 120
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Ends a program with one line and exit code 2 on a `UserError`, which its user can correct."""
@@ -97,7 +108,7 @@ def user_errors() -> Iterator[None]:
         yield
     except UserError as error:
         if not error.shared or rank_of(os.environ) == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            tell_beside(f"error: {error}")
         sys.exit(EXIT_USAGE)
 
 

@@ -12,6 +12,5 @@ from training.contract import ENV_PROGRAM
 
 def become(words: Sequence[str]) -> NoReturn:
     """`python -m training WORDS`, under the name that was typed. Its signals and its exit code are this one's."""
-    print(end="", flush=True)
     command = [sys.executable, "-m", "training", *words]
     os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606

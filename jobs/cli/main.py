@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -18,8 +17,8 @@ from jobs.cli import files, inside, names, project, top
 from jobs.status import EXIT_UNREACHABLE, Unreachable
 from jobs.terminal import clean
 from training import extras
-from training.cli import COMMANDS, INSIDE
-from training.contract import EXIT_USAGE, VERSION, UserError, check_words, search_path
+from training.cli import COMMANDS, INSIDE, answering
+from training.contract import EXIT_USAGE, VERSION, UserError, check_words, search_path, tell_beside
 from training.files import keep_out_others
 from training.launch.handed import Handed
 
@@ -29,7 +28,8 @@ app = typer.Typer(
     help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
     epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
     "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
-    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out.",
+    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out, "
+    "141 nobody reads the output.",
 )  # fmt: skip
 
 
@@ -87,7 +87,6 @@ def run(
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
     command += ["--prefix" if prefix else "--no-prefix", *words]
-    print(end="", flush=True)
     environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
 
@@ -155,17 +154,16 @@ def spread(words: list[str]) -> list[str]:
     return found
 
 
-def _leave_unwritten(code: int) -> NoReturn:
-    """Ends where nobody reads the rest, or nothing takes it: Python would try once more to write it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(code)
-
-
 def main() -> NoReturn:
     """Runs the command line. Errors that a person can mend are one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
             stream.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no command
+    with answering():
+        _main()
+
+
+def _main() -> NoReturn:
     try:
         check_words(sys.argv)
         keep_out_others()
@@ -173,26 +171,15 @@ def main() -> NoReturn:
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
             code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
-        print(f"error: {clean(str(error))}", file=sys.stderr)
+        tell_beside(f"error: {clean(str(error))}")
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(128 + signal.SIGINT)
-    except SystemExit as ending:
-        if isinstance(ending.__context__, BrokenPipeError):  # typer has made it a 1, which says that a job failed
-            _leave_unwritten(128 + signal.SIGPIPE)
-        raise
-    except BrokenPipeError:  # `| head` has seen enough
-        _leave_unwritten(128 + signal.SIGPIPE)
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
-            raise
-        print(f"error: the answer could not be written: {error.strerror}", file=sys.stderr)
-        _leave_unwritten(EXIT_USAGE)
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise
-        print(f"error: {clean(error.format_message())}", file=sys.stderr)
+        tell_beside(f"error: {clean(error.format_message())}")
         sys.exit(EXIT_USAGE)
     sys.exit(code if isinstance(code, int) else 0)

@@ -170,7 +170,7 @@ class LocalBackend(Backend):
             saved = code == contract.EXIT_PREEMPTED and reason
             return answer("cancelled", "cancelled; the state is saved" if saved else "cancelled", code)
         if code == contract.EXIT_PREEMPTED:
-            return answer("preempted", reason or "submit it again to resume", code)
+            return answer("preempted", reason or "ended by a signal; submit it again", code)
         last = self._last_line(folder)
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 

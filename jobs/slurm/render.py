@@ -215,6 +215,9 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         "lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
         f"lockstep_output={folder}/${{SLURM_JOB_ID}}_batch.out",
         'lockstep_begun=$(stat -c %s "$lockstep_output" || echo 0)',
+        # To the end of srun in a shell of its own: what setup lines set (set -e, an option, a variable) must not reach the
+        # lines that ask for the requeue.
+        "(",
         # What an outer launcher may have set is not this job's.
         "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
     ]
@@ -225,14 +228,13 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         if value is not None and name not in spec.env:
             lines.append(f"export {name}={shlex.quote(value)}")
     lines += [f"module load {shlex.quote(name)}" for name in slurm(spec).modules]
-    lines += slurm(spec).setup
-    # Such a line may have set -e: the script would end with srun, and ask for no requeue.
-    return [*lines, "set +e +u"] if slurm(spec).modules or slurm(spec).setup else lines
+    return [*lines, *slurm(spec).setup]
 
 
 def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
     note = f"{folder}/${{lockstep_job}}"
     return [
+        ")",
         "lockstep_code=$?",
         "lockstep_again=no",
         "# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.",

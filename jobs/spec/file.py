@@ -22,17 +22,21 @@ def load(model: type[M], path: Path, assignments: dict[str, Any], below: dict[st
         UserError: with the line of the mistake.
     """
     text = settings.read_text(path)
-    values = _over(below, settings.mapping(text, str(path)))
+    values = settings.mapping(text, str(path))
+    for name in values:
+        if values[name] is None:  # a heading with nothing but comments below it
+            values[name] = settings.empty(model, name)
+    values = _over(below, values)
     for name, value in assignments.items():
         place(values, name, value)
     lines = settings.lines_of(text)
-    found = settings.build(model, values, str(path), lines=lines)
+    found = settings.build(model, values, f"{path} with its profile" if below else str(path), lines=lines)
     at = lines.get(("overrides",)) or lines.get(("recipe",))
     return found, f"{path}, line {at}" if at else str(path)
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` over `below`. null takes away what stands below; where nothing does, it is a value: a patch removes with it."""
+    """`values` over `below`. null takes away a value that stands below; where none does, it is one: a patch removes with it."""
     result = dict(below)
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(below.get(name), dict):

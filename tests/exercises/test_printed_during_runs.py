@@ -94,16 +94,15 @@ def shows(*expected: str) -> Callable[[Here, str], None]:
 
 def follows(here: Here, command: str) -> None:
     """What there is, then what comes: until Ctrl-C."""
-    with started(["bash", "-c", f"exec {command}"], here.env, cwd=here.folder) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        steps = here.folder / "runs/jobs/smoke/events.jsonl"
-        there = len(steps.read_text())
-        poll(lambda: len(steps.read_text()) > there, BOUND, "a line that comes later")
-        lines = [process.stdout.readline() for _ in range(5)]
+    printed = here.folder / "followed"
+    with started(["bash", "-c", f"exec {command} > {printed}"], here.env, cwd=here.folder) as process:
+        poll(lambda: printed.exists() and printed.stat().st_size, BOUND, "what is there")
+        there = printed.stat().st_size
+        poll(lambda: printed.stat().st_size > there, BOUND, "a line that comes later")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=BOUND)
-    assert all(json.loads(line)["event"] for line in (first, *lines)), lines
+    lines = [line for line in printed.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    assert len(lines) > 1 and all(json.loads(line)["event"] for line in lines), lines
 
 
 def is_live(here: Here, command: str) -> None:
@@ -146,17 +145,19 @@ def test_what_pages_print_for_a_second_terminal(job: Here) -> None:
         "9470": str(ends[0]["port"]),  # other tests may have taken that port
         "/tmp/notes": str(job.folder / "there"),  # which goes with the test
     }
-    missing = []
+    missing, used = [], set()
     for page in PAGES:
         for command in marked(DURING, page):
-            if "py-spy" in command and py_spy is None:
-                missing.append(command)
-                continue
             typed = command
             for printed, here in own.items():
                 typed = typed.replace(printed, here)
-            check = next(check for pattern, check in CHECKS.items() if re.match(pattern, typed))
-            check(job, typed)
+            pattern = next(pattern for pattern in CHECKS if re.match(pattern, typed))
+            used.add(pattern)
+            if "py-spy" in command and py_spy is None:
+                missing.append(command)
+            else:
+                CHECKS[pattern](job, typed)
+    assert used == CHECKS.keys(), f"no page prints what begins so: {CHECKS.keys() - used}"
     require(not missing, f"py-spy is not installed: {missing}")
 
 

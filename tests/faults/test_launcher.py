@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from tests.conftest import Undisturbed
 from tests.events import events
-from tests.processes import PYTHON, clean_env, poll, run, started
+from tests.processes import PYTHON, ROOT, clean_env, poll, run, started
 from tests.runs import Job, assert_same
 from training.launch.codes import cluster_code, deaths, exit_code
 
@@ -99,6 +99,26 @@ def test_who_was_killed_is_said() -> None:
         "rank 1 was ended by SIGKILL, by hand or because the memory was used up", "rank 3 was ended by SIGSEGV",
     ]  # fmt: skip
     assert deaths(result, None, [0, 3], ours=False) == ["rank 0 ended with exit code 1", "rank 3 was ended by SIGSEGV"]
+    # The first one failed when its launcher was about to look: then the agent's signals are known by themselves.
+    assert [line.split()[1] for line in deaths(result, None, ours=False)] == ["0", "1", "3"]
+    killed = RunResult(state=WorkerState.FAILED, failures={1: failures[1], 2: failures[2]})  # type: ignore[dict-item]
+    assert [line.split()[1] for line in deaths(killed, None)] == ["1", "2"], "one of them, and nobody knows which"
+    final = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((75, 2))}
+    assert not deaths(RunResult(state=WorkerState.FAILED, failures=final), None, [0, 1], ours=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "word", "told"),
+    [
+        ("exe.sh", 0o755, "exe.sh", "exe.sh is in this folder, and not on PATH: write ./exe.sh"),
+        ("train.py", 0o644, "train.py", "train.py is not executable: put its interpreter before it, as in -- python train.py"),
+        ("train.py", 0o644, "none", "there is no program 'none'"),
+    ],
+)  # fmt: skip
+def test_why_a_program_cannot_be_started_is_said(tmp_path: Path, name: str, mode: int, word: str, told: str) -> None:
+    (tmp_path / name).touch(mode)
+    done = run([PYTHON, "-m", "training", "launch", "--", word], clean_env(PYTHONPATH=str(ROOT)), 60, tmp_path)
+    assert done.code == 2 and f"error: launch: {told}" in done.output, done.output
 
 
 def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from jobs.cli.names import teller
 from jobs.status import Status
 from tests.imports import SHARED, modules
 from tests.jobs import helpers
-from tests.processes import PYTHON, Result, clean_env, run, started
+from tests.processes import PYTHON, Result, clean_env, require, run, started
 
 ROOT = Path(__file__).parents[2]
 
@@ -374,26 +373,57 @@ def test_doctor_checks_the_image_that_submit_is_given(tmp_path: Path) -> None:
 _MAIN = "from jobs.cli.main import main; main()"
 
 
-def _typed(*words: str, stdout: int) -> tuple[int, str]:
-    done = subprocess.run(
-        [PYTHON, "-c", _MAIN, *words], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60,
-        env=clean_env(),
-    )  # fmt: skip
-    return done.returncode, done.stderr
+def _typed(words: str, redirections: str, folder: Path) -> Result:
+    """`lockstep` as a shell starts it with these redirections; files of a megabyte at most can be written below `folder`."""
+    command = f"{PYTHON} -c '{_MAIN}' {words} {redirections}"
+    return run(["bash", "-c", command], clean_env(LOCKSTEP_HOME=str(folder / "home")), 60, folder)
 
 
-def test_who_reads_the_answer_has_left() -> None:
+@pytest.mark.parametrize("words", ["schema", "settings smoke", "evaluate --help"])
+def test_who_reads_the_answer_has_left(words: str, tmp_path: Path) -> None:
     """As under `| head`: not 1, which says that a job has failed."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    assert _typed("schema", stdout=writer) == (128 + signal.SIGPIPE, "")
-    os.close(writer)
+    done = _typed(words, "2> error > >(exec true); exit $?", tmp_path)
+    assert done.code in (0, 141), "it may have been quicker than the reader"
+    (tmp_path / "left").touch()
+    code = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.argv[1:] = sys.argv[1:]; " + _MAIN
+    done = run([PYTHON, "-c", code, *words.split()], clean_env(LOCKSTEP_HOME=str(tmp_path / "home")), 60, tmp_path)
+    assert done.code == 141 and "Traceback" not in done.output, done
 
 
-def test_what_the_answer_is_written_to_is_full() -> None:
-    with open("/dev/full", "wb") as full:
-        code, said = _typed("schema", stdout=full.fileno())
-    assert (code, said) == (2, "error: the answer could not be written: No space left on device\n")
+@pytest.mark.parametrize(
+    "words", ["schema", "settings smoke", "evaluate --help", "--help", "lint job.yaml", "status local none"]
+)
+def test_what_the_answer_is_written_to_is_full(words: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\nrecipe: smoke\n")
+    done = _typed(words, "> /dev/full", tmp_path)
+    told = (
+        "there is no job"
+        if words.startswith("status")
+        else "error: the answer could not be written: No space left on device"
+    )
+    assert done.code == 2 and told in done.output and "Traceback" not in done.output, done
+    both = _typed(words, "> /dev/full 2>&1", tmp_path)
+    assert (both.code, both.output) == (2, ""), both
+
+
+@pytest.mark.parametrize("words", ["settings smoke", "schema"])
+def test_the_disk_of_the_answer_is_full(words: str, tmp_path: Path) -> None:
+    """A full disk takes an empty write, where /dev/full does not."""
+    require(os.geteuid() == 0, "mounting a file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", disk], check=True)
+    try:
+        done = _typed(words, f"> {disk}/answer", tmp_path)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert (done.code, done.output) == (2, "error: the answer could not be written: No space left on device\n"), done
+
+
+def test_an_error_that_cannot_be_told_keeps_its_code(tmp_path: Path) -> None:
+    for redirections in ("2> /dev/full", "2>&-", "> /dev/null 2> >(exec true)"):
+        done = _typed("status local none", redirections, tmp_path)
+        assert (done.code, done.output) == (2, ""), (redirections, done)
 
 
 @pytest.mark.parametrize("words", ["list local", "settings", "schema"])

@@ -72,6 +72,22 @@ def test_null_in_a_file_is_a_value(tmp_path: Path) -> None:
     assert spec.k8s.patch == {"spec": {"runPolicy": {"activeDeadlineSeconds": None}}}
 
 
+def test_an_empty_heading_is_an_empty_group(tmp_path: Path) -> None:
+    """With nothing but comments below it, and with or without a profile."""
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nrecipe: smoke\nslurm:\n  # partition: gpu\nenv:\noverrides:\nvolumes:\n")
+    assert JobSpec.load(path).slurm.partition is None
+    spec = JobSpec.load(path, below={"slurm": {"partition": "p"}, "env": {"A": "a"}})
+    assert (spec.slurm.partition, spec.env, spec.overrides, list(spec.volumes)) == ("p", {"A": "a"}, {}, [])
+
+
+def test_what_only_a_profile_and_a_job_together_get_wrong_names_both(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nrecipe: smoke\njoin_timeout: 10m\n")
+    with pytest.raises(UserError, match=r"job\.yaml with its profile.*join_timeout 10m is above time_limit 5m"):
+        JobSpec.load(path, below={"time_limit": "5m"})
+
+
 def test_set_reads_as_that_of_a_recipe() -> None:
     """Short names, text as it stands, all else as YAML."""
     words = [

@@ -61,6 +61,7 @@ class Page:
         return found
 
     def before(self, command: str) -> None:
+        self.role = self.cluster.role
         if command.startswith(("make install-k8s", "kubectl ")):
             self.cluster.role = None  # an administrator's
         if command.startswith("lockstep logs "):  # a rank says nothing before it has started
@@ -68,6 +69,7 @@ class Page:
             poll(lambda: any("[rank 0]" in line for pod in lines.values() for line in pod), BOUND, f"a log in {lines}")
 
     def after(self, command: str, done: Result) -> None:
+        self.cluster.role = self.role
         for pattern, check in self.CHECKS.items():
             if re.match(pattern, command):
                 check(self, done)

@@ -200,7 +200,36 @@ WRONG = {
     "the steps of a script without a Session": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n"
         "        for x, y in run.batches(DATA, 16): F.cross_entropy(m(x), y).backward(); o.step()",
-        "RuntimeError: the epoch gave 2 batches, and no step was made: call run.step(loss)",
+        "RuntimeError: the epoch ends and no step was made: call run.step(loss)",
+    ),
+    "an optimizer that is none": (
+        "run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda p: None)",
+        "TypeError: the function of optimizer() returns a torch.optim.Optimizer; got a value of type NoneType",
+    ),
+    "the loop of a script without a Session": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n"
+        "        for x, y in [DATA[:8], DATA[8:16]]: F.cross_entropy(m(x), y).backward(); o.step()",
+        "RuntimeError: the epoch ends and no step was made: call run.step(loss)",
+    ),
+    "a second loop in an epoch": (
+        "m, o = make(run)\n    for _ in run.epochs(2):\n        for b in run.batches(DATA, 16): step(run, m, b)\n"
+        "        for b in run.iterate([DATA[:8]]): m(b[0])",
+        "RuntimeError: the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`",
+    ),
+    "loops without epochs": (
+        "m, o = make(run)\n    for _ in range(2):\n        for b in run.batches(DATA, 16): step(run, m, b)",
+        "RuntimeError: the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`",
+    ),
+    "micro-batches that are left early": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16):\n"
+        "            for a, b in run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])]):\n"
+        "                run.backward(F.cross_entropy(m(a), b), samples=16); break\n            run.update()",
+        "RuntimeError: update() was called before the last micro-batch of accumulate()",
+    ),
+    "an update before the batch": (
+        "m, o = make(run)\n    for _ in run.epochs(1):\n        for n, (x, y) in enumerate(run.iterate([DATA[:8]] * 4)):\n"
+        "            if n == 2: run.update()\n            run.backward(F.cross_entropy(m(x), y), samples=8)",
+        "RuntimeError: update() was called for earlier batches before this batch's backward()",
     ),
     "no state": ("make(run); run.keep(x=3)", "TypeError: keep(x=…) is a int without state_dict()"),
     "a state that no file holds": (
@@ -263,20 +292,93 @@ def test_what_cannot_be_meant_is_said(tmp_path: Path, name: str) -> None:
     assert status["code"] == done.code
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path, own: bool) -> None:
-    """All begin with the same generators, so a shuffling DataLoader without a sampler gives them the same ones."""
+LOADERS = {
+    "sampler": ("DataLoader(DATA, 8, sampler=DistributedSampler(DATA))", "b", False),
+    "shuffled": ("DataLoader(DATA, 8, shuffle=True)", "b", True),  # all ranks begin with the same generators
+    "arrays": ("[tuple(part.numpy() for part in DATA[:8])] * 4", "tuple(map(torch.as_tensor, b))", True),
+    "ids of each rank": ("torch.arange(32).split(8)", "DATA[b[run.rank :: run.size]]", False),
+    "part": ("torch.arange(32).split(8)", "DATA[run.part(b)]", False),
+    "texts": ("[['a', 'b']] * 4", "DATA[:8]", False),
+    "conjugated": ("[(DATA[:8][0].to(torch.complex64).conj(), DATA[:8][1])] * 4", "(b[0].real, b[1])", True),
+    "sparse": ("[(DATA[:8][0].to_sparse(),)] * 4", "DATA[:8]", False),
+}  # fmt: skip
+"""Loader, the rank's samples of its batch `b`, and whether the ranks train on the same ones in a way that can be seen."""
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path, name: str) -> None:
+    loader, own, alike = LOADERS[name]
     lines = f"""
 from torch.utils.data import DataLoader, DistributedSampler
 with Session(sys.argv[1]) as run:
     m, o = make(run)
-    sampler = DistributedSampler(DATA) if {own} else None
-    loader = DataLoader(DATA, 8, sampler=sampler, shuffle=sampler is None)
+    loader = {loader}
     for _ in run.epochs(2):
-        for b in run.iterate(loader): step(run, m, b, samples=len(b[1]))
+        for b in run.iterate(loader):
+            own = {own}
+            step(run, m, own, samples=len(own[1]))
 """
     done = script(2, SCRIPT + lines, tmp_path / "run")
-    assert done.code == 0 and done.output.count("all ranks were given the same batch") == (0 if own else 1), done.output
+    assert done.code == 0 and done.output.count("all ranks were given the same batch") == alike, done.output
+
+
+def test_batches_of_a_list_that_all_ranks_share_are_warned_of(tmp_path: Path) -> None:
+    lines = """
+with Session(sys.argv[1], sync="flat") as run:
+    m, o = make(run)
+    for _ in run.epochs(1):
+        for batches in run.iterate([DATA[:8]] * 4, accumulate=2):
+            for x, y in run.accumulate(batches): run.backward(F.cross_entropy(m(x), y), samples=len(y))
+            run.update()
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0 and done.output.count("all ranks were given the same batch") == 1, done.output
+
+
+def test_loaders_of_different_lengths_are_named(tmp_path: Path) -> None:
+    """The ranks would wait for one another to the end of collective_timeout."""
+    lines = """
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    for _ in run.epochs(1):
+        for b in run.iterate([DATA[:8]] * (3 + run.rank)): step(run, m, b, samples=8)
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 1, done.output
+    assert "the loaders of the ranks have different numbers of batches (3 on rank 0, 4 on rank 1)" in done.output
+
+
+def test_an_evaluation_that_looks_for_signals_keeps_the_saves_that_are_due(tmp_path: Path) -> None:
+    """What the ranks agree on at a boundary is read by the next call, and that is the evaluation's."""
+    lines = """
+import time
+with Session(sys.argv[1], "checkpoint.every_seconds=1", "checkpoint.keep=100") as run:
+    m, o = make(run)
+    began = time.monotonic()
+    for epoch in run.epochs(1):
+        for b in run.iterate(iter(lambda: DATA[:8] if run.sum(time.monotonic() - began)[0] < 9 else None, None)):
+            step(run, m, b, samples=8)
+            run.boundary()
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0, done.output
+    assert len(events(tmp_path / "run", "checkpoint_written")) > 2, "the last one is that of the end"
+
+
+def test_a_script_that_goes_on_has_its_handlers_back(tmp_path: Path) -> None:
+    code = """
+import signal, sys
+from lockstep import Session
+before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+try:
+    with Session(sys.argv[1]) as run:
+        sys.exit(7)
+except SystemExit as left:
+    print("left", left.code)
+assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+"""
+    done = script(1, code, tmp_path / "run")
+    assert done.code == 0 and "left 7" in done.output, done.output
 
 
 @pytest.mark.parametrize("sync", ["zero1", "fsdp", "hooks", "horovod"])

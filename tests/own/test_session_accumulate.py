@@ -107,22 +107,50 @@ def test_killed_within_a_step_of_several_batches_it_ends_in_the_weights_of_the_p
     _assert_plain(tmp_path / "run")
 
 
-@pytest.mark.parametrize("early", [{"LEAVE": "16"}, {"LOCKSTEP_TEST_FATE": "1:16:TERM"}], ids=["exit", "signal"])
-def test_batches_without_accumulate_are_summed_or_refused(tmp_path: Path, early: dict[str, str]) -> None:
-    """`ddp` sends each of them. A start that goes on takes all batches of the step that was left, where the end saves, too."""
-    left = _go(tmp_path / "run", "all", "ddp", every=100, **early)
-    assert left.code == (0 if "LEAVE" in early else 75), left.output
-    done = _go(tmp_path / "run", "all", "ddp")
-    assert done.code == 0 and "(epoch 2, batch " in done.output, done.output
+@pytest.mark.parametrize("sync", ["ddp", "allreduce", "fsdp"])
+def test_a_signal_within_a_step_waits_for_its_update(tmp_path: Path, sync: str) -> None:
+    """These strategies send each batch. No checkpoint could hold the gradients of a part of them."""
+    left = _go(tmp_path / "run", "all", sync, every=100, LOCKSTEP_TEST_FATE="1:16:TERM")
+    assert left.code == 75, left.output
+    done = _go(tmp_path / "run", "all", sync)
+    assert done.code == 0 and "Resuming at step 5 (epoch 2, batch 8)" in done.output, done.output
     _assert_plain(tmp_path / "run")
 
 
-@pytest.mark.parametrize("sync", ["flat", "zero1"])
+def test_a_script_that_leaves_within_a_step_saves_nothing_of_it(tmp_path: Path) -> None:
+    """Batch statistics, generators and a loader's place would be those of batches whose gradient was never used."""
+    left = _go(tmp_path / "run", "all", "ddp", LEAVE="16")
+    assert left.code == 1 and "RuntimeError: the run ends with gradients that no update() has used" in left.output
+    done = _go(tmp_path / "run", "all", "ddp")
+    assert done.code == 0 and "Resuming at step 4 (epoch 2, batch 4)" in done.output, done.output
+    _assert_plain(tmp_path / "run")
+
+
+@pytest.mark.parametrize("sync", ["flat", "zero1", "bf16_compress", "hooks", "horovod"])
 def test_a_strategy_that_has_sent_the_gradient_says_what_to_do(tmp_path: Path, sync: str) -> None:
     refused = _go(tmp_path / "run", "all", sync)
     assert refused.code == 2, refused.output
     assert f"sync.name={sync} has sent the gradient of this step's first backward()" in refused.output, refused.output
     assert "go over run.iterate(loader, accumulate=k) and run.accumulate(batches)" in refused.output
+
+
+def test_another_mistake_of_a_second_backward_keeps_its_own_words(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from lockstep import Session
+with Session(sys.argv[1], sync="flat") as run:
+    model = run.replicate(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 1), "b": torch.nn.Embedding(4, 1, sparse=True)}))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for _ in run.epochs(1):
+        for number in run.iterate([0, 1]):
+            x = model.a(torch.ones(1, 2)) if number == 0 else model.b(torch.tensor([1]))
+            run.backward(x.sum(), samples=1)
+"""
+    with running([["-c", code, str(tmp_path / "run")]], {"LOCKSTEP_THREADS": "1"}) as started:
+        done = started.wait(60)
+    assert done.code == 2 and "has a sparse gradient, which cannot be summed: use sparse=False" in done.output, (
+        done.output
+    )
 
 
 def test_gradients_that_are_left_at_the_end_of_an_epoch_are_an_error(tmp_path: Path) -> None:

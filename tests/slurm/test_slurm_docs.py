@@ -134,6 +134,8 @@ def does(command: str, here: Path) -> str:
         assert re.search(rf"^{name}: {states[verb]}", done.output, re.MULTILINE), done.output
     elif verb == "-m":
         assert Path("~/lockstep-venv/bin/pip").expanduser().exists()
+    elif not NEEDED.match(command):
+        raise AssertionError(f"nothing is asserted of {command}")
     return done.output
 
 

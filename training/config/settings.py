@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from training import files
-from training.config.complaints import Place, bare, explain, is_section, nearest, shown, type_name
+from training.config.complaints import Place, bare, expected, explain, fields, is_section, nearest, shown, type_name
 from training.contract import UserError
 
 MAX_YAML_BYTES = 1 << 20
@@ -151,6 +151,14 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
     for name, value in assignments(model, overrides):
         put(result, name.split("."), value)
     return result
+
+
+def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
+    """What an empty heading of that name stands for: {} for a group or a mapping, [] for a list, None for a single value."""
+    hint = bare(expected(model, (name,)))
+    if fields(hint) or typing.get_origin(hint) is dict:
+        return {}
+    return [] if typing.get_origin(hint) is list else None
 
 
 def assignments(model: type[BaseModel], overrides: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -154,8 +154,8 @@ class Agent(LocalElasticAgent):
         """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
-        failed = failures.failed(worker_group, self._pcontext)
-        failures.tell(worker_group, failed)
+        failures.tell(worker_group, failures.failed(worker_group, self._pcontext))
+        failed = failures.failed(worker_group, self._pcontext)  # more may have ended meanwhile
         result = super()._monitor_workers(worker_group)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
@@ -255,6 +255,16 @@ def rank_count(text: str, command: list[str]) -> int:
     return int(text)
 
 
+def _why_not(program: str) -> str:
+    """Why a program cannot be started, and what to do."""
+    if not os.path.isfile(program):
+        return f"there is no program {program!r}"
+    if os.access(program, os.X_OK):
+        return f"{program} is in this folder, and not on PATH: write ./{program}"
+    interpreter = "python" if program.endswith(".py") else "sh"
+    return f"{program} is not executable: put its interpreter before it, as in -- {interpreter} {program}"
+
+
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong arguments."""
     env = os.environ if env is None else env
@@ -263,12 +273,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     parameters = rendezvous.parameters(args)
     carried.enter(args)
     if shutil.which(command[0]) is None:
-        missing = f"launch: there is no program {command[0]!r}"
-        if os.path.isfile(command[0]):
-            missing = (
-                f"launch: {command[0]} is not executable: put its interpreter before it, as in -- python {command[0]}"
-            )
-        raise UserError(missing)
+        raise UserError(f"launch: {_why_not(command[0])}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).

@@ -13,6 +13,10 @@ FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""
 
 
+_AGENTS = (signal.SIGTERM, signal.SIGKILL)
+"""With these torch's agent ends the other ranks."""
+
+
 def exit_code(result: RunResult) -> int:
     """The gang's ending as one code: wrong usage beats preempted beats failed."""
     if not result.is_failed():
@@ -44,17 +48,20 @@ def too_early(result: RunResult, signalled: int | None) -> str:
 
 def deaths(result: RunResult, signalled: int | None, failed: Container[int] = (), ours: bool = True) -> list[str]:
     """A sentence for each rank that failed by itself: not by the signal that was handed on to it, nor by the agent's, which
-    ends the others.
+    ends the others. Nor for a rank with a `FINAL` code: it has said why.
 
     Args:
-        failed: ranks that had failed when the agent ended the others; empty: not known.
+        failed: ranks that had failed when the agent was about to end the others. Empty where the first one failed after
+            that: then SIGTERM is the agent's, if another rank ended otherwise.
         ours: the ranks are `python -m training run`, which say themselves why they end with a code.
     """
+    by_itself = any(-failure.exitcode not in _AGENTS for failure in result.failures.values())
+    agents = _AGENTS if failed else (signal.SIGTERM,) if by_itself else ()
     sentences = []
     for rank, failure in sorted(result.failures.items()):
         code = failure.exitcode
-        by_agent = bool(failed) and rank not in failed and -code in (signal.SIGTERM, signal.SIGKILL)
-        if -code != signalled and not by_agent and (code < 0 or not ours):
+        by_agent = -code in agents and rank not in failed
+        if -code != signalled and not by_agent and (code < 0 or not ours) and code not in FINAL:
             sentences.append(f"rank {rank} {'was ' if code < 0 else ''}{how(code)}")
     return sentences
 

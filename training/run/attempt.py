@@ -70,6 +70,8 @@ class Attempt:
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
         self._polls = 0
+        self._save_agreed = False
+        """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
         self._told = time.monotonic()
         """When status.json last had the step."""
         stop_file = None if context.run is None else context.run.path / contract.STOP_FILE
@@ -123,14 +125,17 @@ class Attempt:
         if decision.stop:
             self.leave()
         self.saver.look()
-        if self.saver.due_by_step() or (decision.save and self.saver.steps_since > 1):
+        agreed, self._save_agreed = self._save_agreed, False
+        if self.saver.due_by_step() or (agreed and self.saver.steps_since > 1):
             self.save()
 
     def poll(self, save_due: bool = False) -> Decision:
         """What the ranks agreed on at the boundary before this one."""
         self.context.metrics.alive()
         self._polls += 1
-        return self.consensus.poll(save_due)
+        decision = self.consensus.poll(save_due)
+        self._save_agreed |= decision.save
+        return decision
 
     def step_was_finite(self) -> None:
         """A step has updated the weights: resets the count of skipped steps."""

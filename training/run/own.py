@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,14 @@ class Replica:
             raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
         if self.optimizers and self.sync.settings.name in ("zero1", "fsdp", "hooks", "horovod"):
             raise self.sync.refuse("takes one optimizer", "use sync.name=flat or ddp for several")
-        self.optimizers[name] = self.sync.make_optimizer(build)
+
+        def checked(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = build(parameters)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"the function of optimizer() returns a torch.optim.Optimizer; got {_what(optimizer)}")
+            return optimizer
+
+        self.optimizers[name] = self.sync.make_optimizer(checked)
         return self.optimizers[name]
 
     def averaged(self, decay: float, every: int) -> None:
@@ -94,6 +101,8 @@ class OwnRun(RunContext):
     logged: dict[str, float] = field(default_factory=dict)
     """What was logged in the epoch under way."""
     epochs_planned: int = 0
+    epoch_is_through: bool = False
+    """The loop over the batches of the epoch under way has ended, in this attempt."""
 
     @property
     def steps_done(self) -> int:
@@ -111,7 +120,13 @@ class OwnRun(RunContext):
             self.console.plan(planned)
 
     def expect_data(self, about: dict[str, Any]) -> None:
-        """Raises `UserError` where the epoch was begun with other batches, and the run goes on in its middle."""
+        """Raises `UserError` where the epoch was begun with other batches, and the run goes on in its middle; `RuntimeError` for
+        a second loop in one epoch."""
+        if self.epoch_is_through:
+            raise RuntimeError(
+                "the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`, and go over the "
+                "loader of an evaluation itself, without run.batches() or run.iterate()"
+            )
         before, kept = self.kept.data, self.state.cursor.step
         if kept and before != about:
             different = [
@@ -147,6 +162,7 @@ class OwnRun(RunContext):
     def pause_generators(self) -> None:
         """The epoch's batches are all there: what is drawn from here on, in an evaluation, is drawn again after a resume."""
         self.kept.cursor_generators = generators.capture(self.world.device)
+        self.epoch_is_through = True
 
     def end_epoch(self, attempt: Attempt, epochs: int) -> None:
         """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
@@ -156,6 +172,7 @@ class OwnRun(RunContext):
         loss = attempt.epoch_loss()
         state.cursor.epoch, state.cursor.step = state.cursor.epoch + 1, 0
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
+        self.epoch_is_through = False
         accuracy, test_loss = self.logged.get("accuracy"), self.logged.get("test_loss")
         state.history.update(train_loss=loss)
         best = accuracy is not None and accuracy > state.history.get("best_accuracy", -math.inf)

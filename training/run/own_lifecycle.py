@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -60,9 +61,7 @@ class Lifecycle:
             script = Path(sys.argv[0]).stem or "script"
             self.settings = own_settings(script, config, settings, (*overrides, *self._handed.settings))
         self.run_dir = Path(self._handed.run_dir or run_dir)
-        self._own: OwnRun | None = None
-        self._attempt: Attempt | None = None
-        self._leaves = False
+        self._loop: OwnLoop | None = None
 
     def open(self) -> World:
         """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
@@ -72,7 +71,7 @@ class Lifecycle:
             self._signals: Signals | None = None
             if self._handles and threading.current_thread() is threading.main_thread():
                 self._signals = Signals(self.settings.preempt.signals, meeting=True)
-                stack.callback(self._restore_signals)
+                stack.callback(self._signals.restore)
             world = stack.enter_context(
                 joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
             )
@@ -107,11 +106,12 @@ class Lifecycle:
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._handed.run_dir:
             own.console.line(f"This run is kept in {self.run_dir}")
-        self._own, self._attempt = own, Attempt(own, self._signals, self._began)
+        attempt = Attempt(own, self._signals, self._began)
+        self._loop = OwnLoop(own, attempt, Step(own, attempt, replica))
         if self._signals is not None:
             self._signals.on_second_signal = own.exporter.close
-        self._attempt.__enter__()
-        return OwnLoop(own, self._attempt, Step(own, self._attempt, replica))
+        attempt.__enter__()
+        return self._loop
 
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,21 +120,19 @@ class Lifecycle:
         with user_errors():
             if isinstance(error, SystemExit) and not error.code:
                 kind = error = trace = None  # the script's own way to its end
+            if self._signals is not None:
+                # Where the process leaves now, one more signal must not change its exit code. A script that goes on has
+                # its handlers back, until its own end.
+                atexit.register(self._signals.ignore)
             code = self._end(error)
             if code is None:
                 self._stack.__exit__(kind, error, trace)
                 if isinstance(error, UserError):
                     raise error
                 return  # the error goes on
-            self._leaves = code != EXIT_DONE
             self._stack.close()
-        if self._leaves:
+        if code != EXIT_DONE:
             raise SystemExit(code)
-
-    def _restore_signals(self) -> None:
-        """For the rest of the script. A process that leaves keeps ignoring them: one more would change its exit code."""
-        if self._signals is not None and not self._leaves:
-            self._signals.restore()
 
     def _end(self, error: BaseException | None) -> int | None:
         """Ends the attempt. Collective, but for errors of this rank alone.
@@ -142,16 +140,17 @@ class Lifecycle:
         Returns:
             The exit code; None where `error` is to be raised.
         """
-        own, attempt, place = self._own, self._attempt, self._place
-        if own is None or attempt is None:
+        place = self._place
+        if self._loop is None:
             if error is not None:
                 return None  # what `opened` opened, it closes
             place.exporter.close(EXIT_DONE)
             if place.run is not None:
                 place.run.close()
             return EXIT_DONE
+        own = self._loop.own
         try:
-            return conclude(own, self._signals, _ending(own, attempt, error, self._began))
+            return conclude(own, self._signals, _ending(self._loop, error, self._began))
         except BaseException as found:
             code = failed(own, found)
             if code is None and found is not error:
@@ -223,14 +222,15 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
 
 
-def _ending(own: OwnRun, attempt: Attempt, error: BaseException | None, began: float) -> Ending:
+def _ending(loop: OwnLoop, error: BaseException | None, began: float) -> Ending:
     """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
     try:
         with contextlib.ExitStack() as stack:
-            stack.push(attempt.__exit__)
+            stack.push(loop.attempt.__exit__)
             if error is not None:
                 raise error
-            return own.finish(attempt, began)
+            loop.step.check_used("run")
+            return loop.own.finish(loop.attempt, began)
     except Ended as ended:
         return ended.ending
 

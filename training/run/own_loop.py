@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from training.data import order
@@ -36,7 +37,7 @@ class OwnLoop:
         while not own.complete(count):
             own.begin_epoch()
             yield own.state.cursor.epoch
-            self.step.end_epoch()
+            self.step.check_used("epoch")
             own.end_epoch(self.attempt, count)
 
     def batches(self, cut: Batches) -> Iterator[Any]:
@@ -47,11 +48,16 @@ class OwnLoop:
         return self._between_boundaries(cut.epoch(cursor.epoch, cursor.step))
 
     def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
-        """What is left of the epoch: batches, or lists of up to `accumulate`. The cursor counts what is given."""
+        """What is left of the epoch: batches, or lists of up to `accumulate`. The cursor counts what is given. Collective.
+
+        Raises:
+            ValueError: the loaders of the ranks have different lengths.
+        """
         if accumulate is not None and (type(accumulate) is not int or accumulate < 1):
             raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
         own = self.own
         own.expect_data({} if accumulate is None else {"accumulate": accumulate})
+        _check_lengths(loader, own.world)
         leave_signals_to_the_rank(loader)
         passed, given = 0 if own.kept.has(loader) else own.state.cursor.step, iter(loader)
         if accumulate is not None:
@@ -71,8 +77,8 @@ class OwnLoop:
                 if item is self:
                     own.pause_generators()
                     return
-                if part is None and step.same_batch is None:
-                    step.same_batch = own.world.size > 1 and _same_everywhere(item, own.world)
+                if part is None and step.same_samples is None:
+                    step.same_samples = _same_samples(item, own.world)
                 clock.data_ready()
                 step.begin_batch(part)
                 yield to_device(item, own.world.device)
@@ -95,21 +101,51 @@ class OwnLoop:
             self.attempt.leave()
 
 
-def _same_everywhere(batch: Any, world: World) -> bool:
-    """Whether all ranks were given the same samples, as far as these are tensors. Collective."""
-    leaves, found = [batch], hashlib.sha256()
+def _check_lengths(loader: Any, world: World) -> None:
+    """Raises `ValueError` where the ranks' loaders have different lengths: the ranks would wait for one another. Collective."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        length = None
+    lengths = all_gather_trees(length, world)
+    if None not in lengths and len(set(lengths)) > 1:
+        said = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths[:8]))
+        raise ValueError(
+            f"the loaders of the ranks have different numbers of batches ({said}): give each rank the same number, for "
+            "example with torch's DistributedSampler and drop_last=True, or use run.batches()"
+        )
+
+
+def _same_samples(batch: Any, world: World) -> int:
+    """How many samples the batch has where all ranks were given the same one; 0 where they were not, or that cannot be seen.
+
+    Compared are the dense tensors and arrays of the batch, with their first values. Collective.
+    """
+    if world.size == 1:
+        return 0
+    try:
+        samples, digest = _digest(batch)
+    except Exception:  # noqa: BLE001 - tensors of some kinds have no bytes, and the batch is for the script to judge
+        samples, digest = 0, ""
+    return samples if len(set(all_gather_trees(digest, world))) == 1 else 0
+
+
+def _digest(batch: Any) -> tuple[int, str]:
+    """The length of the first tensor or array, and a hash of all; 0 where there is none."""
+    leaves, samples, found = [batch], 0, hashlib.sha256()
     while leaves:
-        leaf = leaves.pop()
+        leaf = leaves.pop(0)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
-            found.update(leaf.detach().flatten()[:4096].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, Mapping):
-            leaves += leaf.values()
-        elif isinstance(leaf, (list, tuple)):
-            leaves += leaf
-    digest = found.hexdigest() if found.digest() != hashlib.sha256().digest() else ""
-    every = all_gather_trees(digest, world)
-    return digest != "" and len(set(every)) == 1
+            first = leaf.detach().flatten()[:4096].cpu().resolve_conj().resolve_neg().contiguous()
+            values = first.view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            values = leaf.ravel()[:4096].tobytes()
+        else:
+            leaves += leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, (list, tuple)) else ()
+            continue
+        samples = samples or (len(leaf) if leaf.ndim else 1)
+        found.update(repr((str(leaf.dtype), tuple(leaf.shape))).encode() + values)
+    return samples, found.hexdigest()
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:

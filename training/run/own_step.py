@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.contract import UserError
 from training.data.batches import Part
 from training.models.stand_in import without_batch_statistics
 from training.optim.loss_scaler import LOWEST
 from training.parallel.exchange import all_gather_trees
 from training.run.attempt import Attempt
 from training.run.own import OwnRun, Replica
+from training.sync.buckets import SentAlready
 
 T = TypeVar("T")
 
@@ -34,12 +34,21 @@ class Step:
         self.pending = False
         """Whether gradients have come that no update has used: no checkpoint could hold them."""
         self._part: Part | None = None
-        self.same_batch: bool | None = None
-        """The ranks were given the same samples, which is right only where each takes its part of them. None: not looked yet."""
+        self.same_samples: int | None = None
+        """Samples of a batch that all ranks were given alike, which is right only where each takes its part of them; 0: the ranks
+        were given different ones, or that cannot be seen. None: not looked yet."""
         self._given = 0
         """Batches of this attempt."""
-        self._uncounted = 0
-        """Batches that the cursor has not passed: the one under way, and those before it that wait for the same update."""
+        self._begun = True
+        """Whether the batch under way has had a backward pass."""
+        self._counted_early = False
+        """Whether an update has counted the batch under way before it had one."""
+        self._micro_batches = False
+        """Backward passes run inside `accumulate`, before the last micro-batch: they send nothing."""
+        self._unsent = False
+        """Whether the last backward pass was one of these."""
+        self._counted = True
+        """Whether the cursor is beyond the batch under way."""
         self._stand_in: contextlib.ExitStack | None = None
         """Open while the batch is not this rank's."""
         self._buffers: list[torch.Tensor] = []
@@ -64,7 +73,7 @@ class Step:
         if self.looks and not self.pending:
             self._buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
         self._given += 1
-        self._uncounted = self._uncounted + 1 if self.pending else 1
+        self._begun = self._counted = self._counted_early = False
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
@@ -75,30 +84,34 @@ class Step:
             self._stand_in.enter_context(without_batch_statistics(self.replica.model))
 
     def end_batch(self) -> None:
-        """The script is done with it. A batch whose gradient is still to be used is counted by its update: a start that goes
-        on before that takes the batch again."""
-        if not self.pending:
-            self._count()
+        """The script is done with it. No checkpoint is taken while its gradient is still to be used."""
+        self._count()
         self._part = None
         self._end_stand_in()
 
     def _count(self) -> None:
         """Moves the cursor: at the batch's update, so that a script that leaves there goes on after it."""
-        self.own.state.cursor.step += self._uncounted
-        self._uncounted = 0
+        if not self._counted:
+            self._counted = True
+            self.own.state.cursor.step += 1
 
-    def end_epoch(self) -> None:
-        """Raises `RuntimeError` where gradients are left: the checkpoint of the epoch would not have them; and where no step was
-        ever made."""
-        if self._given and not self.own.kept.steps:
+    def check_used(self, what: str) -> None:
+        """At the end of an epoch, or of the run. Raises `RuntimeError` where gradients are left, since no checkpoint could hold
+        them, and where no step was ever made.
+
+        Args:
+            what: the epoch, or the run: it is named in the error.
+        """
+        if (self._given > 1 or self.own.state.cursor.epoch or what == "epoch") and not self.own.kept.steps:
             raise RuntimeError(
-                f"the epoch gave {self._given} batches, and no step was made: call run.step(loss) in place of loss.backward() and "
-                "optimizer.step(), or run.backward(loss) and run.update()"
+                f"the {what} ends and no step was made: call run.step(loss) in place of loss.backward() and "
+                "optimizer.step(), or run.backward(loss) and run.update(). What makes no step belongs before run.epochs()"
             )
         if self.pending:
             raise RuntimeError(
-                "the epoch ends with gradients that no update() has used: call run.update() after its last batch, too. With "
-                "run.iterate(loader, accumulate=k) the last step has fewer batches where k does not divide their number"
+                f"the {what} ends with gradients that no update() has used, so it is not saved here: call run.update() after "
+                "the last batch, too. With run.iterate(loader, accumulate=k) the last step has fewer batches where k does "
+                "not divide their number"
             )
 
     def _end_stand_in(self) -> None:
@@ -111,12 +124,21 @@ class Step:
         for number, micro in enumerate(every):
             self._accumulating = True
             last = number == len(every) - 1
-            with contextlib.nullcontext() if last else self.replica.sync.accumulate():
+            with contextlib.nullcontext() if last else self._sending_nothing():
                 yield micro
+
+    @contextlib.contextmanager
+    def _sending_nothing(self) -> Iterator[None]:
+        self._micro_batches = True
+        try:
+            with self.replica.sync.accumulate():
+                yield
+        finally:
+            self._micro_batches = False
 
     def backward(self, loss: torch.Tensor, samples: int | None, scaler: Any) -> None:
         """Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the strategy has sent the
-        gradient of this step."""
+        gradient of this step; `RuntimeError` for a call out of its order."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
@@ -137,21 +159,27 @@ class Step:
                 "with sync.options.step=overlapped must know the size of the global batch before the backward pass",
                 "take the samples from run.batches() or run.part()",
             )
-        if part is None and self.same_batch and samples:
-            self.same_batch = False
+        if not self._begun and self._counted_early:
+            raise RuntimeError(
+                "update() was called for earlier batches before this batch's backward(): between two batches a gradient "
+                "would always be under way, and the run could never be saved there. Call update() after the backward() of "
+                "the last batch of a step"
+            )
+        self._begun, self._unsent = True, self._micro_batches
+        if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
+            self.same_samples = 0
             if self.own.world.leader:
                 self.own.console.warn(
-                    "all ranks were given the same batch, so a step learns from it no more than one rank does: give each its "
-                    "own samples, with torch's DistributedSampler or run.batches(), or let it take its part with run.part()"
+                    "all ranks were given the same batch, and each has used all of it, so a step learns no more than one rank "
+                    "would: give each its own samples, with torch's DistributedSampler or run.batches(), or let it take its "
+                    "part with run.part()"
                 )
         factor = samples * self.replica.sync.loss_factor / (part.total if part is not None else 1)
-        again, self.pending = self.pending and not self._accumulating, True
+        self.pending = True
         scaled = loss * factor
         try:
             (scaled if scaler is None else scaler.scale(scaled)).backward()
-        except UserError as error:
-            if not again:
-                raise
+        except SentAlready as error:
             raise self.replica.sync.refuse(
                 "has sent the gradient of this step's first backward()",
                 "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
@@ -169,6 +197,12 @@ class Step:
         own, sync, part = self.own, self.replica.sync, self._part
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
+        if self._unsent:
+            raise RuntimeError(
+                "update() was called before the last micro-batch of accumulate(), whose backward() sends the gradient: go "
+                "over all micro-batches, and call backward() for each"
+            )
+        self._counted_early = not self._begun
         if part is not None and self._samples != part.samples:
             raise RuntimeError(
                 f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}. "

@@ -59,6 +59,10 @@ class Bucket:
                     parameter.grad = self.views[index]
 
 
+class SentAlready(UserError, AssertionError):
+    """A backward pass whose gradient comes too late: that of an earlier one has been sent. (Horovod's scripts expect the latter.)"""
+
+
 class Reducer:
     """Sums gradients over the ranks, and scales them. Subclasses send a bucket in another way.
 
@@ -67,9 +71,9 @@ class Reducer:
         buckets: in the order in which they start; by default one a parameter, last layers first.
         scale: what the sum is multiplied with; 1/world size for the mean.
         passes: backward passes whose gradients are added up before a parameter is sent.
-        error: raised, from within `backward`, where a parameter gets a gradient in more passes than that.
 
-    `backward` raises `UserError` for a sparse gradient.
+    `backward` raises `SentAlready` where a parameter gets a gradient in more passes than that, and `UserError` for a sparse
+    gradient.
     """
 
     receives = False
@@ -77,11 +81,11 @@ class Reducer:
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
-        scale: float = 1.0, passes: int = 1, error: type[Exception] = UserError,
+        scale: float = 1.0, passes: int = 1,
     ) -> None:  # fmt: skip
         self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
         self.buckets = [Bucket([p]) for p in reversed(self.names)] if buckets is None else buckets
-        self.scale, self.passes, self.error = scale, passes, error
+        self.scale, self.passes = scale, passes
         self.weight = 1.0
         """What this rank's gradients are multiplied with before they are summed."""
         self.on_done: Callable[[nn.Parameter], None] | None = None
@@ -128,7 +132,7 @@ class Reducer:
         left, grad, view = self._passes_left[parameter], parameter.grad, self._view.get(parameter)
         assert grad is not None
         if left <= 0:  # the bucket is, or may be, under way
-            raise self.error(
+            raise SentAlready(
                 f"{self.names[parameter]} got a gradient in more than {self.passes} backward passes since the last "
                 "synchronize(), and has been sent: run all passes of a step but the last inside accumulate() (no_sync() of "
                 "a wrapped module, backward_passes_per_step of Horovod's optimizer), and synchronize() after it"

@@ -121,7 +121,7 @@ def distribute(
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
     _Distributed.__init__(twin)
-    twin._reducer = Reducer(named, scale=scale, passes=passes, error=AssertionError)
+    twin._reducer = Reducer(named, scale=scale, passes=passes)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     return twin
