@@ -20,6 +20,7 @@ lockstep_restarts=${SLURM_RESTART_COUNT:-0}
 lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 lockstep_output=/shared/lockstep/slurm/big/submitit/${SLURM_JOB_ID}_batch.out
 lockstep_begun=$(stat -c %s "$lockstep_output" || echo 0)
+(
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
 
 # command
@@ -28,6 +29,7 @@ srun --unbuffered --output /shared/lockstep/slurm/big/submitit/%j_%t_log.out --c
 
 
 # teardown
+)
 lockstep_code=$?
 lockstep_again=no
 # A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.
