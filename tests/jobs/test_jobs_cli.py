@@ -397,7 +397,7 @@ def test_what_the_answer_is_written_to_is_full(words: str, tmp_path: Path) -> No
     (tmp_path / "job.yaml").write_text("name: a\nrecipe: smoke\n")
     done = _typed(words, "> /dev/full", tmp_path)
     told = (
-        "there is no job"
+        "there is no local job"
         if words.startswith("status")
         else "error: the answer could not be written: No space left on device"
     )
