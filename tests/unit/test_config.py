@@ -232,12 +232,19 @@ def test_deterministic_takes_no_kernels_that_may_change(name: str) -> None:
 
 
 def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None:
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn)
-    flags = tuple(zip(backends, ("fp32_precision", "fp32_precision", "benchmark")))
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    fast: Any
+    exact: Any
+    flags: list[tuple[Any, str]]
+    if hasattr(matmul, "fp32_precision"):
+        fast, exact, flags = "tf32", "ieee", [(matmul, "fp32_precision"), (cudnn.conv, "fp32_precision")]
+    else:  # torch 2.8 and before
+        fast, exact, flags = True, False, [(matmul, "allow_tf32"), (cudnn, "allow_tf32")]
+    flags.append((cudnn, "benchmark"))
     before = [getattr(owner, name) for owner, name in flags]
     changed = ["tf32=true", "cudnn_benchmark=true"]
     try:
-        for words, expected in ((changed, ["tf32", "tf32", True]), ([], ["ieee", "ieee", False])):
+        for words, expected in ((changed, [fast, fast, True]), ([], [exact, exact, False])):
             context._arithmetic(config.load("smoke", words))
             assert [getattr(owner, name) for owner, name in flags] == expected
     finally:

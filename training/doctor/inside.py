@@ -19,6 +19,7 @@ import torch
 
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from training.doctor.table import ROWS, Outcome, Place
+from training.models.arithmetic import float32_on_gpus
 from training.parallel.world import World, detect, joined, set_threads
 
 COLLECTIVE_SECONDS = 50.0
@@ -33,8 +34,7 @@ def main(folder: Path, names: list[str], alone: bool) -> int:
     """
     checks = {check.name: check for check in ROWS}
     with _world(alone) as world:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"  # as a run of ours; torch's own convolutions take TF32
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        float32_on_gpus(tf32=False)  # as a run of ours
         earlier = read(folder, 0)
         begun_file(folder, world.rank).touch()
         for name in names:

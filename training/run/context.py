@@ -16,6 +16,7 @@ from training.checkpoint.state import TrainState
 from training.config import RunSettings
 from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
 from training.data.shards import CorruptShard
+from training.models.arithmetic import float32_on_gpus
 from training.observe.console import Console
 from training.observe.exporter import Exporter
 from training.observe.metrics import Metrics
@@ -110,8 +111,5 @@ def _deterministic(config: RunSettings) -> None:
 
 
 def _arithmetic(config: RunSettings) -> None:
-    """How a GPU computes in float32. torch's own defaults take TF32 for convolutions."""
-    precision = "tf32" if config.tf32 else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
+    float32_on_gpus(config.tf32)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
