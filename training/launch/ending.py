@@ -54,7 +54,8 @@ class Ending:
         """The exit code of the job, where another node has failed for good."""
         self.final = False
         """Whether the failure is final: the cluster must not start this node again."""
-        self._answers = store.clone()  # asked in threads: torch waits for a server that is gone
+        # Asked in threads: torch waits for a server that is gone.
+        self._answers = rendezvous.own_connection(handler, store)
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
         self._alone = False

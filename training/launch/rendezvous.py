@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -134,6 +135,18 @@ def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bo
 def present(handler: RendezvousHandler) -> int:
     """Nodes that have joined this round and were alive when it was last asked about."""
     return len(handler._state_holder.state.participants)  # type: ignore[attr-defined]
+
+
+def own_connection(handler: RendezvousHandler, store: Store) -> Store:
+    """Another connection to the store of this round: an unanswered question there keeps no other question waiting."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    # torch 2.6, perhaps 2.7 and 2.8. It does not tell the prefix of `store` either, so this one has its own for each round.
+    served = stores.without_prefix(store)
+    assert isinstance(served, TCPStore)
+    timeout = store.timeout  # type: ignore[attr-defined]
+    client = TCPStore(served.host, served.port, None, False, timeout, wait_for_workers=False)
+    return PrefixStore(f"lockstep/round/{handler._state_holder.state.round}", client)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
