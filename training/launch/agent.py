@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
@@ -46,10 +45,11 @@ from training.launch.attempts import Attempts
 from training.launch.ending import Ending
 from training.launch.lifeline import FORWARDED
 from training.launch.rendezvous import NotMet
+from training.launch.torch_agent import TorchAgent
 from training.parallel.world import cores
 
 
-class Agent(LocalElasticAgent):
+class Agent(TorchAgent):
     """torch's agent, which knows which endings are final and hands signals on."""
 
     signalled: int | None = None
