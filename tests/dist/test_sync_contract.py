@@ -34,6 +34,7 @@ from training.parallel.exchange import broadcast_tree, pack, unpack
 from training.parallel.world import World
 from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 from training.sync.base import GradientSync
+from training.sync.fsdp import MEAN_ON_CPU
 
 STEPS, HALF, BATCH = 10, 5, 25
 Shapes = list[tuple[int, ...]]
@@ -138,6 +139,8 @@ ONLY = os.environ.get("LOCKSTEP_STRATEGY") or None
 """Train this strategy alone, while one writes it: LOCKSTEP_STRATEGY=flat pytest -k flat. Ranks do not have the variable: they are
 told the names."""
 CHOSEN = _chosen(ONLY)
+TRAINED = [name for name in CHOSEN if MEAN_ON_CPU or name != "fsdp"]
+"""Those that this torch can train on the CPU. The tests of the others skip (`_fsdp_on_this_torch`)."""
 if not CHOSEN and ONLY not in sync.STRATEGIES:
     pytest.fail(f"LOCKSTEP_STRATEGY={ONLY} is no strategy: name one of {', '.join(sync.STRATEGIES)}", pytrace=False)
 ORDER = (1, 3, 2)
@@ -537,9 +540,9 @@ def by_size(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> dict[i
         "loss.reduction=mean", "optim.name=adam", "lr=0.002", "bias_lr_factor=1", "weight_decay=0", "schedule=[]",
         "check_closeness=1",
     ]  # fmt: skip
-    found = {size: on_ranks(_all, size, CHOSEN, folder, base, timeout=300) for size in ORDER}
+    found = {size: on_ranks(_all, size, TRAINED, folder, base, timeout=300) for size in ORDER}
     runs = {key.removesuffix(", run") for key in found[1][0] if key.endswith(", run")}
-    assert runs == {name for name in CHOSEN if name in CASES} | {"allreduce"}, "the ranks trained other strategies"
+    assert runs == {name for name in TRAINED if name in CASES} | {"allreduce"}, "the ranks trained other strategies"
     return found
 
 
@@ -692,8 +695,9 @@ def _calls_from_hook_to_collective(world: World, strategies: list[str]) -> dict[
 
 def test_at_most_three_calls_lead_from_autograds_hook_to_the_collective() -> None:
     early = {("on_gradient", "send")}
-    for found in on_ranks(_calls_from_hook_to_collective, 2, RANKED):
-        assert found == {name: early if ROWS[name].sent_early else set() for name in RANKED}
+    names = [name for name in RANKED if name in TRAINED]
+    for found in on_ranks(_calls_from_hook_to_collective, 2, names):
+        assert found == {name: early if ROWS[name].sent_early else set() for name in names}
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -842,6 +846,15 @@ def test_what_a_strategy_cannot_do_is_refused_by_name(case: str) -> None:
     with pytest.raises(UserError) as caught:
         sync.build(settings).check(config.load("smoke", assignments), World(size=2))
     assert message in str(caught.value) and settings.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_torch_that_takes_the_sum_for_the_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.sync.fsdp.MEAN_ON_CPU", False)
+    with pytest.raises(
+        UserError, match="sync.name=fsdp gets wrong gradients from torch .* install torch 2.9"
+    ) as caught:
+        sync.build(config.Sync(name="fsdp")).check(config.load("smoke", []), World(size=2))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("case", MISUSED)
