@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -58,6 +59,7 @@ def _preload() -> None:
         if not name.endswith(("__main__", "__init__")) and "inference" not in name:
             __import__(name)
     _compute_once()
+    _remove_torchs_folder()
     gc.collect()
     gc.freeze()
     _leave_loaded()
@@ -93,6 +95,12 @@ def _compute_once() -> None:
     config.load("smoke", [])
     own_settings("script", {}, {}, ())
     report._environment().get_template("template.html.j2")
+
+
+def _remove_torchs_folder() -> None:
+    """An older torch (2.9 is one) imports `torch.distributed.nn` by way of a temporary folder, which each child would remove."""
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch.distributed.nn.jit.instantiator")._TEMP_DIR.cleanup()
 
 
 def _threads() -> int:
