@@ -5,8 +5,10 @@ To be replaced by `LocalElasticAgent` itself when torch 2.12 is the lowest versi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -24,6 +26,10 @@ class _Earlier(LocalElasticAgent):
         super().__init__(*args, **options)
         self._shutdown_timeout = shutdown_timeout
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with _ignored_stays_ignored():
+            return super()._start_workers(worker_group)
+
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # noqa: ARG002
         self._shutdown(timeout=30)
 
@@ -31,6 +37,20 @@ class _Earlier(LocalElasticAgent):
         if self._pcontext:
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         super()._shutdown(death_sig, **_OPEN)
+
+
+@contextlib.contextmanager
+def _ignored_stays_ignored() -> Iterator[None]:
+    """Inside the block, a signal that nohup has us ignore gets no handler: else the ranks would not ignore it, either.
+
+    torch 2.9 and before gives one to each of four signals, right before it starts the ranks.
+    """
+    install, ignored = signal.signal, {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
+    vars(signal)["signal"] = lambda number, handler: None if number in ignored else install(number, handler)
+    try:
+        yield
+    finally:
+        vars(signal)["signal"] = install
 
 
 if TYPE_CHECKING or "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
