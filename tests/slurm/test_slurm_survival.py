@@ -122,7 +122,11 @@ def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytes
     first = f'[ "${{SLURM_RESTART_COUNT:-0}}" != 0 ] || [ "${{SLURM_PROCID}}" != {which} ] || kill -USR2 $$'
     _stand_in(bench, monkeypatch, first)
     # What stands in a setup line does not reach the lines of the script that ask.
-    setup = ["set -euxf -o pipefail", "shopt -s nullglob", "lockstep_job=mine lockstep_restarts=9 lockstep_output=/nowhere"]
+    setup = [
+        "set -euxf -o pipefail",
+        "shopt -s nullglob",
+        "lockstep_job=mine lockstep_restarts=9 lockstep_output=/nowhere",
+    ]
     slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON, "setup": setup}
     bench.backend.submit(bench.command("struck", "print('through')", max_restarts=1, slurm=slurm))
     found = bench.wait("struck")
