@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-from tests.processes import ROOT
+from tests.processes import ROOT, Result
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
@@ -74,6 +76,20 @@ def blocks(page: str) -> list[Block]:
 def marked(marker: str, page: str) -> list[str]:
     """The commands of a page that carry this marker."""
     return [command for block in blocks(page) for command, why in block.commands if why == marker]
+
+
+class Checked:
+    """What is asserted of a page's commands beside their exit codes."""
+
+    CHECKS: ClassVar[dict[str, Callable[[Any, Result], None]]]
+    """By how a command begins."""
+    checked = 0
+
+    def after(self, command: str, done: Result) -> None:
+        check = next((check for pattern, check in self.CHECKS.items() if re.match(pattern, command)), None)
+        assert check is not None, f"nothing is asserted of {command}"
+        check(self, done)
+        self.checked += 1
 
 
 def write_files(page: str, folder: Path) -> None:

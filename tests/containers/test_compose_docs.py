@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.checkout import copy_to, environment
 from tests.engine import NAME, Built, docker, inspect, registry_at, remove_jobs
-from tests.printed import PAGES, blocks, marked, write_files
+from tests.printed import PAGES, Checked, blocks, marked, write_files
 from tests.processes import Result, poll, require, run
 from tests.terminal import at_a_terminal, drained, until_shown
 
@@ -41,12 +41,12 @@ VARIABLES = {
 """What stands in a command's environment, by how it begins; the longest last."""
 
 
-class Place:
+class Place(Checked):
     """A clone, names of its own in the engine, and what is asserted of a command beside its exit code."""
 
     def __init__(self, folder: Path, registry: str, env: dict[str, str]) -> None:
         self.folder, self.here, self.registry, self.env = folder, folder, registry, env
-        self.suffix, self.digest, self.checked = f"-{os.getpid()}", "", 0
+        self.suffix, self.digest = f"-{os.getpid()}", ""
 
     def own(self, text: str) -> str:
         """What a page or a job file prints, but for what differs here."""
@@ -91,14 +91,6 @@ class Place:
                 os.write(ours, f"{answer}\n".encode())
             poll(lambda: process.poll() is not None, 60, f"the end of {command}")
             return Result(process.returncode, (shown + drained(ours)).decode())
-
-    def after(self, command: str, done: Result) -> None:
-        for pattern, check in self.CHECKS.items():
-            if re.match(pattern, command):
-                check(self, done)
-                self.checked += 1
-                return
-        raise AssertionError(f"nothing is asserted of {command}")
 
     def built(self, done: Result) -> None:
         assert inspect(f"{NAME}:cpu")[0]["Config"]["User"] == "1000:0"
@@ -170,7 +162,7 @@ class Place:
     def listed(self, done: Result) -> None:
         assert re.search(rf"^rehearsal{self.suffix} +succeeded", done.output, re.MULTILINE), done.output
 
-    CHECKS: ClassVar[dict[str, Callable[[Place, Result], None]]] = {
+    CHECKS: ClassVar = {
         "make image-cpu push": pushed,
         "make image-cpu": built,
         "make smoke NODES=3": smoke,

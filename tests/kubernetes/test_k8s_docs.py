@@ -9,7 +9,7 @@ import base64
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from k8s_operator import Running
 from k8s_server import ApiServer
 
 from tests.checkout import copy_to, environment
-from tests.printed import PAGES, blocks, marked, write_files
+from tests.printed import PAGES, Checked, blocks, marked, write_files
 from tests.processes import Result, poll, require, run
 
 MARKER = "on Kubernetes"
@@ -49,11 +49,11 @@ def pods(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class Page:
+class Page(Checked):
     """What is asserted of a page's commands beside their exit codes."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder, self.checked = cluster, folder, 0
+        self.cluster, self.folder, self.role = cluster, folder, cluster.role
 
     def job(self, name: str) -> dict[str, Any]:
         found = self.cluster.get("pytorchjobs", name, NAMESPACE)
@@ -70,12 +70,7 @@ class Page:
 
     def after(self, command: str, done: Result) -> None:
         self.cluster.role = self.role
-        for pattern, check in self.CHECKS.items():
-            if re.match(pattern, command):
-                check(self, done)
-                self.checked += 1
-                return
-        raise AssertionError(f"nothing is asserted of {command}")
+        super().after(command, done)
 
     def installed(self, done: Result) -> None:
         """From now on nobody may do more than what was installed allows."""
@@ -145,7 +140,7 @@ class Page:
         job = yaml.safe_load((self.folder / "private.yaml").read_text())
         assert job["k8s"]["image_pull_secrets"] == [found["metadata"]["name"]], "what the page's job names"
 
-    CHECKS: ClassVar[dict[str, Callable[[Page, Result], None]]] = {
+    CHECKS: ClassVar = {
         "make install-k8s": installed,
         "kubectl apply -k ": installed,
         "kubectl .* create secret ": secret,
