@@ -131,6 +131,23 @@ def test_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_two_checkouts_are_compared_in_turn_and_the_record_names_them(tmp_path: Path) -> None:
+    """This checkout beside itself; a rank that fails ends the comparison, and leaves no process."""
+    words = ["--batch", "32", "--rounds", "2", "--recipes", "speedrun", "--strategies", "flat"]
+    done = _program("revisions.py", str(ROOT), *words, "--out", str(tmp_path / "found.json"))
+    assert done.code == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["figures"].keys() == {f"speedrun, {ranks}: new / old rate" for ranks in ("1 rank", "2 ranks, flat")}
+    assert found["revisions"]["old"] == found["revisions"]["new"]
+    other = tmp_path / "old"
+    (other / "benchmarks").mkdir(parents=True)
+    refused = _program("revisions.py", str(other), *words)
+    assert refused.code == 2 and f"error: {other} is no checkout of this project" in refused.error, refused
+    (other / "benchmarks/our_step.py").write_text("raise SystemExit(7)\n")
+    failed = _program("revisions.py", str(other), *words)
+    assert failed.code == 2 and f"error: {other}: a rank ended with 7" in failed.error, failed
+
+
 def test_without_a_gpu_the_gpu_benchmark_says_so(tmp_path: Path) -> None:
     for words in ([], ["--device", "cpu", "--airbench", str(tmp_path)]):
         done = _program("gpu.py", "--data-root", str(tmp_path), *words)
