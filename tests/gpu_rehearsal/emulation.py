@@ -37,7 +37,7 @@ WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_linalg
 INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 TAKES_SEVERAL_DEVICES = {"copy_", "_to_copy", *INDEXED}
 IN_FLOAT32 = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_adaptive_avg_pool2d"}
-"""Half precision: a GPU multiplies it and sums in float32; the CPU lacks some of these kernels."""
+"""Half precision: a GPU multiplies it and sums in float32. Which kernels a CPU has for that depends on the processor."""
 STEP = {
     ("trainer.py", "step"),
     ("cudagraph.py", "step"),
