@@ -8,7 +8,7 @@ from tests.processes import ROOT, clean_env
 from tests.warm.gang import python
 
 CODE = '''
-import doctest, inspect, itertools, sys, torch, torch.nn.functional as F
+import doctest, inspect, itertools, re, sys, torch, torch.nn.functional as F
 from lockstep import Session
 
 class Loader(list):
@@ -56,7 +56,7 @@ with Session("runs/examples", "config.lr=0.1", *CHEAP, config={"lr": 0.01}) as r
 for name in public:
     own = any(of == name for of, _ in ran)
     assert own or isinstance(vars(Session)[name], property), f"{name} has no example"
-    assert any(f"run.{name}" in source for _, source in ran), f"no example uses {name}"
+    assert any(re.search(rf"\\brun\\.{name}\\b", source) for _, source in ran), f"no example uses {name}"
 print("examples:", len(ran))
 '''
 
