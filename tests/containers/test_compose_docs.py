@@ -192,7 +192,10 @@ def place(cpu_image: Built, registry: str, tmp_path: Path) -> Iterator[Place]:
     folder = copy_to(tmp_path / "lockstep")
     env = environment(folder, tmp_path / "home", DOCKER_CONFIG=str(tmp_path / "docker"))
     found = Place(folder, registry, env)
+    session = inspect(cpu_image.name)[0]["Id"]
     yield found
+    pages = inspect(cpu_image.name)[0]["Id"]
+    docker("tag", session, cpu_image.name)  # a page's `make image-cpu` takes the tag, and its copy knows no revision
     remove_jobs(*(f"{name}{found.suffix}" for name in ("rehearsal", "smoke", "mine")))
     volumes = [name for name in docker("volume", "ls", "--quiet").split() if name.endswith(found.suffix)]
     images = [
@@ -200,6 +203,7 @@ def place(cpu_image: Built, registry: str, tmp_path: Path) -> Iterator[Place]:
         for name in docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
         if name.startswith((registry, "registry.example/python"))
     ]
+    images += [pages] if pages != session else []
     for words in (["volume", "rm", "--force", *volumes], ["image", "rm", "--force", *images]):
         docker(*words, check=False)
 
