@@ -1,8 +1,10 @@
-"""python benchmarks/revisions.py OLD [NEW] [--rounds 31] [--batch 64] [--recipes R …] [--strategies S …] [--out FILE] [--check]
+"""python benchmarks/revisions.py OLD [NEW] [--rounds 32] [--starts 4] [--batch 64] [--recipes R …] [--strategies S …] [--out FILE]
 
 Whole training steps of two checkouts of this project in turn, for a change that must not cost time. OLD and NEW (default: this
-one) are folders, e.g. of `git worktree add OLD REVISION`. Each checkout's ranks are processes of their own that stay; a round is one
-step of each, and the order turns every round. One rank with all cores, and two ranks with half of them each.
+one) are folders, e.g. of `git worktree add OLD REVISION`; the same folder twice shows the noise. Each checkout's ranks are
+processes of their own; a round is one step of each, and the order turns every round. The processes are started anew a few
+times, since where the memory of a process lies makes it some per cent faster or slower to its end. One rank with all cores, and
+two ranks with half of them each.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,18 +27,22 @@ from training.contract import UserError, user_errors
 from training.exercises.bench.gang import free_port
 
 HERE = Path(__file__).parents[1]
+Times: TypeAlias = dict[str, list[float]]
 STEPS = """
 import os, sys
 import torch
 from benchmarks.our_step import our_step
 try:
+    from training.parallel.memory import keep_freed
     from training.parallel.world import detect, joined
 except ImportError:  # before training/ had rooms
+    from training.memory import keep_freed
     from training.world import detect, joined
 
 recipe, strategy, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with joined(detect(os.environ), "cpu") as world:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
+    keep_freed()  # as a run on a CPU does
     step = our_step(recipe, batch, world, strategy)
     for _ in sys.stdin:
         step()
@@ -81,13 +88,11 @@ class Steps:
             rank.wait()
 
 
-def compared(
-    old: Path, new: Path, ranks: int, recipe: str, strategy: str, batch: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each checkout's step in each round."""
+def compared(checkouts: dict[str, Path], ranks: int, recipe: str, strategy: str, batch: int, rounds: int) -> Times:
+    """Seconds of each checkout's step in each round of one start of their processes."""
     with contextlib.ExitStack() as stack:
         variants: dict[str, Callable[[], None]] = {}
-        for name, checkout in (("old", old), ("new", new)):
+        for name, checkout in checkouts.items():
             steps = variants[name] = Steps(checkout, ranks, recipe, strategy, batch)
             stack.callback(steps.end)
         return interleaved(variants, rounds, warm_up=3)
@@ -107,7 +112,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
     parser.add_argument("--recipes", nargs="+", default=["bag_of_tricks", "resnet18"])
     parser.add_argument("--strategies", nargs="+", default=["ddp", "flat", "bf16_compress"], help="of the two ranks")
-    figures.options(parser, rounds=31)
+    parser.add_argument(
+        "--starts", type=int, default=4, help="the processes are started so often; the rounds are divided"
+    )
+    figures.options(parser, rounds=32)
     args = parser.parse_args()
     with user_errors():
         for checkout in (args.old, args.new):
@@ -115,21 +123,32 @@ def main() -> int:
                 raise UserError(f"{checkout} is no checkout of this project: it has no benchmarks/our_step.py")
         measured = figures.Run("revisions", args)
         revisions = {"revisions": {"old": revision(args.old), "new": revision(args.new)}}
-        rows = {}
+        rows: dict[str, figures.Figure] = {}
+        of_starts: dict[str, list[float]] = {}
+        checkouts = {"old": args.old.resolve(), "new": args.new.resolve()}
         for recipe in args.recipes:
             for ranks, strategy in [(1, "flat"), *((2, name) for name in args.strategies)]:
-                times = compared(
-                    args.old.resolve(), args.new.resolve(), ranks, recipe, strategy, args.batch, args.rounds
-                )
+                times: Times = {name: [] for name in checkouts}
+                ratio_of: list[float] = []
+                for start in range(args.starts):
+                    # The first one to be started changes, too.
+                    turned = dict(sorted(checkouts.items(), reverse=start % 2 == 0))
+                    rounds = -(-args.rounds // args.starts)
+                    found = compared(turned, ranks, recipe, strategy, args.batch, rounds)
+                    ratio_of.append(round(figures.ratios(found, "old", "new").median, 4))
+                    for name, seconds in found.items():
+                        times[name] += seconds
                 row = f"{recipe}, 1 rank" if ranks == 1 else f"{recipe}, 2 ranks, {strategy}"
+                of_starts[row] = ratio_of
                 rows[f"{row}: new / old rate"] = figures.ratios(times, "old", "new", "more")
                 medians = {name: statistics.median(seconds) for name, seconds in times.items()}
                 print(
                     f"{row}: "
-                    + ", ".join(f"{name} {ranks * args.batch / s:.1f} images/s" for name, s in medians.items()),
+                    + ", ".join(f"{name} {ranks * args.batch / s:.1f} images/s" for name, s in medians.items())
+                    + f"; new / old in each start {ratio_of}",
                     flush=True,
                 )
-        return measured.finish(rows, revisions)
+        return measured.finish(rows, {**revisions, "ratio of each start": of_starts})
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def test_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_two_checkouts_are_compared_in_turn_and_the_record_names_them(tmp_path: Path) -> None:
     """This checkout beside itself; a rank that fails ends the comparison, and leaves no process."""
-    words = ["--batch", "32", "--rounds", "2", "--recipes", "speedrun", "--strategies", "flat"]
+    words = ["--batch", "32", "--rounds", "2", "--starts", "2", "--recipes", "speedrun", "--strategies", "flat"]
     done = _program("revisions.py", str(ROOT), *words, "--out", str(tmp_path / "found.json"))
     assert done.code == 0, done.output
     found = json.loads((tmp_path / "found.json").read_text())
