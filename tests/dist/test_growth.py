@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,12 +33,9 @@ def _counted(world: World, folder: str) -> dict[str, dict[str, float]]:
 
     root = Path(folder)
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
-    verified: list[str] = []
-    hashed = files.sha256
-    files.sha256 = lambda path: (verified.append(path.name), hashed(path))[1]
     config = configuration.load("smoke", [f"data.root={root / 'data'}", *FREE])
-    prepared = prepare.prepare(config, world, root / "run", False)
-    files.sha256 = hashed
+    with _verifying() as verified:
+        prepared = prepare.prepare(config, world, root / "run", False)
     found: dict[str, dict[str, float]] = {"shards": dict.fromkeys(verified, 1)}
     before = counts.now()
     prepared.exporter._write_textfiles()
@@ -52,6 +52,31 @@ def _counted(world: World, folder: str) -> dict[str, dict[str, float]]:
     if prepared.run is not None:
         prepared.run.close()
     return found
+
+
+@contextlib.contextmanager
+def _verifying() -> Iterator[list[str]]:
+    """The names of the files that this rank reads to verify them."""
+    verified: list[str] = []
+    hashed = files.sha256
+    files.sha256 = lambda path: (verified.append(path.name), hashed(path))[1]
+    try:
+        yield verified
+    finally:
+        files.sha256 = hashed
+
+
+def _verified_on_two_nodes(world: World, folder: str) -> list[str]:
+    from training.run import prepare
+
+    place = dataclasses.replace(world, local_rank=world.rank % 2, local_size=2, node=world.rank // 2, nodes=2)
+    config = configuration.load("smoke", [f"data.root={Path(folder) / 'data'}", *FREE])
+    with _verifying() as verified:
+        prepared = prepare.prepare(config, place, Path(folder) / "run", False)
+    prepared.exporter.close(0)
+    if prepared.run is not None:
+        prepared.run.close()
+    return verified
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +106,17 @@ def test_a_rank_lists_no_files_of_the_others(counted: dict[int, list[dict[str, d
 
 def test_a_node_verifies_each_shard_once(counted: dict[int, list[dict[str, dict[str, float]]]]) -> None:
     for size in SIZES:
-        every = sorted(name for rank in counted[size] for name in rank["shards"])
-        assert len(every) == len(set(every)) == 6, every  # five to train and one to test
-        assert max(len(rank["shards"]) for rank in counted[size]) <= -(-6 // size)
+        _assert_verified_once([list(rank["shards"]) for rank in counted[size]])
+
+
+def test_each_of_two_nodes_verifies_each_shard_once(tmp_path: Path) -> None:
+    """Nodes may have disks of their own."""
+    verified = on_ranks(_verified_on_two_nodes, 4, str(tmp_path))
+    for node in (verified[:2], verified[2:]):
+        _assert_verified_once(node)
+
+
+def _assert_verified_once(ranks: list[list[str]]) -> None:
+    every = sorted(name for names in ranks for name in names)
+    assert len(every) == len(set(every)) == 6, every  # five to train and one to test
+    assert max(map(len, ranks)) <= -(-6 // len(ranks))
