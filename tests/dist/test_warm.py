@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, run
+from tests.processes import PYTHON, ROOT, clean_env, processes, run
+from tests.warm import process
 from tests.warm.gang import python, running
 
 FINDS = """
@@ -58,6 +60,17 @@ def test_a_forked_process_ends_as_one_from_a_shell_does(how: str, tmp_path: Path
     expected, program = ENDS[how]
     code, output = _both(program, tmp_path)
     assert code == expected and output.endswith("last words\n"), output
+
+
+def test_test_processes_share_a_server_and_each_takes_its_own_processes_with_it() -> None:
+    asleep = ["-c", "import time; time.sleep(60)"]
+    with running([asleep]) as gang, open(os.devnull, "wb") as nothing:
+        other = process._Server("")  # as another test process of this session connects
+        second = process._started(other, asleep, clean_env(), nothing.fileno(), None, ROOT)
+        parents = {pid: parent for pid, _, parent, _ in processes()}
+        assert parents[second.pid] == parents[gang.rank_pid(0)] and other.process is None
+        other.close()
+        assert second.wait(30) == -signal.SIGKILL and gang.processes[0].poll() is None
 
 
 def test_the_last_rank_s_failure_ends_the_others_and_waiting_costs_no_time() -> None:

@@ -1,7 +1,7 @@
 """python -u -m tests.warm.server FD
 
-Forks a Python process for each request that comes over the socket FD. Importing torch and the package costs 2.3 seconds of
-CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its own, with the
+Forks a Python process for each request that comes from those who connect to the socket FD. Importing torch and the package
+costs 2.3 seconds of CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its own, with the
 signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself with its own
 exit code, output and exit functions (tests/dist/test_warm.py compares). Two things differ: what it prints is not buffered, and
 the interpreter is not torn down.
@@ -25,13 +25,17 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+from tests.warm import LAST
 
 PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.nn.functional", "torch.distributed.optim",
@@ -108,12 +112,17 @@ def _threads() -> int:
 
 
 class Server:
-    """Accepts requests, forks, and tells each process's end over the pipe that came with its request."""
+    """Accepts requests, forks, and tells each process's end over the pipe that came with its request.
 
-    def __init__(self, requests: socket.socket) -> None:
-        self.requests = requests
-        self.running: dict[int, int] = {}
-        """Process → the pipe that hears of its end."""
+    Args:
+        listener: each test process of the session connects there.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.clients: list[socket.socket] = []
+        self.running: dict[int, tuple[socket.socket, int]] = {}
+        """Process → who has asked for it, and the pipe that hears of its end."""
         self._woken, waker = os.pipe()
         for end in (self._woken, waker):
             os.set_blocking(end, False)
@@ -123,20 +132,32 @@ class Server:
     def serve(self) -> Callable[[], None]:
         """Returns in each child, with what it is to do; never in the server."""
         while True:
-            ready, _, _ = select.select([self.requests, self._woken], [], [])
-            if self._woken in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._woken, 4096)
-                self._reap()
-            if self.requests in ready:
-                task = self._take()
-                if task is not None:
-                    return task
+            ready, _, _ = select.select([self.listener, self._woken, *self.clients], [], [])
+            for source in ready:
+                if source is self._woken:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._woken, 4096)
+                    self._reap()
+                elif source is self.listener:
+                    self._accept()
+                else:
+                    task = self._take(source)
+                    if task is not None:
+                        return task
 
-    def _take(self) -> Callable[[], None] | None:
-        message, passed = _receive(self.requests)
+    def _accept(self) -> None:
+        client, _ = self.listener.accept()
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] == os.getuid():
+            self.clients.append(client)
+        else:
+            client.close()
+
+    def _take(self, client: socket.socket) -> Callable[[], None] | None:
+        message, passed = _receive(client)
         if not message:
-            self._end()
+            self._leave(client)
+            return None
         request = json.loads(message)
         *streams, told = passed
         if _threads() != 1:
@@ -146,7 +167,7 @@ class Server:
             pid = os.fork()
             if pid == 0:
                 return self._child(request, streams)
-            self.running[pid] = told
+            self.running[pid] = (client, told)
             os.write(told, f"started {pid}\n".encode())
         for stream in streams:
             os.close(stream)
@@ -157,22 +178,30 @@ class Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            told = self.running.pop(pid)
+            _, told = self.running.pop(pid)
             with contextlib.suppress(BrokenPipeError):  # nobody waits any more
                 os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(told)
 
-    def _end(self) -> NoReturn:
-        """The tests are gone, perhaps killed: so is what they started."""
-        for pid in self.running:
-            for kill in (os.killpg, os.kill):  # one that was forked just now has no group of its own yet
-                with contextlib.suppress(ProcessLookupError):
-                    kill(pid, signal.SIGKILL)
-        os._exit(0)
+    def _leave(self, client: socket.socket) -> None:
+        """A test process is gone, perhaps killed: so is what it started. With the last one the server ends."""
+        for pid, (asked, _) in self.running.items():
+            if asked is client:
+                for kill in (os.killpg, os.kill):  # one that was forked just now has no group of its own yet
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
+        self.clients.remove(client)
+        if not self.clients:
+            with contextlib.suppress(OSError):
+                client.send(LAST)
+            os._exit(0)
+        client.close()
 
     def _child(self, request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
         os.setsid()
         signal.set_wakeup_fd(-1)
+        for connection in (self.listener, *self.clients):
+            connection.detach()  # closed below
         for number in set(signal.valid_signals()) - set(DEAD):
             with contextlib.suppress(OSError, ValueError):  # those that libc keeps for itself
                 signal.signal(number, signal.SIG_DFL)
@@ -186,6 +215,7 @@ class Server:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.environ.clear()
         os.environ.update(request["env"])
+        tempfile.tempdir = None  # of the server's environment
         os.chdir(request["cwd"])
         sys.path[0] = request["cwd"]
         sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
@@ -193,8 +223,12 @@ class Server:
 
 
 def _receive(requests: socket.socket) -> tuple[bytes, list[int]]:
+    """A request, and the descriptors that came with it; b"" where the other side has left."""
     passed = array.array("i")
-    message, ancillary, _, _ = requests.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4 * passed.itemsize))
+    try:
+        message, ancillary, _, _ = requests.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4 * passed.itemsize))
+    except ConnectionResetError:
+        return b"", []
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             passed.frombytes(data[: len(data) - len(data) % passed.itemsize])
@@ -259,7 +293,4 @@ def _leave(task: Callable[[], None]) -> NoReturn:
 
 if __name__ == "__main__":
     _preload()
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    task = Server(requests).serve()
-    requests.detach()  # it is closed already, in the child
-    _leave(task)
+    _leave(Server(socket.socket(fileno=int(sys.argv[1]))).serve())
