@@ -46,8 +46,8 @@ shell: setup ## a shell that has .venv/bin on its path
 train: $(READY) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes, or resume it; FRESH=1 starts over; SET="epochs=2 …"
 	@$(VENV)/bin/lockstep run $(RECIPE) --ranks $(RANKS) --run-dir $(RUN_DIR) $(if $(FRESH),--fresh) $(addprefix --set ,$(SET))
 
-# The files with the longest tests first, so that no worker has one left when the other is done.
-TEST = -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests/dist tests/jobs tests/unit -m "not containers"
+# Shared out by tests/sharing.py.
+TEST = -m pytest -p tests.sharing -n $(WORKERS) --dist loadscope tests/dist tests/jobs tests/unit -m "not containers"
 
 test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root
 	$(RUN) $(TEST)

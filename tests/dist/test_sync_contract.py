@@ -23,6 +23,7 @@ from tests import processes
 from tests.events import events
 from tests.nets import SmallConv
 from tests.ranks import on_ranks
+from tests.warm.gang import python
 from training import config, optim, sync
 from training.checkpoint.state import Cursor, TrainState, gather, scatter
 from training.contract import UserError
@@ -565,7 +566,6 @@ def test_the_variable_leaves_that_strategy_alone() -> None:
     assert _chosen("powersgd") == ["powersgd", "powersgd, find_unused"]
     assert _chosen("hooks, overlapped") == ["hooks, overlapped"] and _chosen(None) == list(ROWS)
     command = [
-        processes.PYTHON,
         "-m",
         "pytest",
         "--collect-only",
@@ -574,15 +574,16 @@ def test_the_variable_leaves_that_strategy_alone() -> None:
         "no:randomly",
         "-p",
         "no:cacheprovider",
+        "--assert=plain",
         __file__,
     ]
-    done = processes.run(command, processes.clean_env(LOCKSTEP_STRATEGY="zero1"))
+    done = python(*command, env=processes.clean_env(LOCKSTEP_STRATEGY="zero1"))
     lines = [line for line in done.output.splitlines() if "[zero1" in line]
     assert done.code == 0 and len(lines) > 10, done.output
     others = [name for name in sync.STRATEGIES if name != "zero1"]
     named = [line for line in done.output.splitlines() if any(f"[{name}" in line for name in others)]
     assert not [line for line in named if "cannot_do" not in line], named
-    done = processes.run(command, processes.clean_env(LOCKSTEP_STRATEGY="zero"))
+    done = python(*command, env=processes.clean_env(LOCKSTEP_STRATEGY="zero"))
     assert done.code and "LOCKSTEP_STRATEGY=zero is no strategy: name one of ddp, " in done.output, done.output
 
 

@@ -36,6 +36,8 @@ def test_a_sweep_of_this_machine_ends_in_a_table(
         assert done.returncode == 2, "of the worst"
         again = lockstep(tmp_path, "wait", "local", "smoke", "--sweep", "--timeout", "10")
         assert (again.returncode, again.stdout) == (2, done.stdout), "the table can be had later, too"
+        refused = lockstep(tmp_path, "submit", "local", *words, *sweep)
+        assert refused.returncode == 2 and "smoke-0 has already finished" in refused.stderr, refused
     finally:
         for row in LocalBackend(tmp_path / "home/local").list():
             LocalBackend(tmp_path / "home/local").cancel(row.name)

@@ -90,6 +90,7 @@ def test_a_job_beyond_its_time_limit_leaves_no_process(backend: LocalBackend, tm
     deadline = time.monotonic() + BOUND
     while not (found := backend.status("deaf")).final:
         assert time.monotonic() < deadline, found
+        time.sleep(0.01)
     assert (found.state, _alive(pids)) == ("timed_out", []), found
 
 

@@ -17,9 +17,9 @@ from training.parallel.world import World
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """128 MB in 4 files."""
-    images = np.random.default_rng(0).integers(0, 256, (1024, 209, 209, 3), dtype=np.uint8)
-    labels = np.arange(1024) % 10
+    """64 MB in 4 files."""
+    images = np.random.default_rng(0).integers(0, 256, (512, 209, 209, 3), dtype=np.uint8)
+    labels = np.arange(512) % 10
     raw = sources.Raw((images, labels), (images[:8], labels[:8]), [str(n) for n in range(10)])
     return shards.write(raw, tmp_path_factory.mktemp("bound") / "shards", "array", 4)
 
@@ -40,7 +40,7 @@ def test_what_was_read_is_given_back(made: Manifest, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mapped, "BOUND", 8 << 20)
     settings = config.Config(global_batch_size=16, data=config.Data(resident=resident))  # type: ignore[arg-type]
     loader = Loader(settings, World(), made, 16, 1)
-    whole, labels = Samples.open(made, "train", 0, 1024).all()
+    whole, labels = Samples.open(made, "train", 0, 512).all()
     whole = whole.clone()
     before, after, look = [0], [0], mapped.Kept.look
 
