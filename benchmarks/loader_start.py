@@ -92,6 +92,8 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp())
         try:
             manifest = made(folder, number)
+            # Not counted: a virtual machine gets its memory from the host when it is first touched, which takes longer than sha256.
+            verified(manifest, 2)
             rows[number] = {
                 "verify, 1 rank": verified(manifest, 1), "verify, 2 ranks": verified(manifest, 2),
                 "map and first batch": first_batch(manifest),
