@@ -178,6 +178,10 @@ def main() -> int:
     args = parser.parse_args()
     if (args.kind == "node") != bool(args.node_down):
         raise UserError("--kind node needs --node-down, and no other kind takes it")
+    if args.kind == "launcher" and args.on in ("compose", "k8s"):
+        raise UserError(
+            f"--on {args.on}: in a container the launcher is process 1, which no KILL from inside reaches: take --kind node"
+        )
     measured = figures.Run(f"failure-{args.on}-{args.kind}", args)
     rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
