@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.failure import Mark, marks, parts
+from benchmarks.failure import Mark, main, marks, parts
 from benchmarks.interval import costs, expected
 from training.contract import UserError
 
@@ -59,3 +59,12 @@ def test_the_formula_has_its_least_where_young_puts_it() -> None:
     best = (2 * 0.1 * 500) ** 0.5
     lost = {every: expected(0.1, 5.0, every, 500.0) for every in (best / 2, best, 2 * best)}
     assert min(lost, key=lambda every: lost[every]) == best == 10 and lost[best] == 5 + 5 + 5
+
+
+@pytest.mark.parametrize("words", [["--on", "compose", "--kind", "launcher"], ["--kind", "node"]])
+def test_what_no_kill_reaches_is_refused_before_a_job_is_submitted(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["failure.py", *words])
+    with pytest.raises(UserError, match="take --kind node|needs --node-down"):
+        main()
