@@ -88,8 +88,18 @@ class Steps:
             rank.wait()
 
 
-def compared(checkouts: dict[str, Path], ranks: int, recipe: str, strategy: str, batch: int, rounds: int) -> Times:
-    """Seconds of each checkout's step in each round of one start of their processes."""
+def compared(
+    checkouts: dict[str, Path], ranks: int, recipe: str, strategy: str, batch: int, rounds: int, starts: int
+) -> list[Times]:
+    """Of each start of the processes: seconds of each checkout's step in each of its rounds."""
+    found = []
+    for start in range(starts):
+        turned = dict(sorted(checkouts.items(), reverse=start % 2 == 0))  # the first one to be started changes, too
+        found.append(_of_a_start(turned, ranks, recipe, strategy, batch, -(-rounds // starts)))
+    return found
+
+
+def _of_a_start(checkouts: dict[str, Path], ranks: int, recipe: str, strategy: str, batch: int, rounds: int) -> Times:
     with contextlib.ExitStack() as stack:
         variants: dict[str, Callable[[], None]] = {}
         for name, checkout in checkouts.items():
@@ -128,16 +138,9 @@ def main() -> int:
         checkouts = {"old": args.old.resolve(), "new": args.new.resolve()}
         for recipe in args.recipes:
             for ranks, strategy in [(1, "flat"), *((2, name) for name in args.strategies)]:
-                times: Times = {name: [] for name in checkouts}
-                ratio_of: list[float] = []
-                for start in range(args.starts):
-                    # The first one to be started changes, too.
-                    turned = dict(sorted(checkouts.items(), reverse=start % 2 == 0))
-                    rounds = -(-args.rounds // args.starts)
-                    found = compared(turned, ranks, recipe, strategy, args.batch, rounds)
-                    ratio_of.append(round(figures.ratios(found, "old", "new").median, 4))
-                    for name, seconds in found.items():
-                        times[name] += seconds
+                starts = compared(checkouts, ranks, recipe, strategy, args.batch, args.rounds, args.starts)
+                times = {name: [seconds for start in starts for seconds in start[name]] for name in checkouts}
+                ratio_of = [round(figures.ratios(start, "old", "new").median, 4) for start in starts]
                 row = f"{recipe}, 1 rank" if ranks == 1 else f"{recipe}, 2 ranks, {strategy}"
                 of_starts[row] = ratio_of
                 rows[f"{row}: new / old rate"] = figures.ratios(times, "old", "new", "more")

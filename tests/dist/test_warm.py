@@ -66,7 +66,7 @@ def test_test_processes_share_a_server_and_each_takes_its_own_processes_with_it(
     asleep = ["-c", "import time; time.sleep(60)"]
     with running([asleep]) as gang, open(os.devnull, "wb") as nothing:
         other = process._Server("")  # as another test process of this session connects
-        second = process._started(other, asleep, clean_env(), nothing.fileno(), None, ROOT)
+        second = other.fork(asleep, clean_env(), nothing.fileno(), None, ROOT)
         parents = {pid: parent for pid, _, parent, _ in processes()}
         assert parents[second.pid] == parents[gang.rank_pid(0)] and other.process is None
         other.close()

@@ -146,6 +146,18 @@ class _Server:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
+    def fork(self, words: list[str], env: dict[str, str], output: int, error: int | None, cwd: Path) -> Process:
+        """As `start`. Raises `ConnectionError` where the server is gone."""
+        heard, told = os.pipe()
+        with open(os.devnull, "rb") as nothing, self.lock:
+            request = json.dumps({"words": words, "env": env, "cwd": str(cwd)}).encode()
+            streams = [nothing.fileno(), output, output if error is None else error, told]
+            try:
+                socket.send_fds(self.requests, [request], streams)
+            finally:
+                os.close(told)
+        return Process(words, heard)
+
     def close(self) -> None:
         """Returns when what it has forked for this test process is gone, and, after the last one, the server, too."""
         with contextlib.suppress(OSError):
@@ -176,26 +188,12 @@ def start(words: list[str], env: dict[str, str], output: int, error: int | None 
         RuntimeError: the server is gone, or was not fit to fork.
     """
     preload = env.get("LD_PRELOAD", "")
-    try:
-        return _started(_running(preload), words, env, output, error, cwd)
-    except ConnectionError:  # its last test process left while this one came
-        with _starting:
-            _servers.pop(preload, None)
-    try:
-        return _started(_running(preload), words, env, output, error, cwd)
-    except ConnectionError:
-        raise RuntimeError("the server of ranks is gone") from None
-
-
-def _started(
-    server: _Server, words: list[str], env: dict[str, str], output: int, error: int | None, cwd: Path
-) -> Process:  # fmt: skip
-    heard, told = os.pipe()
-    with open(os.devnull, "rb") as nothing, server.lock:
-        request = json.dumps({"words": words, "env": env, "cwd": str(cwd)}).encode()
-        streams = [nothing.fileno(), output, output if error is None else error, told]
+    for _ in range(2):
+        server = _running(preload)
         try:
-            socket.send_fds(server.requests, [request], streams)
-        finally:
-            os.close(told)
-    return Process(words, heard)
+            return server.fork(words, env, output, error, cwd)
+        except ConnectionError:  # its last test process left while this one came
+            with _starting:
+                if _servers.get(preload) is server:
+                    del _servers[preload]
+    raise RuntimeError("the server of ranks is gone")

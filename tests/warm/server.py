@@ -1,10 +1,10 @@
 """python -u -m tests.warm.server FD
 
 Forks a Python process for each request that comes from those who connect to the socket FD. Importing torch and the package
-costs 2.3 seconds of CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its own, with the
-signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself with its own
-exit code, output and exit functions (tests/dist/test_warm.py compares). Two things differ: what it prints is not buffered, and
-the interpreter is not torn down.
+costs 2.3 seconds of CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its
+own, with the signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself
+with its own exit code, output and exit functions (tests/dist/test_warm.py compares). Two things differ: what it prints is not
+buffered, and the interpreter is not torn down.
 
 Nothing may run beside the main thread when it forks: another thread's locks would stay locked in the child. So OpenMP and
 OpenBLAS get one thread before they are loaded, and /proc/self/task is looked at before each fork.
@@ -156,7 +156,7 @@ class Server:
     def _take(self, client: socket.socket) -> Callable[[], None] | None:
         message, passed = _receive(client)
         if not message:
-            self._leave(client)
+            self._dismiss(client)
             return None
         request = json.loads(message)
         *streams, told = passed
@@ -183,7 +183,7 @@ class Server:
                 os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(told)
 
-    def _leave(self, client: socket.socket) -> None:
+    def _dismiss(self, client: socket.socket) -> None:
         """A test process is gone, perhaps killed: so is what it started. With the last one the server ends."""
         for pid, (asked, _) in self.running.items():
             if asked is client:
