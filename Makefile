@@ -207,10 +207,11 @@ $(DOCS): $(READY)
 	$(RUN) -m pip install -q --group docs
 	@touch $(DOCS)
 
-docs: $(DOCS) ## build the documentation's site in build/site, strictly, and check every link and the size of each page
+docs: $(DOCS) ## build the documentation's site in build/site, strictly, and check its links, sizes and completeness
 	@$(RUN) -m docsite.stage
 	@$(MKDOCS) build --quiet --strict -f build/docs/mkdocs.yml
 	@$(RUN) -m docsite.check
+	@$(RUN) -m pytest -q tests/docs
 
 docs-serve: $(DOCS) ## the site on http://127.0.0.1:8000, built anew whenever a page changes
 	@$(RUN) -m docsite.stage

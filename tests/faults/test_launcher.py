@@ -17,7 +17,7 @@ from tests.conftest import Undisturbed
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, poll, run, started
 from tests.runs import Job, assert_same
-from training.launch.codes import cluster_code, deaths, exit_code
+from training.launch.codes import cluster_code, deaths, exit_code, too_early
 
 
 def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
@@ -90,6 +90,14 @@ def test_several_endings_are_one_code() -> None:
         return exit_code(RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures))  # type: ignore[arg-type]
 
     assert [code(), code(1), code(-9, 75), code(75, 2, 1), code(-11)] == [0, 1, 75, 2, 1]
+
+
+def test_a_rank_that_a_signal_ended_was_still_importing() -> None:
+    """It has saved nothing and lost nothing, so its launcher ends as after a preemption. Only by the signal that it was sent."""
+    failures = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((1, -signal.SIGUSR2))}
+    result = RunResult(state=WorkerState.FAILED, failures=failures)  # type: ignore[arg-type]
+    found = [too_early(result, number) for number in (signal.SIGUSR2, signal.SIGTERM, None)]
+    assert found == ["SIGUSR2", "", ""]
 
 
 def test_who_was_killed_is_said() -> None:

@@ -110,7 +110,7 @@ class Cluster:
             if item is not None:
                 self.version += 1
                 self._tell("DELETED", plural, item)
-                collector = threading.Timer(self.lag, self._collect, [item["metadata"]["uid"]])
+                collector = threading.Timer(self.lag, self.collect, [item["metadata"]["uid"]])
                 collector.daemon = True
                 collector.start()
 
@@ -118,7 +118,7 @@ class Cluster:
         """The finalizers have done their work."""
         self.remove(plural, name, namespace)
 
-    def _collect(self, uid: str) -> None:
+    def collect(self, uid: str) -> None:
         """Removes what names the object that is gone as its owner, whatever has its name by now."""
         with self.changed:
             orphans = [

@@ -147,6 +147,27 @@ def test_an_old_policys_end_does_not_take_the_new_one_away(backend: KubernetesBa
     assert policies(cluster) == [policy(SPEC)] and owner(cluster, SPEC) == uid(cluster)
 
 
+def test_an_old_policy_that_is_collected_at_the_worst_moment_is_not_the_new_jobs(
+    backend: KubernetesBackend, cluster: Cluster
+) -> None:
+    """The garbage collection comes when the new job is about to be made: its policy has to be there, and stay."""
+    backend.submit(SPEC)
+    old, cluster.lag, there = uid(cluster), 60.0, []
+
+    def arrived(method: str, path: str) -> bool:
+        if method == "POST" and "/pytorchjobs" in path and "dryRun" not in path:
+            cluster.collect(old)
+            there.append(policies(cluster))
+        return False
+
+    ended(cluster)
+    cluster.arrived = arrived
+    backend.submit(SPEC, "replace")
+    cluster.arrived = None
+    assert there == [[policy(SPEC)]], "no pod runs without it"
+    assert policies(cluster) == [policy(SPEC)] and owner(cluster, SPEC) == uid(cluster) != old
+
+
 def test_a_policy_that_a_killed_submission_left_is_taken_over(backend: KubernetesBackend, cluster: Cluster) -> None:
     cluster.faults.append(Fault("POST", r"pytorchjobs\?fieldValidation=Strict$", status=422, message="killed here"))
     with pytest.raises(UserError, match="killed here"):

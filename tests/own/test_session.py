@@ -369,13 +369,18 @@ def test_a_script_that_goes_on_has_its_handlers_back(tmp_path: Path) -> None:
     code = """
 import signal, sys
 from lockstep import Session
-before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+
+def now():
+    return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+before = now()
 try:
     with Session(sys.argv[1]) as run:
         sys.exit(7)
 except SystemExit as left:
     print("left", left.code)
-assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+assert now() == before, (now(), before)
 """
     done = script(1, code, tmp_path / "run")
     assert done.code == 0 and "left 7" in done.output, done.output

@@ -101,14 +101,31 @@ def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
 
 
 def test_a_signal_before_the_ranks_are_there(bench: Bench, undisturbed: Path) -> None:
-    """It is held back while torch is being imported; then the ranks leave before they have met, and are started again."""
-    job = Training(bench, "early")
-    folder = bench.backend.folder / "early/submitit"
-    logs = [folder / f"{job.job_id}_{rank}_log.out" for rank in (0, 1)]
-    poll(lambda: all(log.exists() and "Loading pickle" in log.read_text() for log in logs), 60, "the tasks")
+    """It is held back from before Python has started; then the ranks leave before they have met, and are started again."""
+    folder = bench.folder / "starts"
+    folder.mkdir()
+    python = bench.folder / "python"
+    python.write_text(
+        f"""#!{PYTHON}
+import os, pathlib, sys, time
+folder = pathlib.Path({str(folder)!r})
+if "submitit.core._submit" in sys.argv:
+    (folder / f"{{os.environ.get('SLURM_RESTART_COUNT', 0)}}-{{os.environ['SLURM_PROCID']}}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
+"""
+    )
+    python.chmod(0o755)
+    job = Training(bench, "early", slurm={"python": str(python)})
+    poll(lambda: len(list(folder.iterdir())) == 2, 60, "the tasks")
     bench.cluster.ask("scancel", "--signal=USR2", job.job_id)
+    (folder / "go").touch()
     found = job.ends_like(undisturbed)
     assert {part.restarts for part in found.ranks} == {1}, found
+    for rank in (0, 1):  # the script asks for a new start where a signal kills a task, too
+        said = (bench.backend.folder / f"early/submitit/{job.job_id}_{rank}_log.out").read_text()
+        assert "USR2 before the ranks were connected" in said, said
 
 
 @pytest.mark.parametrize("struck", ["every task", "one task"])

@@ -117,6 +117,7 @@ import gc, os, sys
 from pathlib import Path
 sys.path.insert(0, {examples!r})
 import parallel
+import torch
 from training import sync
 from training.parallel import world
 
@@ -125,7 +126,7 @@ for name, port in {ports!r}.items():
     sys.argv = ["parallel.py", name]
     with world.joined() as me:
         parallel.main(me)
-    alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, (parallel.Net, sync.GradientSync))]
+    alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, (parallel.Net, sync.GradientSync, torch.nn.Parameter))]
     threads = [Path(f"/proc/self/task/{{task}}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     print("left", name, alive, [name for name in threads if "gloo" in name], flush=True)
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import filelock
 import pytest
 import safetensors.torch
 import torch
@@ -275,6 +276,26 @@ def test_the_revision_is_of_this_source_and_not_of_the_project_around_it(
         assert rundir.git_revision() == found
 
 
+def test_a_lock_is_of_the_directory_that_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start with `fresh` renames the directory at the moment at which its lock is taken."""
+    path, aside = tmp_path / "run", tmp_path / "run.old-1"
+
+    class Renamed(filelock.FileLock):
+        def acquire(self, *args: Any, **more: Any) -> Any:
+            taken = super().acquire(*args, **more)
+            if not aside.exists():
+                path.rename(aside)
+            return taken
+
+    with monkeypatch.context() as patched:
+        patched.setattr(filelock, "FileLock", Renamed)
+        lock = rundir._locked(path, 10.0)
+    with pytest.raises(filelock.Timeout):
+        filelock.FileLock(path / ".lock", timeout=0).acquire()
+    filelock.FileLock(aside / ".lock", timeout=0).acquire().lock.release()
+    lock.release()
+
+
 def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +323,7 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
         answer.set()
 
 
-def test_a_disk_that_answers_with_its_own_timeout_costs_one_checkpoint(
+def test_a_disk_that_answers_with_its_own_timeout_costs_its_checkpoints_and_they_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a network disk raises (ETIMEDOUT) has the name of a wait that is over: it is neither waited for nor a hang."""
@@ -312,15 +333,19 @@ def test_a_disk_that_answers_with_its_own_timeout_costs_one_checkpoint(
 
     monkeypatch.setattr(Writer, "_write", refused)
     told: list[str] = []
+    counted: list[int] = []
     prepared: Any = SimpleNamespace(
         config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
         attempt=1, state=SimpleNamespace(history={}),
-        metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: None,
+        metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append),
+        event=lambda kind, failures, **_: counted.append(failures),
     )  # fmt: skip
     saver = Saver(prepared)
     assert saver._writer is not None
-    saver._future = saver._writer.save(3, {"a": torch.ones(2)})
-    saver._reap()
-    assert len(told) == 1 and "Connection timed out" in told[0]
-    assert saver._last_failed and not saver._hangs, "the next one is tried"
+    for step in (3, 4):
+        saver._future = saver._writer.save(step, {"a": torch.ones(2)})
+        saver._reap()
+        assert saver._last_failed and not saver._hangs, "the next one is tried"
+    assert len(told) == 2 and all("Connection timed out" in line for line in told)
+    assert counted == [1, 2] and saver.failures == 2
     saver.close()
