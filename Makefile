@@ -6,8 +6,8 @@ RANKS ?= auto
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 SWEEP ?=
-# Test processes at once: one more than cores of a small machine, as they also wait.
-WORKERS ?= 3
+# Test processes at once: two more than cores of a small machine, as they also wait.
+WORKERS ?= 4
 JOB ?= job.yaml
 
 # What the command line says wins over the job file.
