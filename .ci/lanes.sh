@@ -1,7 +1,7 @@
-# Sourced by .ci/run: lanes of suites at once, each a function. tests/faults/test_interrupted.py tries them with small commands.
+# Sourced by .ci/run: two lanes of suites at once, each a function. tests/faults/test_interrupted.py tries them with small commands.
 scratch=$(mktemp -d)
 failed=$scratch/failed stopped=$scratch/stopped
-declare -A running=() # lane → the process group of one that runs
+front='' beside='' # the lanes that run
 
 # suite COMMAND…: runs it, says how long it took, and notes in $failed if it failed. None begins when CI was stopped.
 suite() {
@@ -14,24 +14,22 @@ suite() {
   [ "$code" = 0 ] || echo "$*" >> "$failed"
 }
 
-# lanes FRONT BESIDE…: runs all these functions. What those beside say is printed whole when all have ended.
+# lanes FRONT BESIDE: runs both functions. What the one beside says is printed whole when both have ended.
 lanes() {
-  local lane
   trap end_lanes EXIT
   trap 'echo "stopped by HUP"; exit 129' HUP
   trap 'echo "stopped by INT"; exit 130' INT
   trap 'echo "stopped by TERM"; exit 143' TERM
   set -m # each in a process group of its own, so that all of it can be ended
   "$1" < /dev/null &
-  running[$1]=$!
-  for lane in "${@:2}"; do
-    "$lane" > "$scratch/$lane.log" 2>&1 < /dev/null &
-    running[$lane]=$!
-  done
+  front=$!
+  "$2" > "$scratch/beside.log" 2>&1 < /dev/null &
+  beside=$!
   set +m
-  for lane in "$@"; do
-    wait_for "$lane"
-  done
+  wait_for "$front" "the lane in front"
+  front=''
+  wait_for "$beside" "the lane beside"
+  beside=''
   print_beside
   if [ -e "$failed" ]; then
     echo "failed:" && cat "$failed"
@@ -40,30 +38,25 @@ lanes() {
   echo "all suites passed in $((SECONDS / 60)) min $((SECONDS % 60)) s"
 }
 
-# wait_for LANE: suites that fail do not end a lane. One that ends with a code was killed, or could not write.
+# wait_for LANE NAME: suites that fail do not end a lane. One that ends with a code was killed, or could not write.
 wait_for() {
-  local code=0 group=${running[$1]}
-  wait "$group" || code=$?
-  unset "running[$1]"
+  local code=0
+  wait "$1" || code=$?
   [ "$code" != 0 ] || return 0
-  echo "the lane $1 ended with $code: not all of its suites have run" >> "$failed"
-  kill -INT -- "-$group" 2> /dev/null || true # the suite that it has left
+  echo "$2 ended with $code: not all of its suites have run" >> "$failed"
+  kill -INT -- "-$1" 2> /dev/null || true # the suite that it has left
 }
 
 print_beside() {
-  local log
-  for log in "$scratch"/*.log; do
-    [ -e "$log" ] || continue
-    echo "=== the lane $(basename "$log" .log)"
-    cat "$log"
-  done
+  echo "=== the suites beside"
+  cat "$scratch/beside.log"
 }
 
 # Whatever ends CI ends both lanes: with INT, on which pytest does its teardown, and where that takes too long with TERM and
 # KILL.
 end_lanes() {
   trap '' HUP INT TERM
-  local left=("${running[@]}") signal tenth
+  local left=($front $beside) signal tenth # not quoted: a lane that has ended is empty
   if [ ${#left[@]} -gt 0 ]; then
     touch "$stopped"
     for signal in INT TERM KILL; do

@@ -110,7 +110,7 @@ def test_a_signal_before_the_ranks_are_there(bench: Bench, undisturbed: Path) ->
 import os, pathlib, sys, time
 folder = pathlib.Path({str(folder)!r})
 if "submitit.core._submit" in sys.argv:
-    (folder / f"{{os.environ.get('SLURM_RESTART_COUNT', 0)}}-{{os.environ['SLURM_PROCID']}}").touch()
+    (folder / os.environ["SLURM_PROCID"]).touch()
     while not (folder / "go").exists():
         time.sleep(0.05)
 os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
@@ -123,9 +123,11 @@ os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
     (folder / "go").touch()
     found = job.ends_like(undisturbed)
     assert {part.restarts for part in found.ranks} == {1}, found
-    for rank in (0, 1):  # the script asks for a new start where a signal kills a task, too
-        said = (bench.backend.folder / f"early/submitit/{job.job_id}_{rank}_log.out").read_text()
-        assert "USR2 before the ranks were connected" in said, said
+    # The script asks for a new start where a signal kills a task, too. SLURM's TERM comes when one of them has left: the other
+    # one may hear that first, as it has held back both.
+    logs = [bench.backend.folder / f"early/submitit/{job.job_id}_{rank}_log.out" for rank in (0, 1)]
+    heard = [re.findall(r"^SIG(USR2|TERM) before the ranks were connected", log.read_text(), re.MULTILINE) for log in logs]
+    assert [len(names) for names in heard] == [1, 1] and ["USR2"] in heard, heard
 
 
 @pytest.mark.parametrize("struck", ["every task", "one task"])
