@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import threading
-import types
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.conftest import Undisturbed
 from tests.events import events
@@ -82,37 +82,36 @@ def test_exit_codes_of_the_cluster_schemes() -> None:
     assert [cluster_code(1, "kubernetes", attempt, 2) for attempt in range(4)] == [138, 138, 1, 1]
 
 
+def _ended(codes: dict[int, int]) -> RunResult:
+    """What the agent finds when these ranks have failed, each with its exit code."""
+    failures = {rank: ProcessFailure(rank, pid=0, exitcode=code, error_file="") for rank, code in codes.items()}
+    return RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures)
+
+
 def test_several_endings_are_one_code() -> None:
     """Wrong usage beats preempted beats failed."""
-
-    def code(*codes: int) -> int:
-        failures = {rank: types.SimpleNamespace(exitcode=each) for rank, each in enumerate(codes)}
-        return exit_code(RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures))  # type: ignore[arg-type]
-
-    assert [code(), code(1), code(-9, 75), code(75, 2, 1), code(-11)] == [0, 1, 75, 2, 1]
+    endings = ((), (1,), (-9, 75), (75, 2, 1), (-11,))
+    assert [exit_code(_ended(dict(enumerate(codes)))) for codes in endings] == [0, 1, 75, 2, 1]
 
 
 def test_a_rank_that_a_signal_ended_was_still_importing() -> None:
     """It has saved nothing and lost nothing, so its launcher ends as after a preemption. Only by the signal that it was sent."""
-    failures = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((1, -signal.SIGUSR2))}
-    result = RunResult(state=WorkerState.FAILED, failures=failures)  # type: ignore[arg-type]
+    result = _ended({0: 1, 1: -signal.SIGUSR2})
     found = [too_early(result, number) for number in (signal.SIGUSR2, signal.SIGTERM, None)]
     assert found == ["SIGUSR2", "", ""]
 
 
 def test_who_was_killed_is_said() -> None:
-    failures = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((1, -9, -15, -11))}
-    result = RunResult(state=WorkerState.FAILED, failures=failures)  # type: ignore[arg-type]
+    result = _ended({0: 1, 1: -9, 2: -15, 3: -11})
     assert deaths(result, signal.SIGTERM) == [
         "rank 1 was ended by SIGKILL, by hand or because the memory was used up", "rank 3 was ended by SIGSEGV",
     ]  # fmt: skip
     assert deaths(result, None, [0, 3], ours=False) == ["rank 0 ended with exit code 1", "rank 3 was ended by SIGSEGV"]
     # The first one failed when its launcher was about to look: then the agent's signals are known by themselves.
     assert [line.split()[1] for line in deaths(result, None, ours=False)] == ["0", "1", "3"]
-    killed = RunResult(state=WorkerState.FAILED, failures={1: failures[1], 2: failures[2]})  # type: ignore[dict-item]
+    killed = _ended({1: -9, 2: -15})
     assert [line.split()[1] for line in deaths(killed, None)] == ["1", "2"], "one of them, and nobody knows which"
-    final = {rank: types.SimpleNamespace(exitcode=code) for rank, code in enumerate((75, 2))}
-    assert not deaths(RunResult(state=WorkerState.FAILED, failures=final), None, [0, 1], ours=False)  # type: ignore[arg-type]
+    assert not deaths(_ended({0: 75, 1: 2}), None, [0, 1], ours=False)
 
 
 @pytest.mark.parametrize(

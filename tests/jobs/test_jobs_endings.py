@@ -112,7 +112,11 @@ def test_cancelled_submitted_again_and_started_over(
     assert events(run, "resumed") and not (elsewhere / "runs").exists()
     with pytest.raises(UserError, match="has already finished"):
         backend.submit(spec)
-    again = spec.model_copy(update={"fresh": "second", "env": {}, "run_dir": str(run)})
+    again = spec.model_copy(update={"fresh": "second", "env": {}})
+    backend.submit(again, "replace")
+    assert backend.wait("held", BOUND).state == "succeeded"
+    assert not events(elsewhere / "runs/jobs/held", "resumed")
+    again = spec.model_copy(update={"fresh": "third", "env": {}, "run_dir": str(run)})
     backend.submit(again, "replace")
     assert backend.wait("held", BOUND).state == "succeeded"
     assert run.with_name("held.old-1").exists() and not events(run, "resumed")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,16 +296,21 @@ def test_a_lock_is_of_the_directory_that_has_the_name(tmp_path: Path, monkeypatc
     lock.release()
 
 
+def _saving(folder: Path, warn: Callable[[str], object], event: Callable[..., object]) -> Any:
+    """What a `Saver` reads of a run that is at its third step."""
+    return SimpleNamespace(
+        config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=folder), steps_done=3, attempt=1,
+        state=SimpleNamespace(history={}), metrics=Metrics("x", 0, torch.device("cpu")),
+        console=SimpleNamespace(warn=warn), event=event,
+    )  # fmt: skip
+
+
 def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_its_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, told = threading.Event(), []
     monkeypatch.setattr(Writer, "_write", lambda *_: answer.wait(60))
-    prepared: Any = SimpleNamespace(
-        config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
-        attempt=1, state=SimpleNamespace(history={}),
-        metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append), event=lambda kind, **_: told.append(kind),
-    )  # fmt: skip
+    prepared = _saving(tmp_path, told.append, lambda kind, **_: told.append(kind))
     prepared.config.preempt.grace_seconds = 0.3
     asked: list[float] = []
     saver = Saver(prepared, lambda: asked[0] if asked else None)
@@ -334,13 +339,7 @@ def test_a_disk_that_answers_with_its_own_timeout_costs_its_checkpoints_and_they
     monkeypatch.setattr(Writer, "_write", refused)
     told: list[str] = []
     counted: list[int] = []
-    prepared: Any = SimpleNamespace(
-        config=config.Config(batch_size=8), run=SimpleNamespace(checkpoints=tmp_path), steps_done=3,
-        attempt=1, state=SimpleNamespace(history={}),
-        metrics=Metrics("x", 0, torch.device("cpu")), console=SimpleNamespace(warn=told.append),
-        event=lambda kind, failures, **_: counted.append(failures),
-    )  # fmt: skip
-    saver = Saver(prepared)
+    saver = Saver(_saving(tmp_path, told.append, lambda kind, failures, **_: counted.append(failures)))
     assert saver._writer is not None
     for step in (3, 4):
         saver._future = saver._writer.save(step, {"a": torch.ones(2)})
