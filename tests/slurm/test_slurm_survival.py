@@ -126,7 +126,9 @@ os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
     # The script asks for a new start where a signal kills a task, too. SLURM's TERM comes when one of them has left: the other
     # one may hear that first, as it has held back both.
     logs = [bench.backend.folder / f"early/submitit/{job.job_id}_{rank}_log.out" for rank in (0, 1)]
-    heard = [re.findall(r"^SIG(USR2|TERM) before the ranks were connected", log.read_text(), re.MULTILINE) for log in logs]
+    heard = [
+        re.findall(r"^SIG(USR2|TERM) before the ranks were connected", log.read_text(), re.MULTILINE) for log in logs
+    ]
     assert [len(names) for names in heard] == [1, 1] and ["USR2"] in heard, heard
 
 
