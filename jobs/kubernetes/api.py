@@ -181,7 +181,7 @@ class Api:
             try:
                 while True:
                     page = self.get(path, **{"limit": PAGE, **query, "continue": token})
-                    for item in page.get("items", []):
+                    for item in page.get("items") or []:  # null, where a list of metadata is empty
                         key = item.get("metadata", {}).get("uid") or item.get("metadata", {}).get("name", "")
                         if key not in seen:
                             seen.add(key)

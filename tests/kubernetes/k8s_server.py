@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif query.get("watch") == "true":
             self._watch(plural, namespace, query, fault)
         else:
-            self._list(plural, namespace, query)
+            self._list(match, namespace, query)
 
     def _may_read(self) -> bool:
         """Contents are kubectl's to compare; lockstep asks for metadata alone."""
@@ -131,25 +131,30 @@ class _Handler(BaseHTTPRequestHandler):
     def _selected(self, plural: str, namespace: str, query: dict[str, str]) -> list[dict[str, Any]]:
         return [item for item in self.cluster.all(plural, namespace) if matches(item, query)]
 
-    def _list(self, plural: str, namespace: str, query: dict[str, str]) -> None:
-        cluster = self.cluster
+    def _list(self, match: re.Match[str], namespace: str, query: dict[str, str]) -> None:
+        cluster, plural = self.cluster, match["plural"]
         start, _, version = query.get("continue", "0:0").partition(":")
         if version != "0" and int(version) < cluster.oldest:
             self._fail(410, "Expired", "The provided continue parameter is too old")
             return
-        items = self._selected(plural, namespace, query)
-        if plural == "configmaps":
-            assert "PartialObjectMetadataList" in self.headers.get("Accept", ""), (
-                "the content of ConfigMaps was asked for"
-            )
-            items = [{"metadata": item["metadata"]} for item in items]
+        items, of = (
+            self._selected(plural, namespace, query),
+            {"kind": f"{KINDS[plural]}List", "apiVersion": match["group"]},
+        )
+        metadata_alone = "as=PartialObjectMetadataList" in self.headers.get("Accept", "")
+        assert metadata_alone or plural != "configmaps", "the content of ConfigMaps was asked for"
+        if metadata_alone:
+            of = {"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1"}
+            one = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
+            items = [{**one, "metadata": item["metadata"]} for item in items]
         limit = int(query.get("limit", 0)) or len(items)
         page = items[int(start) : int(start) + limit]
         more = int(start) + limit < len(items)
         meta = {"resourceVersion": str(cluster.version)}
         if more:
             meta["continue"] = f"{int(start) + limit}:{cluster.version if version == '0' else version}"
-        self._answer(200, {"kind": f"{KINDS[plural]}List", "metadata": meta, "items": page})
+        # A list of metadata that is empty is none at all: the server's language has no other word for it.
+        self._answer(200, {**of, "metadata": meta, "items": page or (None if metadata_alone else [])})
 
     def _watch(self, plural: str, namespace: str, query: dict[str, str], fault: Fault | None) -> None:
         cluster, version = self.cluster, int(query.get("resourceVersion") or 0)
