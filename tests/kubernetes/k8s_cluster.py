@@ -1,8 +1,8 @@
 """The state of an emulated Kubernetes cluster: objects with uids and versions, what became of them, faults on demand.
 
 Of what has a will of its own it has admission (`k8s_admission.py`), finalizers, the decisions of a Role, and the garbage
-collection with its lag (seen: 0.5 to 0.6 s after the owner is gone). `k8s_server.py` lets clients talk to it,
-`k8s_operator.py` plays the training-operator, `k8s_nodes.py` the nodes.
+collection with its lag (seen: 0.5 to 0.6 s after the owner is gone, or is to go when its dependants have gone).
+`k8s_server.py` lets clients talk to it, `k8s_operator.py` plays the training-operator, `k8s_nodes.py` the nodes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ KINDS = {
     "leases": "Lease", "namespaces": "Namespace", "serviceaccounts": "ServiceAccount", "roles": "Role",
     "rolebindings": "RoleBinding", "resourceflavors": "ResourceFlavor", "prometheusrules": "PrometheusRule",
 }  # fmt: skip
+FOREGROUND = "foregroundDeletion"
+"""The finalizer of an object that goes after its dependants."""
 
 
 @dataclass
@@ -70,6 +74,8 @@ class Cluster:
         self.security = ""
         """PodSecurity's level in the namespaces."""
         self.lag = 0.5
+        self.graceful = False
+        """Pods end before they go: somebody looks for those that are marked, and removes them."""
         self.busy = 0
         """Requests that are being carried out."""
         self.arrived: Callable[[str, str], bool] | None = None
@@ -109,24 +115,77 @@ class Cluster:
             item = self.objects.pop((plural, namespace, name), None)
             if item is not None:
                 self.version += 1
-                self._tell("DELETED", plural, item)
-                collector = threading.Timer(self.lag, self.collect, [item["metadata"]["uid"]])
-                collector.daemon = True
-                collector.start()
+                meta = {**item["metadata"], "resourceVersion": str(self.version)}
+                self._tell("DELETED", plural, {**item, "metadata": meta})
+                self._later(self.collect, item["metadata"]["uid"])
+
+    def delete(
+        self, plural: str, name: str, namespace: str = "team", foreground: bool = False
+    ) -> dict[str, Any] | None:
+        """As everybody deletes an object. What has finalizers is marked and stays, and is returned; in the foreground it
+        has one until its dependants have gone."""
+        with self.changed:
+            item = self.objects.get((plural, namespace, name))
+            if item is None:
+                return None
+            meta, finalizers = item["metadata"], list(item["metadata"].get("finalizers") or [])
+            if foreground and FOREGROUND not in finalizers and "deletionTimestamp" not in meta:
+                finalizers.append(FOREGROUND)
+            if not finalizers:
+                self.remove(plural, name, namespace)
+                return None
+            if "deletionTimestamp" not in meta:
+                marks = {"deletionTimestamp": _stamp(), "deletionGracePeriodSeconds": 0, "finalizers": finalizers}
+                item = self.put(plural, {**item, "metadata": {**meta, **marks}}, namespace)
+                if FOREGROUND in finalizers:
+                    self._later(self._go_last, plural, namespace, name, meta["uid"])
+            return item
 
     def finish_deletion(self, plural: str, name: str, namespace: str = "team") -> None:
         """The finalizers have done their work."""
         self.remove(plural, name, namespace)
 
     def collect(self, uid: str) -> None:
-        """Removes what names the object that is gone as its owner, whatever has its name by now."""
+        """Deletes what names the object that is gone, or is about to go, as its owner, whatever has its name by now."""
         with self.changed:
-            orphans = [
-                key for key, item in self.objects.items()
-                if any(owner.get("uid") == uid for owner in item["metadata"].get("ownerReferences") or [])
-            ]  # fmt: skip
-        for plural, namespace, name in orphans:
-            self.remove(plural, name, namespace)
+            for plural, namespace, name in self._owned(uid):
+                item = self.objects[plural, namespace, name]
+                if plural != "pods" or not self.graceful:
+                    self.delete(plural, name, namespace)
+                elif "deletionTimestamp" not in item["metadata"]:
+                    until = _stamp(item["spec"].get("terminationGracePeriodSeconds", 30))
+                    marked = {**item["metadata"], "deletionTimestamp": until}
+                    self.put(plural, {**item, "metadata": marked}, namespace)
+
+    def _owned(self, uid: str, **how: Any) -> list[tuple[str, str, str]]:
+        """What names the object as its owner, in this way."""
+        found = []
+        for key, item in self.objects.items():
+            owners = item["metadata"].get("ownerReferences") or []
+            if any({"uid": uid, **how}.items() <= owner.items() for owner in owners):
+                found.append(key)
+        return found
+
+    def _go_last(self, plural: str, namespace: str, name: str, uid: str) -> None:
+        """Takes the finalizer off when those are gone that hold their owner."""
+        with self.changed:
+            self.collect(uid)
+            while not self.stopping and self._owned(uid, blockOwnerDeletion=True):
+                self.changed.wait(0.1)
+            item = self.objects.get((plural, namespace, name))
+            if item is None or item["metadata"]["uid"] != uid:
+                return
+            left = [one for one in item["metadata"]["finalizers"] if one != FOREGROUND]
+            if left:
+                self.put(plural, {**item, "metadata": {**item["metadata"], "finalizers": left}}, namespace)
+            else:
+                self.remove(plural, name, namespace)
+
+    def _later(self, work: Callable[..., None], *arguments: str) -> None:
+        """The garbage collection's, after its lag."""
+        collector = threading.Timer(self.lag, work, arguments)
+        collector.daemon = True
+        collector.start()
 
     def get(self, plural: str, name: str, namespace: str = "team") -> dict[str, Any] | None:
         with self.changed:
@@ -153,6 +212,10 @@ class Cluster:
                     fault.hits += 1
                     return fault
         return None
+
+
+def _stamp(later: float = 0) -> str:
+    return datetime.fromtimestamp(time.time() + later, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def matches(item: dict[str, Any], query: dict[str, str]) -> bool:

@@ -61,10 +61,12 @@ class Operator:
         jobs, pods = self.cluster.all("pytorchjobs", self.namespace), self.cluster.all("pods", self.namespace)
         names = {job["metadata"]["name"] for job in jobs}
         for pod in pods:
-            if pod["metadata"]["labels"]["training.kubeflow.org/job-name"] not in names:
+            marked = self.cluster.graceful and "deletionTimestamp" in pod["metadata"]
+            if marked or pod["metadata"]["labels"]["training.kubeflow.org/job-name"] not in names:
                 self._delete(pod["metadata"]["name"])
         for job in jobs:
-            self._reconcile(job)
+            if "deletionTimestamp" not in job["metadata"]:
+                self._reconcile(job)
 
     def _reconcile(self, job: dict[str, Any]) -> None:
         status = job.get("status") or {}
@@ -129,7 +131,11 @@ class Operator:
             **template["metadata"]["labels"], "training.kubeflow.org/job-name": job_name,
             "training.kubeflow.org/replica-type": replica.lower(), "training.kubeflow.org/replica-index": str(index),
         }  # fmt: skip
-        meta = {"name": name, "labels": labels, "creationTimestamp": self._stamp()}
+        owner = {
+            "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": job_name, "uid": job["metadata"]["uid"],
+            "controller": True, "blockOwnerDeletion": True,
+        }  # fmt: skip
+        meta = {"name": name, "labels": labels, "creationTimestamp": self._stamp(), "ownerReferences": [owner]}
         try:
             pod = self.cluster.create("pods", {"metadata": meta, "spec": spec, "status": {}}, self.namespace)
         except Refused as refused:
@@ -169,6 +175,7 @@ class Running(Operator):
 
     def __init__(self, cluster: Cluster, folder: Path, namespace: str = "team") -> None:
         super().__init__(cluster, Processes(cluster, folder, namespace), namespace)
+        cluster.graceful = True
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()

@@ -21,6 +21,7 @@ import k8s_exec
 import k8s_protobuf
 from k8s_admission import Refused
 from k8s_cluster import KINDS, Cluster, Fault, matches
+from k8s_failures import failure
 
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log|exec))?$"
@@ -272,12 +273,12 @@ class _Handler(BaseHTTPRequestHandler):
         with cluster.changed:
             exists = (plural, namespace, name) in cluster.objects
         if exists:
-            self._fail(409, "AlreadyExists", f'{plural} "{name}" already exists')
+            self._fail(409, "AlreadyExists", f'{plural} "{name}" already exists', name=name)
             return
         try:
             made = cluster.create(plural, body, namespace, query.get("dryRun") == "All")
         except Refused as refused:
-            self._fail(403, "Forbidden", str(refused))
+            self._fail(403, "Forbidden", str(refused), name=name)
         else:
             self._answer(201, made)
 
@@ -298,15 +299,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         wanted = (body or {}).get("preconditions") or {}
         if any(wanted.get(key) not in (None, found["metadata"][key]) for key in ("uid", "resourceVersion")):
-            self._fail(409, "Conflict", "the UID or resourceVersion in the precondition does not match")
+            said = "the UID or resourceVersion in the precondition does not match"
+            self._fail(409, "Conflict", said, kind=KINDS[plural])
             return
-        finalizers = found["metadata"].get("finalizers")
-        if finalizers:
-            marked = {**found["metadata"], "deletionTimestamp": "2026-01-01T00:00:01Z"}
-            cluster.put(plural, {**found, "metadata": marked}, namespace)
-        else:
-            cluster.remove(plural, match["name"], namespace)
-        self._answer(200, {"kind": "Status", "status": "Success"})
+        foreground = (body or {}).get("propagationPolicy") == "Foreground"
+        left = cluster.delete(plural, match["name"], namespace, foreground)
+        self._answer(200, left or {"kind": "Status", "status": "Success"})
 
     def _answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         if self._mute:
@@ -320,9 +318,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self._raw(data)
 
-    def _fail(self, status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> None:
-        value = {"kind": "Status", "status": "Failure", "code": status, "reason": reason, "message": message}
-        self._answer(status, value, headers)
+    def _fail(
+        self, status: int, reason: str, message: str, headers: dict[str, str] | None = None, **about: str
+    ) -> None:
+        match = _PATH.match(urlsplit(self.path).path)
+        self._answer(status, failure(status, reason, message, match, about), headers)
 
     def _begin_stream(self) -> None:
         self.send_response(200)

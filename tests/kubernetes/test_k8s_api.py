@@ -292,7 +292,7 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluste
     backend.submit(SPEC)
     job = cluster.get("pytorchjobs", "smoke")
     assert job is not None
-    job["metadata"]["finalizers"] = ["foregroundDeletion"]
+    job["metadata"]["finalizers"] = ["example.org/hold"]
 
     def asked_since() -> int:
         methods = [method for method, path, _, _ in cluster.requests if path == f"{JOBS}/smoke"]

@@ -1,0 +1,146 @@
+"""The emulated API server against recordings of a real one: status, shape and nulls of the same answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+from k8s_cluster import KINDS, Cluster
+from k8s_operator import until
+from k8s_server import ApiServer
+
+from jobs.kubernetes.backend import KubernetesBackend
+from jobs.spec.model import JobSpec
+
+Recorded = dict[str, Any]
+RECORDINGS = Path(__file__).parent / "recordings"
+EXACT = (
+    "kind", "apiVersion", "group", "name", "namespace", "uid", "type", "status", "reason", "code", "finalizers",
+    "deletionGracePeriodSeconds",
+)  # fmt: skip
+"""Of the others the type is compared. `message`: the texts are not those of the emulation yet."""
+
+
+def recorded(name: str) -> list[Recorded]:
+    return [json.loads(line) for line in (RECORDINGS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def differences(real: Any, ours: Any, place: str = "") -> Iterator[str]:
+    """Where `ours` is not what the recording has. A Status has no more than that; an object may have more."""
+    if isinstance(real, dict) and isinstance(ours, dict):
+        more = set(ours) - set(real) if real.get("kind") == "Status" else set()
+        yield from (f"{place}.{key}: is not recorded" for key in sorted(more))
+        for key, value in real.items():
+            if key not in ours:
+                yield f"{place}.{key}: is missing"
+            elif key in EXACT and value != ours[key]:
+                yield f"{place}.{key}: {ours[key]!r}, recorded {value!r}"
+            elif key not in EXACT:
+                yield from differences(value, ours[key], f"{place}.{key}")
+    elif isinstance(real, list) and isinstance(ours, list) and len(real) == len(ours):
+        for index, pair in enumerate(zip(real, ours)):
+            yield from differences(*pair, f"{place}[{index}]")
+    elif type(real) is not type(ours) or isinstance(real, list):
+        yield f"{place}: {ours!r}, recorded {real!r}"
+
+
+def asked(server: ApiServer, row: Recorded, token: str = "good") -> tuple[int, Any]:
+    """The emulation's answer to a request that was recorded: status, and JSON or the events of a watch."""
+    headers = {"Authorization": f"Bearer {token}", "Accept": row["request_accept"]}
+    body = json.dumps(row["request_body"]) if row["request_body"] is not None else None
+    query = "&".join(f"{key}={value}" for key, value in row["query"].items())
+    answer = urllib3.request(row["method"], f"{server.url}{row['path']}?{query}", body=body, headers=headers)
+    lines = [json.loads(line) for line in answer.data.splitlines()]
+    return answer.status, lines if "watch" in row["query"] else lines[0]
+
+
+def put(cluster: Cluster, plural: str, name: str, uid: str, **metadata: Any) -> None:
+    item = {"apiVersion": "kubeflow.org/v1", "kind": KINDS[plural], "spec": {}}
+    cluster.put(plural, {**item, "metadata": {"name": name, "uid": uid, **metadata}}, "lockstep")
+
+
+@pytest.mark.parametrize("row", recorded("lists"), ids=lambda row: row["path"].rpartition("/")[2] + row["step"][-6:])
+def test_lists(server: ApiServer, cluster: Cluster, row: Recorded) -> None:
+    for item in row["response_body"]["items"] or []:
+        put(cluster, "trainjobs", item["metadata"]["name"], item["metadata"]["uid"])
+    status, ours = asked(server, row)
+    assert (status, list(differences(row["response_body"], ours))) == (row["status"], [])
+
+
+@pytest.mark.parametrize("row", recorded("failures"), ids=lambda row: f"{row['method']} {row['step']}")
+def test_failures(server: ApiServer, cluster: Cluster, row: Recorded) -> None:
+    put(cluster, "pytorchjobs", "l2", "14c51129-9baa-40cb-a39f-b668244f48fd")
+    if row["status"] == 403 and "quota" in row["response_body"]["message"]:
+        put(cluster, "resourcequotas", "q1", "1")
+        cluster.get("resourcequotas", "q1", "lockstep")["spec"] = {"hard": {"pods": "0"}}  # type: ignore[index]
+        row["request_body"]["spec"] = {"containers": []}
+    elif row["status"] == 403:
+        cluster.denied.add(row["response_body"]["details"]["kind"])
+    status, ours = asked(server, row, "wrong" if row["status"] == 401 else "good")
+    assert (status, list(differences(row["response_body"], ours))) == (row["status"], [])
+
+
+def test_deletion_in_the_foreground(server: ApiServer, cluster: Cluster) -> None:
+    """The job is there, marked, until its pod is gone."""
+    deleted, there, gone, no_other, watched = recorded("foreground")[:5]
+    uid = deleted["request_body"]["preconditions"]["uid"]
+    put(cluster, "pytorchjobs", "wf", uid)
+    cluster.graceful = True
+    owners = [{"uid": uid, "blockOwnerDeletion": True}]
+    put(cluster, "pods", "wf-worker-0", "1", ownerReferences=owners)
+    put(cluster, "networkpolicies", "wf-1", "2", ownerReferences=[{"uid": uid}])
+    watched["query"] |= {"resourceVersion": str(cluster.version), "timeoutSeconds": "3"}
+    for row in (deleted, there):
+        status, ours = asked(server, row)
+        assert (status, list(differences(row["response_body"], ours))) == (row["status"], [])
+    until(lambda: cluster.get("networkpolicies", "wf-1", "lockstep") is None, 10, "the collector's work")
+    pod = cluster.get("pods", "wf-worker-0", "lockstep")
+    assert pod is not None and pod["metadata"]["deletionTimestamp"], "its pod is told to end"
+    assert asked(server, there)[0] == 200, "as long as the pod ends"
+    cluster.remove("pods", "wf-worker-0", "lockstep")
+    until(lambda: asked(server, there)[0] == 404, 10, "the job's end")
+    for row in (gone, no_other):
+        status, ours = asked(server, row)
+        assert (status, list(differences(row["response_body"], ours))) == (row["status"], [])
+    status, ours = asked(server, watched)
+    assert (status, list(differences(watched["response_events"], ours))) == (200, [])
+
+
+def test_a_name_that_is_being_deleted(server: ApiServer, cluster: Cluster) -> None:
+    """Somebody else's finalizer holds it: a second DELETE changes nothing, and a POST is a conflict."""
+    deleted, there, held, again, made = recorded("foreground")[5:]
+    put(cluster, "pytorchjobs", "del", deleted["response_body"]["metadata"]["uid"], finalizers=["example.org/hold"])
+    for row in (deleted, there):
+        status, ours = asked(server, row)
+        assert (status, list(differences(row["response_body"], ours))) == (row["status"], [])
+    until(lambda: len(asked(server, held)[1]["metadata"]["finalizers"]) == 1, 10, "the collector's work")
+    for row in (held, again, made):
+        status, ours = asked(server, row)
+        assert (status, list(differences(row["response_body"], ours))) == (row["status"], [])
+
+
+def test_replace_finds_the_old_policy_gone(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """As recorded: the policy goes before the job that is waited for, so that the new one's is made at once."""
+    spec = JobSpec.of({"name": "rp", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2})
+    backend.submit(spec)
+    job = cluster.get("pytorchjobs", "rp")
+    assert job is not None
+    cluster.put("pytorchjobs", {**job, "status": {"conditions": [{"type": "Succeeded", "status": "True"}]}})
+    before = len(cluster.requests)
+    assert backend.submit(spec, "replace").created
+    requests = [
+        (method, path.rpartition("/namespaces/team/")[2].partition("/")[0], query.get("dryRun"))
+        for method, path, query, _ in cluster.requests[before:]
+    ]
+    began = requests.index(("DELETE", "pytorchjobs", None))
+    asked_after = [
+        one for one in requests[began + 1 :] if one not in (("GET", "pytorchjobs", None), ("GET", "trainjobs", None))
+    ]
+    assert asked_after == [
+        ("POST", "pytorchjobs", "All"), ("GET", "configmaps", None), ("POST", "networkpolicies", None),
+        ("POST", "pytorchjobs", None), ("PATCH", "networkpolicies", None),
+    ]  # fmt: skip
