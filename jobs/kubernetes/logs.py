@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 from jobs.kubernetes.api import Api, ApiError
@@ -136,11 +138,12 @@ class Reader:
         """(time stamp, line) of a container, those later than `after`; of `last` lines at most."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
         query = {"container": self.container, "timestamps": "true", "follow": "true" if follow else None}
-        since = after.partition(".")[0] + "Z" if after else None
+        since, stamp = after.partition(".")[0] + "Z" if after else None, ""
         try:
             for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
-                stamp, _, line = text.partition(" ")
-                stamp = _nanoseconds(stamp)
+                first, _, line = text.partition(" ")
+                found = _utc(first)
+                stamp, line = (found, line) if found else (stamp, text)  # a kubelet's own words have no time
                 if not after or stamp > after:
                     yield stamp, line
         except ApiError as error:
@@ -152,10 +155,22 @@ def _age(pod: dict[str, Any]) -> tuple[str, str]:
     return host(pod), str(get(pod, "metadata", "creationTimestamp"))
 
 
-def _nanoseconds(stamp: str) -> str:
-    """RFC 3339 with nine decimals, so that texts sort as times do."""
-    seconds, _, fraction = stamp.removesuffix("Z").partition(".")
-    return f"{seconds}.{fraction:0<9}"
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
+
+
+def _utc(stamp: str) -> str:
+    """RFC 3339 as UTC with nine decimals, so that texts sort as times do; "" where it is no time."""
+    match = _STAMP.fullmatch(stamp)
+    if match is None:
+        return ""
+    seconds, fraction, zone = match.groups()
+    if zone != "Z":  # a runtime stamps with its node's offset
+        try:
+            there = datetime.fromisoformat(seconds + zone)
+            seconds = there.astimezone(timezone.utc).replace(tzinfo=None).isoformat()
+        except (ValueError, OverflowError):
+            return ""
+    return f"{seconds}.{fraction or '':0<9}"
 
 
 def _pick(lines: Iterator[str], name: str, rank: int | None) -> Iterator[str]:

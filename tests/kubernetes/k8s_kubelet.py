@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tests.processes import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 Object = dict[str, Any]
+ZONE = timezone(timedelta(hours=2))
+"""Of the nodes' clocks: a runtime stamps lines with its offset."""
 Variables = Callable[[str, int], dict[str, str]]
 """Of the address and the port at which the nodes meet: what the operator has put into the container's environment."""
 
@@ -115,7 +117,7 @@ class Processes(Idle):
     def _read(process: subprocess.Popen[bytes], lines: list[str]) -> None:
         assert process.stdout is not None
         for raw in process.stdout:
-            stamp = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f") + "000Z"
+            stamp = datetime.now(ZONE).isoformat(timespec="microseconds")
             lines.append(f"{stamp} {raw.decode(errors='replace').rstrip()}")
         process.stdout.close()
 

@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from datetime import datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -206,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
             for line in lines[at:]:
                 at += 1
                 stamp = line.partition(" ")[0]
-                if "sinceTime" in query and stamp < query["sinceTime"][:-1]:
+                if "sinceTime" in query and _instant(stamp) < _instant(query["sinceTime"]):
                     continue
                 self._write(line.encode() + b"\n")
                 sent += 1
@@ -345,6 +346,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
         except OSError:
             self.close_connection = True  # the client has gone: that is its right
+
+
+def _instant(stamp: str) -> datetime:
+    """RFC 3339, in whole seconds."""
+    return datetime.fromisoformat(stamp[:19] + stamp[19:].lstrip(".0123456789").replace("Z", "+00:00"))
 
 
 class _Server(ThreadingHTTPServer):
