@@ -22,7 +22,9 @@ import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
+from jobs.kubernetes.answers import Event, Item, Listing, Shape, checked
 from jobs.kubernetes.errors import ApiError, Gone
+from jobs.manifest import get
 from jobs.status import LoggedOut, Unreachable
 from training.contract import UserError
 
@@ -83,28 +85,31 @@ class Api:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, path: str, accept: str = "application/json", **query: Any) -> Any:
-        return self._json("GET", path, query, accept=accept)
+    def get(self, path: str, shape: type[Shape] = Item, accept: str = "application/json", **query: Any) -> Any:
+        """An object, or what else has that shape. Raises `ApiError`, `Unreachable`."""
+        return self._json("GET", path, query, shape, accept=accept)
 
-    def create(self, path: str, body: Any, **query: Any) -> Any:
+    def create(self, path: str, body: Any, shape: type[Shape] = Item, **query: Any) -> Any:
         """POST with strict field validation: an unknown field is an error, not silently dropped."""
-        return self._json("POST", path, {"fieldValidation": "Strict", **query}, body)
+        return self._json("POST", path, {"fieldValidation": "Strict", **query}, shape, body)
 
     def patch(self, path: str, body: Any) -> Any:
-        return self._json("PATCH", path, {}, body)
+        return self._json("PATCH", path, {}, Shape, body)
 
     def delete(self, path: str, body: Any) -> Any:
-        return self._json("DELETE", path, {}, body)
+        return self._json("DELETE", path, {}, Shape, body)
 
     def _json(
-        self, method: str, path: str, query: dict[str, Any], body: Any = None, accept: str = "application/json"
-    ) -> Any:
+        self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None,
+        accept: str = "application/json",
+    ) -> Any:  # fmt: skip
         response = self._send(method, path, query, body, self.timeout, accept=accept)
         try:
-            return json.loads(response.data)
-        except ValueError:
-            raise UserError(
-                f"{self.host} did not answer {method} {path} with JSON: check that it is a Kubernetes API server"
+            return checked(response.data, shape)
+        except ValueError as error:  # what was asked for may have been done
+            raise Unreachable(
+                f"{self.host} answers {method} {path} with what a Kubernetes API server does not say ({error}): "
+                "check the server's address, and what stands between, then try again"
             ) from None
         finally:
             response.release_conn()
@@ -163,6 +168,12 @@ class Api:
         return response
 
     def _checked(self, response: urllib3.BaseHTTPResponse, method: str, path: str) -> urllib3.BaseHTTPResponse:
+        if response.headers.get("Content-Type", "").startswith("text/html") and response.status != 401:
+            response.close()
+            raise Unreachable(
+                f"{self.host} answers {method} {path} with a web page ({response.status}): "
+                "check the server's address, and what stands between, then try again"
+            )
         if response.status < 300:
             return response
         message, reason = _message(response), _field(response, "reason")
@@ -180,13 +191,12 @@ class Api:
             token: str | None = None
             try:
                 while True:
-                    page = self.get(path, **{"limit": PAGE, **query, "continue": token})
-                    for item in page.get("items") or []:  # null, where a list of metadata is empty
-                        key = item.get("metadata", {}).get("uid") or item.get("metadata", {}).get("name", "")
-                        if key not in seen:
-                            seen.add(key)
+                    page = self.get(path, Listing, **{"limit": PAGE, **query, "continue": token})
+                    for item in page["items"] or []:  # null, where a list of metadata is empty
+                        if item["metadata"]["uid"] not in seen:
+                            seen.add(item["metadata"]["uid"])
                             yield item
-                    token = page.get("metadata", {}).get("continue")
+                    token = get(page, "metadata", "continue")
                     if not token:
                         return
             except Gone:
@@ -203,12 +213,12 @@ class Api:
         options["timeoutSeconds"] = str(max(1, int(seconds)))
         for line in self._stream(path, {**query, **options}, seconds + 5):
             try:
-                event = json.loads(line)
+                event = checked(line, Event)
             except ValueError:
                 return  # the stream broke within a line
-            if event.get("type") == "ERROR":
-                if event.get("object", {}).get("code") == 410:
-                    raise Gone(event["object"].get("message", ""))
+            if event["type"] == "ERROR":
+                if event["object"].get("code") == 410:
+                    raise Gone(str(event["object"].get("message")))
                 return
             yield event
 

@@ -17,6 +17,7 @@ from jobs.cluster import Checks, Cluster, Manifests
 from jobs.compare import missing_from
 from jobs.foreground import Streams
 from jobs.kubernetes import code, preparejob, related, render, rules, submission
+from jobs.kubernetes.answers import Listing
 from jobs.kubernetes.errors import ApiError, Gone, explained
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.observe import brief, container_of, explain, hosts, newest, slim
@@ -237,7 +238,7 @@ class KubernetesBackend(Cluster):
         began = time.monotonic()
         try:
             path, selector = self.path(str(known["kind"])), f"metadata.name={name}"
-            page = self.api.get(path, fieldSelector=selector)
+            page = self.api.get(path, Listing, fieldSelector=selector)
             # Where it has changed since it was read: after the pause, for where reading fails for good.
             if get(page, "items", 0, "metadata", "resourceVersion") == get(known, "metadata", "resourceVersion"):
                 version = str(get(page, "metadata", "resourceVersion"))
@@ -315,9 +316,13 @@ class KubernetesBackend(Cluster):
                     refused += [error] if error.status == 403 else []
                     continue  # this kind is not installed, or not used by who asks
                 for job in found:
-                    spec = spec_in(get(job, "metadata", "annotations"))
+                    nodes = spec_in(get(job, "metadata", "annotations")).get("nodes")
                     created = str(get(job, "metadata", "creationTimestamp") or "")
-                    rows.append(Listed(get(job, "metadata", "name"), brief(job), spec.get("nodes", 1), created))
+                    rows.append(
+                        Listed(
+                            get(job, "metadata", "name"), brief(job), nodes if isinstance(nodes, int) else 1, created
+                        )
+                    )
             if len(refused) == len(KINDS):
                 raise refused[0]
         return sorted(rows, key=lambda row: row.name)
@@ -347,7 +352,7 @@ class KubernetesBackend(Cluster):
         refused: list[ApiError] = []
         for kind in KINDS:
             try:
-                return {"kind": kind, **self.api.get(self.path(kind, name))}
+                return {**self.api.get(self.path(kind, name)), "kind": kind}
             except ApiError as error:
                 if error.status == 403:
                     refused.append(error)

@@ -234,7 +234,7 @@ class Conversation:
         if self._status.get("status") == "Success":
             return 0
         for cause in mappings(get(self._status, "details", "causes")):
-            if cause.get("reason") == "ExitCode" and str(cause.get("message")).isdigit():
+            if cause.get("reason") == "ExitCode" and str(cause.get("message")).isdecimal():
                 return int(cause["message"])
         raise _not_started(self.pod, str(self._status.get("message") or "the server gave no reason"))
 

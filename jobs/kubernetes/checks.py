@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jobs.checks.check import Check, Result
 from jobs.checks.rule import Finding
+from jobs.kubernetes.answers import Listing, Shape
 from jobs.kubernetes.errors import ApiError
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.section import k8s
@@ -65,7 +66,7 @@ def _rules(findings: list[Finding] | None) -> list[Check]:
 def check(backend: Reached, spec: JobSpec | None, findings: list[Finding] | None) -> list[Check]:
     """The checks in order; the first failure to reach the cluster ends them."""
     try:
-        version = backend.api.get("/version").get("gitVersion", "?")
+        version = backend.api.get("/version", Shape).get("gitVersion", "?")
     except (UserError, ApiError) as error:
         return without_cluster(str(error), findings)
     found = [Check("cluster", "ok", f"{backend.api.host}, Kubernetes {version}")]
@@ -96,7 +97,7 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
 
 def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every check is asked with both
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
-    answer = backend.api.create("/apis/authentication.k8s.io/v1/selfsubjectreviews", body)
+    answer = backend.api.create("/apis/authentication.k8s.io/v1/selfsubjectreviews", body, Shape)
     yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {backend.namespace}")
 
 
@@ -134,7 +135,7 @@ def _denied(backend: Reached, wanted: Iterable[tuple[str, str, str, str]]) -> li
         body = {
             "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": about},
         }  # fmt: skip
-        answer = backend.api.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+        answer = backend.api.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body, Shape)
         if not get(answer, "status", "allowed"):
             found.append(f"{verb} {resource}{f'/{sub}' if sub else ''}")
     return found
@@ -143,7 +144,7 @@ def _denied(backend: Reached, wanted: Iterable[tuple[str, str, str, str]]) -> li
 def _custom_resource(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
     kind = _kind(spec)
     try:
-        backend.api.get(backend.path(kind), limit=1)
+        backend.api.get(backend.path(kind), Listing, limit=1)
     except ApiError as error:
         if error.status != 404:
             raise
@@ -228,7 +229,7 @@ def _image(backend: Reached, spec: JobSpec) -> Iterator[Check]:
 
 def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every check is asked with both
     try:
-        backend.api.get(f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors", limit=1)
+        backend.api.get(f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors", Listing, limit=1)
     except ApiError as error:
         if error.status != 404:
             raise
@@ -260,7 +261,7 @@ def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
         int(str(item.get("nominalQuota", "0")))
         for group in mappings(get(cluster, "spec", "resourceGroups")) for flavor in mappings(group.get("flavors"))
         for item in mappings(flavor.get("resources"))
-        if item.get("name") == k8s(spec).gpu_resource and str(item.get("nominalQuota", "")).isdigit()
+        if item.get("name") == k8s(spec).gpu_resource and str(item.get("nominalQuota", "")).isdecimal()
     ]  # fmt: skip
     if wanted:
         fits = sum(quotas) >= wanted
@@ -277,7 +278,7 @@ def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
         amount = str(get(node, "status", "allocatable", k8s(spec).gpu_resource) or "0")
         if ready and ready[0].get("status") != "True":
             silent += 1
-        elif amount.isdigit() and not get(node, "spec", "unschedulable"):
+        elif amount.isdecimal() and not get(node, "spec", "unschedulable"):
             amounts.append(int(amount))
     fit = sum(amount >= spec.gpus for amount in amounts)
     needed = spec.nodes if k8s(spec).spread == "required" else 1

@@ -143,7 +143,7 @@ def _judge(
             placed = sum(map(_placed, pods))
             return "unschedulable", f"{placed}/{nodes} pods are placed: {unscheduled}", None
     if condition(job, "Restarting"):
-        return "restarting", str(condition(job, "Restarting").get("message", "")), None  # type: ignore[union-attr]
+        return "restarting", str(get(condition(job, "Restarting"), "message") or ""), None
     running = [pod for pod in pods if get(pod, "status", "phase") == "Running"]
     if running and not pending and len(running) >= nodes:
         return "running", f"{len(running)}/{nodes} pods run", None
@@ -160,7 +160,7 @@ _SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.
 
 
 def _failure(job: Object, failed: Object, pods: list[Object]) -> tuple[State, str, int]:
-    message = str(failed.get("message", ""))
+    message = str(failed.get("message") or "")
     said = _SAYS.fullmatch(message)
     why = said["why"] if said is not None and said["name"] == get(job, "metadata", "name") else ""
     if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
@@ -183,7 +183,7 @@ def _broken(pod: Object) -> tuple[str, int | None] | None:
     """How the pod failed, and its exit code: an eviction or a lack of memory tells more than a code."""
     name = get(pod, "metadata", "name")
     end = _terminated(pod)
-    code = int(end.get("exitCode", 1)) if end is not None else 0
+    code = (1 if end.get("exitCode") is None else int(end["exitCode"])) if end is not None else 0
     if get(pod, "status", "reason") == "Evicted":
         return f"{name} was evicted: {get(pod, 'status', 'message')}", code if code == 128 + 15 else None
     if end is not None and code and end.get("reason") == "OOMKilled":
@@ -223,7 +223,7 @@ def _seconds(stamp: Any) -> float | None:
     """RFC 3339 as seconds since the epoch."""
     try:
         return datetime.datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -298,7 +298,7 @@ def _starting(pending: list[Object], events: list[Object]) -> str:
 def _event_of(pod: Object, events: list[Object], reason: str) -> str:
     name = get(pod, "metadata", "name")
     found = [e for e in events if e.get("reason") == reason and get(e, "involvedObject", "name") == name]
-    return str(found[-1].get("message", "")) if found else ""
+    return str(found[-1].get("message") or "") if found else ""
 
 
 def _refused(maker: Object, pods: list[Object], events: list[Object]) -> str:
@@ -312,12 +312,12 @@ def _refused(maker: Object, pods: list[Object], events: list[Object]) -> str:
         and get(event, "involvedObject", "name") == name
         and str(event.get("lastTimestamp") or event.get("eventTime") or "~") >= latest  # else it was let in since
     ]
-    return str(found[-1].get("message", "")).removeprefix("Error creating: ") if found else ""
+    return str(found[-1].get("message") or "").removeprefix("Error creating: ") if found else ""
 
 
 def _last_warning(events: list[Object]) -> str:
     found = [event for event in events if event.get("type") == "Warning"]
-    return str(found[-1].get("message", "")) if found else ""
+    return str(found[-1].get("message") or "") if found else ""
 
 
 def _queue(workload: Object) -> str:
@@ -325,7 +325,7 @@ def _queue(workload: Object) -> str:
     for kind in ("Evicted", "Preempted"):
         found = condition(workload, kind)
         if found:
-            return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {found.get('message', '')}"
+            return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {found.get('message') or ''}"
     pending = [c for c in mappings(get(workload, "status", "conditions")) if c.get("type") == "QuotaReserved"]
-    message = re.sub(r"\s+", " ", str(pending[0].get("message", ""))) if pending else ""
+    message = re.sub(r"\s+", " ", str(pending[0].get("message") or "")) if pending else ""
     return f"waiting for quota in queue {queue}{f': {message}' if message else ''}"

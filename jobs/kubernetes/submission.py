@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jobs.code import store
 from jobs.command import identity
 from jobs.kubernetes import code, policy, render
+from jobs.kubernetes.answers import Shape
 from jobs.kubernetes.errors import ApiError
 from jobs.kubernetes.kinds import KINDS
 from jobs.kubernetes.section import k8s
@@ -38,7 +39,7 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
     wanted, job = render.kubernetes(spec, submission)
     version, plural = KINDS[k8s(spec).kind]
     path, policies = f"/apis/{version}/namespaces/{namespace}/{plural}", _policies(namespace)
-    api.create(path, job, dryRun="All")  # what the server refuses leaves nothing behind
+    api.create(path, job, Shape, dryRun="All")  # what the server refuses leaves nothing behind
     code.settle(api, namespace, spec.name, find)
     pieces = code.maps(spec, submission, store.packed(identity(spec))) if spec.code is not None else []
     try:
@@ -54,7 +55,7 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
             with contextlib.suppress(ApiError, UserError):
                 code.settle(api, namespace, spec.name, find)
         raise
-    live = code.typed({"kind": k8s(spec).kind, **live})
+    live = code.typed({**live, "kind": k8s(spec).kind})
     policy.own(api, policies, wanted, live)
     if pieces and code.submission_of(live) == submission:
         code.own(api, namespace, pieces, live)
@@ -72,6 +73,8 @@ def _made(api: Api, path: str, job: Manifest, find: Callable[[], Manifest | None
         if error.status != 409:
             raise
     found = find()  # somebody was faster, or our answer was lost on the way
+    if get(found, "metadata", "deletionTimestamp"):
+        raise UserError(f"{job['metadata']['name']} is being deleted by someone else: submit it again when it is gone")
     same = get(found, "metadata", "labels", HASH) == get(job, "metadata", "labels", HASH)
     return found if same else None
 

@@ -16,6 +16,7 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import until
 from k8s_server import ApiServer
 
+from jobs.kubernetes.answers import Listing
 from jobs.kubernetes.api import Api, ApiError, Gone, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
@@ -97,7 +98,7 @@ def test_retry_after_is_obeyed(server: ApiServer) -> None:
     load, _ = load_configuration(None)
     api = Api(load, sleep=pauses.append)
     server.cluster.faults.append(Fault("GET", "pods", status=429, headers={"Retry-After": "7"}))
-    api.get("/api/v1/namespaces/team/pods")
+    api.get("/api/v1/namespaces/team/pods", Listing)
     api.close()
     assert len(pauses) == 1 and pauses[0] >= 7
 

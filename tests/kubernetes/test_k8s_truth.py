@@ -14,6 +14,7 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
 
+from jobs.kubernetes import render
 from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.spec.model import JobSpec
@@ -215,6 +216,23 @@ def test_a_name_that_is_being_deleted_is_waited_for(
     assert backend.submit(SPEC).created and uid(cluster) != old
     assert "smoke is being deleted: waiting until it is gone" in capsys.readouterr().err
     timer.join()
+
+
+def test_a_job_that_goes_just_now_is_not_taken_for_ours(backend: KubernetesBackend, cluster: Cluster) -> None:
+    """The same spec, submitted and cancelled by somebody else in between; the job stays as long as its pods end."""
+
+    def arrived(method: str, path: str) -> bool:
+        if method == "POST" and "/pytorchjobs" in path and "dryRun" not in path:
+            cluster.arrived = None
+            job = render.kubernetes(SPEC)[1]
+            job["metadata"]["finalizers"] = ["example.org/hold"]
+            cluster.create("pytorchjobs", job)
+            cluster.delete("pytorchjobs", "smoke", foreground=True)
+        return False
+
+    cluster.arrived = arrived
+    with pytest.raises(UserError, match="smoke is being deleted by someone else: submit it again"):
+        backend.submit(SPEC)
 
 
 # What the server answers, and when it does not.
