@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from tests.events import events
 from tests.idx import write_fashion
 from tests.ranks import gang, training
+from training import models
+from training.checkpoint import generators
+from training.data.sources import SOURCES
 
 LINE = re.compile(r"step +(\d+) \| train_loss +([\d.]+) \| test_loss +([\d.]+) \| step time +([\d.]+) ms")
 
@@ -24,13 +29,14 @@ def test_the_mlp_in_the_exercises_form_and_in_the_honest_one(data_root: Path, tm
     done = training(*words, "data.split=exercise", "epochs=57", "--run-dir", str(tmp_path / "exercise"))
     assert done.code == 0, done.output
     exercise = _table(done.output)
-    assert list(exercise) == [1, *range(100, 901, 100)]
-    assert 3.6 < exercise[1][0] < 4.2 and exercise[900][0] < 0.3 and exercise[900][1] < 0.3  # 3.78 → 0.21, 0.22
+    assert list(exercise) == list(range(0, 901, 100))
+    assert done.output.index("lr=0.1") < done.output.index("step     0")  # the configuration stands above the table
+    assert 3.6 < exercise[0][0] < 4.2 and exercise[900][0] < 0.3 and exercise[900][1] < 0.3  # 3.78 → 0.21, 0.22
     done = training(*words, "epochs=4", "--run-dir", str(tmp_path / "honest"))
     assert done.code == 0, done.output
     honest = _table(done.output)
-    assert list(honest) == [1, 100, 200, 300, 400, 500]
-    assert honest[500][1] > 3.4 and honest[500][0] < honest[1][0]  # ln 32 = 3.47: what is held out stays at chance
+    assert list(honest) == [0, 100, 200, 300, 400, 500]
+    assert honest[500][1] > 3.4 and honest[500][0] < honest[0][0]  # ln 32 = 3.47: what is held out stays at chance
     assert "epoch    batch" not in done.output
 
 
@@ -49,12 +55,59 @@ def test_the_lines_are_the_same_after_a_resume_and_at_two_ranks(data_root: Path,
         "data.std=[100]"
     ]  # as they come the features saturate every tanh, and rounding errors grow a thousandfold a step
     whole = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "whole")).output)
-    assert list(whole) == [1, 5, 10, 15, 20, 25, 30]
+    assert list(whole) == [0, 5, 10, 15, 20, 25, 30]
     first = _table(training(*words, "epochs=1", "--run-dir", str(tmp_path / "parts")).output)
     second = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "parts")).output)
     assert {**first, **second} == whole
     two = _table(gang(2, *words, "epochs=2", "--run-dir", str(tmp_path / "two")).output)
     assert list(two) == list(whole) and all(two[step] == pytest.approx(whole[step], abs=2e-4) for step in whole)
+
+
+def _literal_loop(batches: int, workers: int, epochs: int) -> list[float]:
+    """The module's loop, written out: worker r takes the batches i with `i % workers == r`, DDP averages their gradients.
+
+    Returns the mean of the workers' losses at each step.
+    """
+    torch.manual_seed(0)
+    data = SOURCES["classification"](Path(), False)
+    x = (torch.from_numpy(data.train[0][:1000]).double() - 0) / 100
+    y = torch.from_numpy(data.train[1][:1000])
+    generators.seed(0)
+    net = models.build("mlp", {}, 32, (1024,)).double()
+    losses = []
+    for _ in range(epochs):
+        loader = list(zip(x.split(batches), y.split(batches)))
+        for first in range(0, len(loader), workers):
+            lr = 0.1 * (1 - 0.7 * (len(losses) + 1) / 1000)
+            mean = sum(F.cross_entropy(net(x), y) for x, y in loader[first : first + workers]) / workers
+            losses.append(mean.item())
+            for parameter, gradient in zip(net.parameters(), torch.autograd.grad(mean, list(net.parameters()))):
+                parameter.data -= lr * gradient
+    return losses
+
+
+def test_two_workers_train_what_the_modules_own_loop_trains(data_root: Path, tmp_path: Path) -> None:
+    """All 1000 samples: the last batch of an epoch has 64 for worker 0 and 40 for worker 1, whose means count alike."""
+    words = ["run", "mlp", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}", "threads=1"]
+    words += ["data.split=exercise", "data.shuffle=none", "uneven=mean", "epochs=3", "log.score_every=1"]
+    words += ["precision=float64", "data.std=[100]"]
+    done = gang(2, *words)
+    assert done.code == 0, done.output
+    expected = _literal_loop(64, 2, 3)
+    assert [train for train, _ in _table(done.output).values()] == pytest.approx(expected, abs=1e-4)
+    assert len(expected) == 24
+
+
+def test_a_sum_of_losses_has_no_means_to_average(tmp_path: Path) -> None:
+    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", "uneven=mean")
+    assert done.code == 2 and "loss.reduction" in done.output and not (tmp_path / "run").exists()
+
+
+def test_unequal_work_is_told(data_root: Path, tmp_path: Path) -> None:
+    """Smoke's ghost batch norm wants blocks of 32: of 128 samples one of three ranks computes 64, the others 32."""
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}", "epochs=1"]
+    done = gang(3, *words)
+    assert done.code == 0 and "32 to 64" in done.output and "global_batch_size=96" in done.output, done.output
 
 
 def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Path) -> None:

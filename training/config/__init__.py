@@ -60,8 +60,8 @@ class Recipe(Section):
     """Samples per rank and step. Give this or `global_batch_size`. A resumed run keeps the global size of the first start."""
     global_batch_size: Positive | None = None
     """Samples per step, all ranks together."""
-    uneven: Literal["drop", "pad", "weight"] = "drop"
-    """A batch that cannot be divided equally: leave it out, fill it up from the epoch's start, or give exact weights to unequal parts."""
+    uneven: Literal["drop", "pad", "weight", "mean"] = "drop"
+    """A batch that cannot be divided equally: leave it out, fill it up, weight its parts exactly, or average the ranks' means."""
     accumulate: Positive = 1
     """Micro-batches per step, to save memory."""
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
@@ -87,6 +87,8 @@ class Recipe(Section):
     def _one_batch_size(self) -> Self:
         if (self.batch_size is None) == (self.global_batch_size is None):
             raise ValueError("set exactly one of batch_size (per rank) and global_batch_size")
+        if self.uneven == "mean" and self.loss.reduction == "sum":
+            raise ValueError("uneven=mean averages the ranks' mean losses: set loss.reduction=mean, or uneven=weight")
         return self
 
 

@@ -26,7 +26,8 @@ class Batch:
     """A rank's part of one global batch. Its samples are `images[rows]`: uint8 images or float32 vectors.
 
     `total` is the size of the global batch, the divisor of a mean loss. A rank whose part is empty gets one sample
-    with `weight` 0, so that it takes part in every collective and adds nothing.
+    with `weight` 0, so that it takes part in every collective and adds nothing. With `uneven=mean`, `weight` makes the
+    gradient the mean of the ranks' means.
     """
 
     images: torch.Tensor
@@ -91,18 +92,36 @@ class Loader:
             )
         return slices
 
+    def describe_unequal_work(self) -> str | None:
+        """A sentence where one rank has at least half as much again to compute as another: all wait for it in every step."""
+        sizes = [self._part_size(rank) for rank in range(self.world.size)]
+        if 2 * max(sizes) < 3 * min(sizes):
+            return None
+        share = self.multiple * self.world.size
+        below = self.batch // share * share
+        equal = " or ".join(f"global_batch_size={size}" for size in (below, below + share) if size)
+        blocks = f", in blocks of {self.multiple} (ghost batch norm)" if self.multiple > 1 else ""
+        return (
+            f"Of each {self.batch} samples a rank computes {min(sizes)} to {max(sizes)}{blocks}, and waits for the rank that "
+            f"has most: {equal} gives equal parts"
+        )
+
     def _part_size(self, rank: int) -> int:
         low, high = order.bounds(self.batch, rank, self.world.size, self.multiple)
         return high - low
 
-    def ids(self, epoch: int, step: int) -> tuple[torch.Tensor, int]:
-        """(the rank's global sample ids, the size of the global batch) of one step of an epoch."""
+    def ids(self, epoch: int, step: int) -> tuple[torch.Tensor, list[int]]:
+        """(the rank's global sample ids, the number of samples of each rank) of one step of an epoch."""
         config, shuffle = self.config, self.config.data.shuffle != "none"
         if config.data.shuffle != "shard":
             global_ids = order.global_ids(
                 self.total, config.seed, epoch, step, self.batch, config.uneven, shuffle
             )  # fmt: skip
-            return order.part(global_ids, self.world.rank, self.world.size, self.multiple), len(global_ids)
+            # With `mean` the ranks take whole batches in turn, as a loop over `i % world_size == rank` does.
+            divided = self.batch if config.uneven == "mean" else len(global_ids)
+            ranges = [order.bounds(divided, rank, self.world.size, self.multiple) for rank in range(self.world.size)]
+            low, high = ranges[self.world.rank]
+            return global_ids[low:high], [len(global_ids[a:b]) for a, b in ranges]
         parts = []
         for rank, (low, high) in enumerate(self.slices):
             size = self._part_size(rank)
@@ -111,19 +130,25 @@ class Loader:
                 rank_ids = low + order.global_ids(high - low, seed, epoch, step, size, config.uneven)
             left = high - low - step * size
             parts.append(size if config.uneven == "pad" else max(0, min(size, left)))
-        return rank_ids, sum(parts)
+        return rank_ids, parts
+
+    def _share(self, epoch: int, step: int) -> tuple[torch.Tensor, int, float]:
+        """(the rank's ids, the size of the global batch, the weight of the rank's samples)."""
+        ids, parts = self.ids(epoch, step)
+        total, taking_part = sum(parts), sum(part > 0 for part in parts)
+        if not len(ids):
+            return torch.tensor([self.samples.low]), total, 0.0
+        return ids, total, total / (taking_part * len(ids)) if self.config.uneven == "mean" else 1.0
 
     def host_batch(self, epoch: int, step: int) -> Batch:
         """The batch in CPU memory, from the mapped files."""
-        ids, total = self.ids(epoch, step)
-        ids, weight = (ids, 1.0) if len(ids) else (torch.tensor([self.samples.low]), 0.0)
+        ids, total, weight = self._share(epoch, step)
         images, labels = self.samples.take(ids)
         return Batch(images, torch.arange(len(ids)), ids, labels, total, weight)
 
     def resident_batch(self, epoch: int, step: int) -> Batch:
         """The batch as rows of the images that stay on the device."""
-        ids, total = self.ids(epoch, step)
-        ids, weight = (ids, 1.0) if len(ids) else (torch.tensor([self.samples.low]), 0.0)
+        ids, total, weight = self._share(epoch, step)
         ids = ids.to(self.world.device, non_blocking=True)
         rows = ids - self.samples.low
         return Batch(self._images, rows, ids, self._labels[rows], total, weight)

@@ -79,7 +79,7 @@ def global_ids(
         n: samples in the training set.
         step: step within the epoch.
         batch: global batch size.
-        uneven: the last batch of an epoch is filled up from the epoch's start with `pad` and short with `weight`.
+        uneven: the last batch of an epoch is filled up from the epoch's start with `pad` and short with `weight` and `mean`.
     """
     last = (step + 1) * batch
     positions = torch.arange(step * batch, last if uneven == "pad" else max(min(last, n), step * batch))

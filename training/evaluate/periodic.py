@@ -13,7 +13,9 @@ from training.run.prepare import Prepared
 
 
 class PeriodicScore:
-    """An event `score` at step 1 and every `log.score_every` steps.
+    """An event `score` after the first step and every `log.score_every` steps from there: after step 1, 101, 201, … with 100.
+
+    The table counts from 0, as the module's loop does (`if i % 100 == 0`), so its lines are those of steps 0, 100, 200, …
 
     `train_loss` is the mean loss of that step's global batch, before its update, and None where the step was left out;
     `test_loss` is of the whole test split, after it.
@@ -30,7 +32,7 @@ class PeriodicScore:
         prepared, state = self.prepared, self.prepared.state
         before = self._seen if state.cursor.epoch == self._epoch else torch.zeros_like(self._seen)
         self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
-        if prepared.steps_done != 1 and prepared.steps_done % prepared.config.log.score_every:
+        if (prepared.steps_done - 1) % prepared.config.log.score_every:
             return
         state.clock.settle()
         loss = (self._seen - before).cpu()

@@ -73,7 +73,7 @@ class Console:
                 say(json_text(event))
         elif event["event"] == "score":
             say(
-                f"step {event['step']:5d} | train_loss {_number(event['train_loss'], 7)}"
+                f"step {event['step'] - 1:5d} | train_loss {_number(event['train_loss'], 7)}"
                 f" | test_loss {event['test_loss']:7.4f} | step time {1000 * event['step_seconds']:7.2f} ms"
             )
         elif event["event"] == "epoch" and not self._by_step:

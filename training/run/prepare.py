@@ -134,7 +134,14 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
                 "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
                 "{left_out} left out".format(**part)
             )
+    if config.log.score_every:
+        console.line(
+            f"model={config.model} global_batch_size={global_batch} optim={config.optim.name} lr={config.optim.lr:g} "
+            f"sync={config.sync.name} uneven={config.uneven}, {loader.steps_per_epoch} steps an epoch"
+        )
     console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {place.threads}")
+    if (unequal := loader.describe_unequal_work()) is not None:
+        console.line(unequal)
     if source is not None and not prepared.complete:
         prepared.event("resumed", step=prepared.steps_done, epoch=state.cursor.epoch, batch=state.cursor.step)
         console.line(
