@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.parallel.world import World
+from training.contract import UserError
+from training.parallel.world import World, detect
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -26,6 +28,23 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 _PLAIN = {int, float, str, bool, type(None)}
+
+
+def group_size(group: dist.ProcessGroup | None = None) -> int:
+    """Ranks of the process group; 1 in a single process that has no group.
+
+    Raises:
+        UserError: the launcher started several ranks, but there is no process group: each would train alone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(group)
+    size = detect(os.environ).size
+    if size > 1:
+        raise UserError(
+            f"this process is one of {size} ranks, but there is no process group: "
+            "call torch.distributed.init_process_group first"
+        )
+    return 1
 
 
 def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:

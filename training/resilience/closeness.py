@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from training.parallel.exchange import group_size
+
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""
 
@@ -45,8 +47,9 @@ def check_parameter_closeness(
 
     Raises:
         ReplicasDiffer: naming the first parameter or buffer that differs, on which ranks, and by how much.
+        UserError: the launcher started several ranks, but there is no process group.
     """
-    if dist.get_world_size(process_group) == 1:
+    if group_size(process_group) == 1:
         return True
     named = list(_tensors(model, process_group, batch_statistics))
     device = next((tensor.device for _, tensor in named), torch.device("cpu"))

@@ -71,6 +71,7 @@ class Reducer:
         buckets: in the order in which they start; by default one a parameter, last layers first.
         scale: what the sum is multiplied with; 1/world size for the mean.
         passes: backward passes whose gradients are added up before a parameter is sent.
+        size: ranks of the process group; by default asked of it.
 
     `backward` raises `SentAlready` where a parameter gets a gradient in more passes than that, and `UserError` for a sparse
     gradient.
@@ -81,7 +82,7 @@ class Reducer:
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
-        scale: float = 1.0, passes: int = 1,
+        scale: float = 1.0, passes: int = 1, size: int | None = None,
     ) -> None:  # fmt: skip
         self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
         self.buckets = [Bucket([p]) for p in reversed(self.names)] if buckets is None else buckets
@@ -91,8 +92,8 @@ class Reducer:
         self.on_done: Callable[[nn.Parameter], None] | None = None
         """Called with each parameter as soon as its sum is there, in order."""
         self.bytes_sent = 0
-        self.size = dist.get_world_size()
-        self._paused = False
+        self.size = dist.get_world_size() if size is None else size
+        self.paused_now = False
         self._bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params}
         self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
         for parameter in self._bucket:
@@ -115,7 +116,7 @@ class Reducer:
     def on_gradient(self, parameter: nn.Parameter) -> None:
         """A gradient has come: starts the buckets that are complete, as far as it is their turn."""
         self._accept(parameter)
-        if self._paused:
+        if self.paused_now:
             return
         self._passes_left[parameter] -= 1
         if not self._passes_left[parameter]:
@@ -181,11 +182,11 @@ class Reducer:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes inside add to the gradients and send nothing."""
-        before, self._paused = self._paused, True  # may be nested
+        before, self.paused_now = self.paused_now, True  # may be nested
         try:
             yield
         finally:
-            self._paused = before
+            self.paused_now = before
 
 
 def _is_completed(work: dist.Work | None) -> bool:

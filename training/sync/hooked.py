@@ -1,76 +1,74 @@
 """A wrapper of our own that does what DDP does: one asynchronous all-reduce a parameter, started from inside backward.
 
     network = HookedDataParallel(model)         # every rank has rank 0's weights from here on
-    F.cross_entropy(network(x), y).backward()   # each gradient is sent as soon as autograd has it
-    network.synchronize()                       # and is the mean over the ranks from here on: to clip it, say
-    optimizer.step()                            # synchronises by itself where that has not been done
+    F.cross_entropy(network(x), y).backward()   # each gradient is sent as soon as autograd has it, and is the mean afterwards
+    optimizer.step()                            # any optimizer, also one that is written by hand
 
+`network.synchronize()` may stand between `backward` and `step`, as in the module; the end of `backward` has waited already.
 In which order the gradients are sent is the engine's business (`buckets.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from training.parallel.exchange import group_size
 from training.sync.base import broadcast_module
 from training.sync.buckets import Reducer
-
-
-def _has_one_of(optimizer: torch.optim.Optimizer, parameters: dict[nn.Parameter, str]) -> bool:
-    return any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"])
-
-
-_wrapped: list[weakref.ref[Reducer]] = []
-"""In the order in which they were made, which is the same on all ranks."""
-
-
-def _synchronize_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before each step of any optimizer: no rank may step with the gradient of its own part alone.
-
-    As under DDP, every rank runs a backward pass through each wrapped module before the step; where one may not, every
-    rank calls `synchronize`.
-    """
-    alive = {reference: live for reference in _wrapped if (live := reference()) is not None}
-    _wrapped[:] = alive
-    for reducer in alive.values():
-        if reducer.pending and reducer.on_done is None and _has_one_of(optimizer, reducer.names):
-            reducer.synchronize()
-
-
-register_optimizer_step_pre_hook(_synchronize_first)
+from training.sync.watch import on_grad
 
 
 class HookedDataParallel(nn.Module):
-    """Data parallelism around any module, for scripts of one's own. Needs a process group; every rank constructs it.
+    """Data parallelism around any module, for scripts of one's own. Every rank constructs it, after the process group; in
+    one process without a group it sends nothing.
 
-    Gradients are averaged over the ranks, as by torch's DDP: exact for mean losses over parts of equal size.
+    Gradients are averaged over the ranks, as by torch's DDP: exact for mean losses over parts of equal size. As under DDP,
+    every rank runs the same backward passes; where one has none in a step, all ranks call `synchronize` in each step.
     """
 
-    def __init__(self, module: nn.Module, scale: float | None = None) -> None:
-        """`scale`: factor of the summed gradients; by default 1/world size, which gives their mean."""
+    def __init__(self, module: nn.Module, scale: float | None = None, wait: bool = True) -> None:
+        """
+        Args:
+            scale: factor of the summed gradients; by default 1/world size, which gives their mean.
+            wait: `backward` returns when the sums are complete, so that no step can use a rank's own gradient. Else
+                only `synchronize` waits for them.
+
+        Raises:
+            UserError: the launcher started several ranks, but there is no process group.
+        """
         super().__init__()
         self.module = module
-        broadcast_module(module)
-        scale = 1 / dist.get_world_size() if scale is None else scale
-        self.reducer = Reducer(module.named_parameters(), scale=scale)
-        _wrapped.append(weakref.ref(self.reducer))
+        size = group_size()
+        if size > 1:
+            broadcast_module(module)
+        self.reducer = Reducer(module.named_parameters(), scale=1 / size if scale is None else scale, size=size)
+        self._waits, self._queued, self._complete = wait, False, False
+        for parameter in self.reducer.names if wait else ():
+            on_grad(parameter, self._wait_at_the_end)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._queued = False  # still set if the backward pass before raised an error
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Returns when the gradients are the mean over the ranks.
+        """Returns when the gradients are the mean over the ranks."""
+        if not self._complete:
+            self.reducer.synchronize()
+        self._complete = False
 
-        An optimizer that has one of the parameters calls it before its step. Call it to clip or read gradients before that.
-        """
+    def _wait_at_the_end(self, _: nn.Parameter) -> None:
+        if not self._queued and not self.reducer.paused_now:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._queued = False
         self.reducer.synchronize()
+        self._complete = True
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside add to the gradients and send nothing; the next one outside sends the sum."""

@@ -48,7 +48,7 @@ class Hooks(Bucketed):
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model = model
-        self.network = HookedDataParallel(model, scale=1.0)  # the loop's losses make the sum the gradient
+        self.network = HookedDataParallel(model, scale=1.0, wait=False)  # the loop's losses make the sum the gradient
         self.reducer = self.network.reducer
         return self.network
 
