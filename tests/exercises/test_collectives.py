@@ -22,8 +22,9 @@ def _products(world: World) -> list[tuple[torch.Tensor | None, torch.Tensor, dic
         generator = torch.Generator().manual_seed(m)
         a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
         mine = (a, b) if world.leader else (None, None)
-        by_row, row_traffic = collectives.matmul_by_row(*mine, (m, k, n), world)
-        summed, traffic = collectives.matmul_by_reduction(*mine, (m, k, n), world)
+        row_traffic, traffic = collectives.Traffic(), collectives.Traffic()
+        by_row = collectives.matmul_by_row(*mine, world, row_traffic)
+        summed = collectives.matmul_by_reduction(*mine, world, traffic)
         found.append((by_row, summed, row_traffic.sent, traffic.sent))
     return found
 

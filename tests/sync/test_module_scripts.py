@@ -21,7 +21,7 @@ from training.checkpoint import weights
 from training.contract import UserError
 from training.data.dataset import SourceDataset
 from training.data.partition import torch_type
-from training.exercises.collectives import gather_objects
+from training.exercises.collectives import gather_objects, matmul_by_reduction, matmul_by_row
 from training.models.resnet9 import ResNet9
 from training.parallel.world import World
 from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
@@ -142,6 +142,8 @@ def test_the_tutorials_checkpoint_and_torchvisions_names(tmp_path: Path) -> None
             nn.init.zeros_(parameter)
         weights.load_into(ours, tmp_path / file)
         assert all(map(torch.equal, ours.state_dict().values(), published.state_dict().values()))
+    with pytest.raises(UserError, match="conv1.*stem=stock"):
+        weights.load_into(models.build("resnet18", {"outputs": 1000}, 10), tmp_path / "tutorial.pth")
     run = tmp_path / "run"
     done = training(
         "run", "resnet18", "--run-dir", str(run), "--set", f"data.root={tmp_path}", "data.source=synthetic", "epochs=1",
@@ -200,3 +202,81 @@ def test_fashion_cnn_under_ddp_warns_of_no_strides(tmp_path: Path) -> None:
     ]
     done = launched(2, *words, "epochs=1", "sync.name=ddp")
     assert done.code == 0 and "strides" not in done.output, done
+
+
+def _spawned(rank: int, world_size: int, folder: str) -> None:
+    """As in the module: a process of `mp.spawn`, which makes its group itself; both matrices are on every rank."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.randn(7, 5, generator=generator), torch.randn(5, 3, generator=generator)
+    product = matmul_by_row(a, b)
+    assert (product is None) == (rank > 0)
+    if product is not None:
+        torch.testing.assert_close(product, a @ b)
+    torch.testing.assert_close(
+        matmul_by_reduction(a.double(), b.double()), (a @ b).double(), check_dtype=True, atol=1e-5, rtol=0
+    )
+    try:
+        matmul_by_row(a, b.T)
+    except ValueError as error:
+        assert "[7, 5] and [3, 5]" in str(error)
+    else:
+        raise AssertionError("matrices that do not fit were multiplied")
+    torch.distributed.destroy_process_group()
+
+
+def test_matrix_products_inside_mp_spawn(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_spawned, (2, str(tmp_path)), 2)
+
+
+def _by_hand(world: World, kind: Any, synchronizes: bool) -> list[torch.Tensor]:
+    """An optimizer written by hand, which no hook of torch's optimizers sees; clipped."""
+    torch.manual_seed(world.rank)
+    net = kind(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    data = torch.Generator().manual_seed(7)
+    x, y = torch.randn(40, 6, generator=data), torch.randint(3, (40,), generator=data)
+    for number in range(5):
+        for parameter in net.parameters():
+            parameter.grad = None
+        for half in (0, 1):  # two backward passes, which add up
+            own = slice(8 * number + 4 * world.rank + 2 * half, 8 * number + 4 * world.rank + 2 * half + 2)
+            F.cross_entropy(net(x[own]), y[own]).backward()
+        if synchronizes:
+            net.synchronize()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+    assert check_parameter_closeness(net)
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def _by_hand_and_ddp(world: World) -> bool:
+    expected = _by_hand(world, nn.parallel.DistributedDataParallel, False)
+    found = [_by_hand(world, HookedDataParallel, synchronizes) for synchronizes in (False, True)]
+    return all(torch.allclose(a, b, atol=1e-7) for one in found for a, b in zip(one, expected))
+
+
+def test_an_optimizer_by_hand_steps_with_the_mean_of_all_ranks() -> None:
+    assert on_ranks(_by_hand_and_ddp, 2) == [True, True]
+
+
+ALONE = """
+import torch
+from training.resilience.closeness import check_parameter_closeness
+from training.sync.hooked import HookedDataParallel
+net = torch.nn.Linear(2, 2)
+assert check_parameter_closeness(net)
+wrapped = HookedDataParallel(net)
+wrapped(torch.ones(1, 2)).sum().backward()
+wrapped.synchronize()
+assert net.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+"""
+
+
+def test_one_process_needs_no_group_and_one_of_several_says_so() -> None:
+    alone = run([PYTHON, "-c", ALONE], clean_env())
+    assert alone.code == 0, alone.output
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    one_of_two = run([PYTHON, "-c", ALONE], {**clean_env(), **launched})
+    assert one_of_two.code == 1 and "init_process_group" in one_of_two.output.splitlines()[-1]

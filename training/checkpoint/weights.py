@@ -71,8 +71,10 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     the names fit only so.
 
     Raises:
-        UserError: names the first weight that does not match. `path` is where they came from.
+        UserError: names the first weight that does not match, and what the model says of it (`misfit`). `path` is where
+            they came from.
     """
+    hint = getattr(model, "misfit", "")
     model_state = model.state_dict()
     if model_state.keys() != weights.keys():
         weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
@@ -81,10 +83,11 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
             weights = {prefix + name: tensor for name, tensor in weights.items()}
     for name in sorted(model_state.keys() ^ weights.keys()):
         where = "is missing" if name in model_state else "is not in the model"
-        raise UserError(f"{path}: {name} {where}")
+        raise UserError(f"{path}: {name} {where}{hint}")
     for name, tensor in model_state.items():
         if weights[name].shape != tensor.shape:
-            raise UserError(f"{path}: {name} has shape {list(weights[name].shape)}, the model {list(tensor.shape)}")
+            shapes = f"{list(weights[name].shape)}, the model {list(tensor.shape)}"
+            raise UserError(f"{path}: {name} has shape {shapes}{hint}")
     model.load_state_dict(weights)
 
 

@@ -11,6 +11,7 @@ Start it with `python -m training launch --ranks 3 collectives --sizes 1000 300 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from training.parallel.agreement import raise_together
 from training.parallel.exchange import all_gather_rows, gather_trees, pack, split, unpack
 from training.parallel.world import World, detect, joined, set_threads
+
+_TYPES = (torch.float32, torch.float64)
 
 
 @dataclass
@@ -42,68 +45,78 @@ class Traffic:
 
 
 def matmul_by_row(
-    a: torch.Tensor | None, b: torch.Tensor | None, sizes: tuple[int, int, int], world: World
-) -> tuple[torch.Tensor | None, Traffic]:
-    """C = A·B with the rows of A shared out. Collective.
+    a: torch.Tensor | None, b: torch.Tensor | None, world: World | None = None, traffic: Traffic | None = None
+) -> torch.Tensor | None:
+    """C = A·B with the rows of A shared out. Collective, in any process group: `mp.spawn`'s, too.
 
     Args:
-        a: [m, k] on rank 0, None elsewhere. b: [k, n] on rank 0, None elsewhere. sizes: (m, k, n), on every rank.
+        a: [m, k] on rank 0, float32 or float64. b: [k, n] on rank 0. What other ranks give is not read; it may be None.
+        world: by default that of the process group.
+        traffic: counts what is sent.
 
     Returns:
-        C [m, n] on rank 0 and None elsewhere; what was sent.
+        C [m, n] on rank 0 and None elsewhere.
+
+    Raises:
+        ValueError: on all ranks; the matrices do not fit, or are of another type.
     """
-    m, k, n = sizes
-    traffic = Traffic()
-    b = _empty((k, n), world) if b is None else b.contiguous()
-    dist.broadcast(b, 0)
-    traffic.add("broadcast B", b, world.size - 1)
-    rank_rows = _scatter_rows(a, m, k, world)
+    world, traffic = _world_or_current(world), traffic or Traffic()
+    (m, k, n), dtype = _sizes(a, b, world)
+    shared = b.contiguous() if world.leader and b is not None else torch.empty(k, n, dtype=dtype, device=world.device)
+    dist.broadcast(shared, 0)
+    traffic.add("broadcast B", shared, world.size - 1)
+    rank_rows = _scatter_rows(a, m, k, dtype, world)
     traffic.add("scatter A", rank_rows, world.size - 1)
-    product = rank_rows @ b
+    product = rank_rows @ shared
     pieces = [torch.empty_like(product) for _ in range(world.size)] if world.leader else None
     dist.gather(product, pieces, 0)
     traffic.add("gather C", product, world.size - 1)
-    return (torch.cat(pieces)[:m] if pieces is not None else None), traffic
+    return torch.cat(pieces)[:m] if pieces is not None else None
 
 
 def matmul_by_reduction(
-    a: torch.Tensor | None, b: torch.Tensor | None, sizes: tuple[int, int, int], world: World
-) -> tuple[torch.Tensor, Traffic]:
-    """C = A·B with the inner dimension shared out. Collective.
-
-    Args:
-        a: [m, k] on rank 0, None elsewhere. b: [k, n] on rank 0, None elsewhere. sizes: (m, k, n), on every rank.
-
-    Returns:
-        C [m, n] on every rank; what was sent.
-    """
-    m, k, n = sizes
-    traffic = Traffic()
-    columns = _scatter_rows(None if a is None else a.T, k, m, world)
-    rows = _scatter_rows(b, k, n, world)
+    a: torch.Tensor | None, b: torch.Tensor | None, world: World | None = None, traffic: Traffic | None = None
+) -> torch.Tensor:
+    """C = A·B with the inner dimension shared out. Collective. Arguments and errors as `matmul_by_row`; C [m, n] on every rank."""
+    world, traffic = _world_or_current(world), traffic or Traffic()
+    (m, k, n), dtype = _sizes(a, b, world)
+    columns = _scatter_rows(None if a is None else a.T, k, m, dtype, world)
+    rows = _scatter_rows(b, k, n, dtype, world)
     traffic.add("scatter A", columns, world.size - 1)
     traffic.add("scatter B", rows, world.size - 1)
     product = columns.T @ rows  # what fills a part up is zero and adds nothing
     dist.all_reduce(product)
     traffic.add("all-reduce C", product, 2 * (world.size - 1))  # a ring passes every element on twice
-    return product, traffic
+    return product
 
 
-def _scatter_rows(matrix: torch.Tensor | None, count: int, width: int, world: World) -> torch.Tensor:
+def _sizes(a: torch.Tensor | None, b: torch.Tensor | None, world: World) -> tuple[tuple[int, int, int], torch.dtype]:
+    """((m, k, n), the type) of rank 0's matrices, on every rank."""
+    told = torch.full((5,), -1, dtype=torch.int64, device=world.device)
+    if world.leader and a is not None and b is not None and a.dim() == b.dim() == 2 and a.dtype == b.dtype in _TYPES:
+        told = torch.tensor([*a.shape, *b.shape, _TYPES.index(a.dtype)], device=world.device)
+    dist.broadcast(told, 0)
+    m, k, inner, n, number = told.tolist()
+    if k != inner or number < 0:
+        raise ValueError(
+            f"rank 0 needs matrices [m, k] and [k, n] of float32 or float64, got [{m}, {k}] and [{inner}, {n}] (-1: neither)"
+        )
+    return (m, k, n), _TYPES[number]
+
+
+def _scatter_rows(
+    matrix: torch.Tensor | None, count: int, width: int, dtype: torch.dtype, world: World
+) -> torch.Tensor:
     """This rank's [⌈count / world⌉, width] of rank 0's [count, width], filled up with zeros: scatter takes equal parts."""
     rows_per_rank = -(-count // world.size)
-    rank_rows = _empty((rows_per_rank, width), world)
+    rank_rows = torch.empty(rows_per_rank, width, dtype=dtype, device=world.device)
     pieces = None
-    if matrix is not None:
-        padded = torch.zeros(rows_per_rank * world.size, width, dtype=matrix.dtype, device=matrix.device)
+    if world.leader and matrix is not None:
+        padded = torch.zeros(rows_per_rank * world.size, width, dtype=dtype, device=matrix.device)
         padded[:count] = matrix
         pieces = list(padded.split(rows_per_rank))
     dist.scatter(rank_rows, pieces, 0)
     return rank_rows
-
-
-def _empty(shape: tuple[int, int], world: World) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=world.device)
 
 
 def gather_objects(value: Any, world: World | None = None) -> list[Any] | None:
@@ -162,19 +175,18 @@ def _compare(sizes: tuple[int, int, int], repeat: int, world: World, threads: st
             f"C [{m}, {n}] = A [{m}, {k}] · B [{k}, {n}] on {world.size} ranks, {world.device.type}, {threads}",
             flush=True,
         )
-    forms: dict[str, Callable[[], Any]] = {
-        "by row": lambda: matmul_by_row(a, b, sizes, world), "by reduction": lambda: matmul_by_reduction(a, b, sizes, world),
-    }  # fmt: skip
-    single_process = (lambda: (a @ b, Traffic())) if a is not None and b is not None else None
+    forms: dict[str, Callable[..., Any]] = {"by row": matmul_by_row, "by reduction": matmul_by_reduction}
+    single_process = (lambda: a @ b) if a is not None and b is not None else None
     expected, seconds = _timed(single_process, repeat) if single_process else (None, 0.0)
     if single_process:
         print(f"one process     {1000 * seconds:9.2f} ms", flush=True)
     right = True
     for name, form in forms.items():
         dist.barrier()
-        (product, traffic), seconds = _timed(form, repeat)
+        form(a, b, world, traffic := Traffic())
+        product, seconds = _timed(functools.partial(form, a, b, world), repeat)
         if expected is not None:
-            error = float((product - expected[0]).abs().max() / expected[0].abs().max())
+            error = float((product - expected).abs().max() / expected.abs().max())
             right &= error < 1e-4
             detail = ", ".join(f"{operation} {count:,}" for operation, count in traffic.sent.items())
             print(

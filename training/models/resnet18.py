@@ -31,6 +31,7 @@ class ResNet18(nn.Module):
             raise ValueError(f"outputs={outputs} is less than the {num_classes} classes of the data")
         self.network = resnet18(num_classes=outputs or num_classes)
         if stem == "small":
+            self.misfit = ": torchvision's own checkpoints fit with model_options.stem=stock and outputs=1000"
             self.network.conv1 = nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
             nn.init.kaiming_normal_(self.network.conv1.weight, mode="fan_out", nonlinearity="relu")
             self.network.maxpool = nn.Identity()
