@@ -58,7 +58,7 @@ def _refused(action: Callable[[], Any], errors: tuple[type[Exception], ...] = (U
     return False
 
 
-def _format_2(folder: Path) -> Path:
+def _saved(folder: Path) -> Path:
     writer = Writer(folder, keep=1, keep_best=False)
     state = {"shared": {"model": {"w": torch.arange(50.0)}, "n": [1, 2]}, "ranks": [{"rng": (1, None)}]}
     path = writer.save(3, state).result().path
@@ -66,14 +66,8 @@ def _format_2(folder: Path) -> Path:
     return path
 
 
-def _format_1(folder: Path) -> Path:
-    shutil.copytree(ROOT / "tests/data/format-1/ddp/checkpoints", folder)
-    return store.candidates(folder)[0]
-
-
-@pytest.mark.parametrize("make", [_format_1, _format_2])
-def test_checkpoints(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    good = make(tmp_path / "good")
+def test_checkpoints(tmp_path: Path) -> None:
+    good = _saved(tmp_path / "good")
     weights = store.load(good)["shared"]["model"]
     files = {path.name: path.read_bytes() for path in good.iterdir()}
     chance = random.Random(1)

@@ -6,7 +6,6 @@
     ranks/0/buffers/norm.running_mean        what rank 0 has of its own: buffers, average_buffers, rng, losses, sync
 
 The plain values around them keep the structure of the state, with `{"$tensor": NAME}` in the place of each tensor.
-Format 1 numbered the tensors, in the plain values (`{"$tensor": 7}`) and in the file (`000007`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def named(plain: Any) -> tuple[Any, list[str]]:
 
 
 def join(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state, of `named` plain values or of those of format 1. Raises `ValueError` for any other value."""
+    """The state, of `named` plain values. Raises `ValueError` for any other value."""
     numbers = {name: number for number, name in enumerate(tensors)}
 
     def walk(value: Any) -> Any:
@@ -53,7 +52,6 @@ def join(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return value
         if value.keys() == {"$tensor"}:
             name = value["$tensor"]
-            name = f"{name:06d}" if type(name) is int else name
             if not isinstance(name, str) or name not in numbers:
                 raise ValueError(f"no tensor {name!r}")
             return {"$tensor": numbers[name]}

@@ -34,14 +34,12 @@ def by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """The inverse of `by_name`, for an optimizer whose groups have `names`. A state of format 1 has numbers already.
+    """The inverse of `by_name`, for an optimizer whose groups have `names`.
 
     Raises:
         ValueError: the groups are not those of this optimizer.
     """
     groups = saved["param_groups"]
-    if "own" not in saved:
-        return saved
     if not isinstance(groups, list) or len(groups) != len(names):
         raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint has different ones")
     number: dict[str, int] = {}

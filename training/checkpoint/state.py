@@ -106,11 +106,11 @@ def checked(gathered: Any) -> dict[str, Any]:
     """
     _expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
     shared, ranks = gathered["shared"], gathered["ranks"]
-    names = {"model", "average", "optimizer", "cursor", "trained_seconds", "history"}
+    names = {"model", "average", "aliases", "optimizer", "cursor", "trained_seconds", "history"}
     _expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
     _expect(_are_tensors(shared["model"]) and bool(shared["model"]), "model")
     _expect(_are_tensors(shared["average"]), "average")
-    aliases = shared.get("aliases", {})  # format 1 has none
+    aliases = shared["aliases"]
     known = isinstance(aliases, dict) and all(isinstance(name, str) for pair in aliases.items() for name in pair)
     _expect(known and all(name in shared["model"] for name in aliases.values()), "aliases")
     _expect(not shared["average"] or shared["average"].keys() == shared["model"].keys(), "average")
@@ -161,12 +161,12 @@ def _check_kept(kept: Any, ranks: list[Any]) -> None:
 
 def _check_optimizer(optimizer: Any, shapes: set[torch.Size] | None) -> None:
     """`shapes`: of the parameters; None for a user's own optimizer, whose state may have any form."""
-    _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "param_groups"}, "optimizer")
+    _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "own", "param_groups"}, "optimizer")
     _expect(isinstance(optimizer["state"], dict), "optimizer's state")
-    _expect(all(type(key) in (int, str) for key in optimizer["state"]), "optimizer's state")
+    _expect(all(type(key) is str for key in optimizer["state"]), "optimizer's state")
     if shapes is None:
         return
-    extra_state = optimizer.get("own", {})
+    extra_state = optimizer["own"]
     _expect(
         isinstance(extra_state, dict) and all(type(key) in (int, str) for key in extra_state), "optimizer's own state"
     )
@@ -332,7 +332,7 @@ def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
     shared, ranks = gathered["shared"], gathered["ranks"]
     weights, buffers = ("average", "average_buffers") if shared["average"] else ("model", "buffers")
     tensors = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
-    return {**tensors, **{alias: tensors[name] for alias, name in shared.get("aliases", {}).items()}}
+    return {**tensors, **{alias: tensors[name] for alias, name in shared["aliases"].items()}}
 
 
 def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

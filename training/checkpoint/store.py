@@ -10,8 +10,6 @@ and verified. There is no pickle: a tensor file is safetensors, the rest is JSON
 
 The safetensors library reads the file and holds its structure. It does not write it: it would hash nothing meanwhile and
 force nothing to the disk, and what it writes would have to be read once more for its sha256 (benchmarks/checkpoint.py).
-
-Format 2 has names where format 1, which is still read, numbered the tensors and the optimizer's parameters.
 """
 
 from __future__ import annotations
@@ -47,8 +45,6 @@ MAX_STATE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000
 """Of `TENSORS`, by the safetensors library: about a million tensors."""
 FORMAT = 2
-_READ = (1, 2)
-"""Formats that are read."""
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
@@ -79,8 +75,8 @@ def verify(path: Path) -> dict[str, Any]:
     def check(value: Any) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
         if value.pop("sha256") != manifest.seal(value):
             raise ValueError("its content does not match its own sha256")
-        if type(value["format"]) is not int or value["format"] not in _READ:
-            raise ValueError(f"it has format {value['format']!r}, and this version reads {_READ}")
+        if type(value["format"]) is not int or value["format"] != FORMAT:
+            raise ValueError(f"it has format {value['format']!r}, and this version reads {FORMAT}")
         entries = value["files"]
         if set(entries) != {STATE, TENSORS} or value["step"] != step_of(path):
             raise ValueError("it belongs to other files or to another step")
