@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from training import extras
-from training.cli import COMMANDS, PROGRAM, Parser, add_set, answering
+from training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
 from training.contract import (
     ENV_RESTARTS,
     EXIT_DONE,
@@ -92,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help=COMMANDS["export"])
     export.add_argument("target", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
+                       "default: the newest")  # fmt: skip
+    which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
     export.set_defaults(action=_export)
 
     report = commands.add_parser("report", help=COMMANDS["report"])
@@ -189,10 +193,12 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from training.checkpoint import weights
+    from training.checkpoint.score import Rule
     from training.observe import rundir
 
-    tensors, step = weights.from_run(args.target)
     config = rundir.read_run(args.target)["config"]
+    wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
+    tensors, step = weights.from_run(args.target, wanted=wanted)
     weights.write(weights.published(tensors, getattr(config, "model", "")), args.out)
     print(f"{args.out}: {len(tensors)} tensors of step {step}")
     return EXIT_DONE

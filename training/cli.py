@@ -90,6 +90,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A whole number from 0, for `type=`."""
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
+    return int(text)
+
+
 def several(text: str) -> list[int]:
     """`1,2,4` → [1, 2, 4], for `type=`."""
     return [positive(part) for part in text.split(",")]

@@ -346,7 +346,8 @@ class Session:
     def log(self, **numbers: float) -> None:
         """Logs numbers of the script (those of rank 0): as an event, and in metrics, TensorBoard, W&B and the report.
 
-        `accuracy` and `test_loss` are printed in the table of epochs; the checkpoint with the best accuracy is kept.
+        `accuracy` and `test_loss` are printed in the table of epochs. A best `accuracy` so far, or another number that
+        `checkpoint.keep_best` names, is that of the weights as they are now: at the next boundary they are saved, and kept.
 
         Examples:
             >>> run.log(accuracy=0.93, lr=schedule.get_last_lr()[0])

@@ -59,7 +59,7 @@ def _stopped_after_each_step(world: World, words: list[str], run_dir: str) -> in
     """How often the run had to be started until it was done; the first 20 starts end after a single step."""
     polls = [0]
 
-    def poll(self: Consensus, save_due: bool = False) -> Decision:
+    def poll(self: Consensus, save_due: bool = False, score: bool | None = None) -> Decision:
         polls[0] += 1
         return Decision(stop=polls[0] == 2 and attempts < 20)
 
@@ -80,6 +80,42 @@ def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_ro
     found, whole = tensors(job.run_dir), undisturbed(1)
     # Each start of a process seeds Python's generator anew, and these starts are one process.
     assert [place for place in whole if not torch.equal(found[place], whole[place])] == []
+
+
+def _scored(world: World, words: list[str], run_dir: str, stops: list[int]) -> dict[int, tuple[Any, dict[int, float]]]:
+    """Of a run that was asked to stop at that poll (0: none), and then went on: its summary, and its checkpoints' scores."""
+    polls, found = [0], {}
+    Consensus._wants_stop = lambda self: (polls.append(polls[-1] + 1), polls[-1] == stop)[1]  # type: ignore[method-assign]
+    for stop in stops:
+        path, codes = Path(run_dir) / str(stop), []
+        while not codes or codes[-1]:
+            polls[:] = [0 if not codes else 1000]
+            codes.append(recipe.train(config.load("smoke", words), world, path))
+        assert codes == ([75, 0] if stop else [0])
+        summary = json.loads((path / "summary.json").read_text())
+        for name in ("restarts", "preemptions", "wall_seconds", "trained_seconds", "images_per_second"):
+            del summary[name]
+        scores = {store.step_of(one): store.verify(one)["score"] for one in store.candidates(path / "checkpoints")}
+        found[stop] = summary, {step: score for step, score in scores.items() if score is not None}
+    return found
+
+
+def test_a_recipe_that_is_stopped_anywhere_reports_the_scores_of_the_undisturbed_run(
+    data_root: Path, tmp_path: Path
+) -> None:
+    """Evaluated in mid-epoch, too, and the best of those scores is kept."""
+    changes = {"log.score_every": 5, "checkpoint.keep": 50, "checkpoint.keep_best": "{test_loss: min}", "epochs": 2}
+    job = Job(tmp_path / "run", data_root, 1, **changes)
+    stops = [0, 3, 6, 7, 12, 18]
+    (found,) = on_ranks(_scored, 1, job.words[job.words.index("--set") + 1 :], str(job.run_dir), stops)
+    summary, scores = found[0]
+    told = {event["step"]: event["test_loss"] for event in events(job.run_dir / "0", "score")}
+    told |= {event["step"]: event["test_loss"] for event in events(job.run_dir / "0", "epoch")}
+    assert set(told) == {1, 5, 8, 10, 15, 16}
+    best = [step for step in told if told[step] < min([told[before] for before in told if before < step], default=1e9)]
+    assert {step: told[step] for step in best}.items() <= scores.items() and len(best) > 1
+    for stop in stops[1:]:
+        assert found[stop][0] == summary and found[stop][1].items() >= scores.items(), stop
 
 
 def test_another_world_size_goes_on_with_the_same_samples(tmp_path: Path, data_root: Path) -> None:

@@ -57,6 +57,8 @@ class Kept:
         """How the current epoch is divided into batches. A resume in the middle of the epoch needs the same division."""
         self.logged: dict[str, float] = {}
         """What the script has logged last, by name."""
+        self.logged_in_epoch: dict[str, float] = {}
+        """The same, of the epoch under way alone."""
         self.epoch_generators: dict[str, Any] | None = None
         """This rank's generators at the start of the epoch under way."""
         self.cursor_generators: dict[str, Any] | None = None
@@ -85,7 +87,7 @@ class Kept:
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
-            "logged": self.logged,
+            "logged": self.logged, "logged_in_epoch": self.logged_in_epoch,
         }  # fmt: skip
 
     def rank_state(self) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class Kept:
         self.values.clear()
         self.values.update(shared["values"])
         self.steps, self.samples = shared["steps"], shared["samples"]
-        self.data, self.logged = shared["data"], shared["logged"]
+        self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
         if rank is not None:
             _load(self.rank_objects, rank["objects"])
             self.epoch_generators = rank["epoch_generators"]

@@ -145,6 +145,7 @@ def _are_tensors(value: Any) -> bool:
 def _check_kept(kept: Any, ranks: list[Any]) -> None:
     """Checks the structure. The objects check their own states when they load them."""
     parts = {"objects": dict, "values": dict, "steps": int, "samples": int, "data": dict, "logged": dict}
+    parts["logged_in_epoch"] = dict
     _expect(
         isinstance(kept, dict) and all(type(kept.get(name)) is expected_type for name, expected_type in parts.items()),
         "kept state",

@@ -34,6 +34,7 @@ import torch
 
 from training import files, manifest
 from training.checkpoint import layout
+from training.checkpoint.score import KeepBest, Rule
 from training.contract import UserError, checkpoint_name
 from training.parallel.exchange import DTYPE_NAMES, split
 
@@ -59,6 +60,14 @@ def candidates(directory: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted(paths, key=step_of, reverse=True)
+
+
+def listed(directory: Path) -> list[Path]:
+    """`candidates`. Raises `UserError`."""
+    try:
+        return candidates(directory)
+    except OSError as error:
+        raise UserError(f"cannot read {directory}: {error.strerror}") from None
 
 
 def step_of(path: Path) -> int:
@@ -106,10 +115,7 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
     Raises:
         UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
     """
-    try:
-        paths = candidates(directory)
-    except OSError as error:
-        raise UserError(f"cannot read {directory}: {error.strerror}") from None
+    paths = listed(directory)
     for path in paths:
         try:
             verify(path)
@@ -148,11 +154,12 @@ class Writer:
     Args:
         directory: the run's `checkpoints/`.
         keep: newest checkpoints to keep.
-        keep_best: also keep the one with the highest `score`.
+        keep_best: also keep the one with the best `score`.
     """
 
-    def __init__(self, directory: Path, keep: int, keep_best: bool) -> None:
+    def __init__(self, directory: Path, keep: int, keep_best: KeepBest) -> None:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self._rule = Rule.of(keep_best)
         self._buffers: list[torch.Tensor] = []
         self._pending: Future[SaveResult] | None = None
 
@@ -162,7 +169,7 @@ class Writer:
         Args:
             step: optimizer steps done; names the checkpoint.
             state: a tree as in `training.parallel.exchange`.
-            score: for `keep_best`, higher is better; None where the state was not evaluated.
+            score: for `keep_best`; None where the state was not evaluated.
 
         The future raises `OSError` if the checkpoint could not be written or verified.
         """
@@ -214,8 +221,9 @@ class Writer:
                     TENSORS: manifest.write_file(staging / TENSORS, _safetensors(dict(zip(names, tensors)))),
                 }
                 if score is None and final.exists():
-                    score = _score(final)  # the same step, saved again: its score still holds
+                    score = _score(final, self._rule)  # the same step, saved again: its score still holds
                 about: dict[str, Any] = {"format": FORMAT, "step": step, "score": score, "files": entries}
+                about["score_of"] = self._rule.name
                 about["sha256"] = manifest.seal(about)
                 files.write_durable(staging / MANIFEST, manifest.text(about))
                 files.fsync_directory(staging)
@@ -234,10 +242,8 @@ class Writer:
             raise OSError(f"a checkpoint that was just written could not be verified: {error}") from None
         paths = candidates(self.directory)
         kept = set(paths[: self.keep])
-        if self.keep_best:
-            scores = {path: score for path in paths if (score := _score(path)) is not None}
-            if scores:
-                kept.add(max(scores, key=lambda path: (scores[path], step_of(path))))
+        if self.keep_best and (found := best(paths, self._rule)) is not None:
+            kept.add(found[0])
         for path in paths:
             if path not in kept and path != newest:
                 # Renamed first: a crash while its files go must not leave a candidate that is half there.
@@ -257,9 +263,15 @@ def clean(directory: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _score(path: Path) -> float | None:
+def best(paths: list[Path], rule: Rule) -> tuple[Path, float] | None:
+    """The checkpoint with the best score and that score, the newest of several; None where none was measured by that rule."""
+    scores = {path: score for path in paths if (score := _score(path, rule)) is not None}
+    return max(scores.items(), key=lambda item: (rule.sign * item[1], step_of(item[0])), default=None)
+
+
+def _score(path: Path, rule: Rule) -> float | None:
     about = files.read_json(path / MANIFEST, 1 << 20)
-    score = about.get("score") if isinstance(about, dict) else None
+    score = about.get("score") if isinstance(about, dict) and about.get("score_of") == rule.name else None
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
 
 

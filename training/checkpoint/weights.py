@@ -15,6 +15,7 @@ from torch import nn
 
 from training import files, models
 from training.checkpoint import store
+from training.checkpoint.score import Rule
 from training.checkpoint.state import checked, evaluated_weights
 from training.contract import UserError
 
@@ -91,15 +92,39 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     model.load_state_dict(weights)
 
 
-def from_run(run_dir: Path, warn: Callable[[str], None] = print) -> tuple[dict[str, torch.Tensor], int]:
-    """(the weights that evaluation used, their step) of a run's newest verified checkpoint. Raises `UserError`."""
-    path = store.newest_verified(run_dir / "checkpoints", warn)
+def from_run(
+    run_dir: Path, warn: Callable[[str], None] = print, wanted: int | Rule | None = None
+) -> tuple[dict[str, torch.Tensor], int]:  # fmt: skip
+    """(the weights that evaluation used, their step) of a run's checkpoint that verifies: its newest, the one of a step, or the
+    best by a rule. Raises `UserError`; another one never stands in for the step or the best."""
+    if wanted is None:
+        path = store.newest_verified(run_dir / "checkpoints", warn)
+    else:
+        path = _chosen(store.listed(run_dir / "checkpoints"), wanted, run_dir)
     if path is None:
         raise UserError(f"{run_dir} has no checkpoint yet")
     try:
+        if wanted is not None:
+            store.verify(path)
         return evaluated_weights(checked(store.load(path))), store.step_of(path)
     except (store.CorruptCheckpoint, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _chosen(paths: list[Path], wanted: int | Rule, run_dir: Path) -> Path | None:
+    """Raises `UserError` with the steps that there are, where the wanted one is not among them."""
+    steps = ", ".join(str(store.step_of(path)) for path in reversed(paths))
+    if isinstance(wanted, Rule):
+        found = store.best(paths, wanted)
+        if paths and found is None:
+            raise UserError(
+                f"no checkpoint of {run_dir} has a score ({wanted.name}): choose one with --step; there are {steps}"
+            )
+        return None if found is None else found[0]
+    path = next((path for path in paths if store.step_of(path) == wanted), None)
+    if paths and path is None:
+        raise UserError(f"{run_dir} has no checkpoint of step {wanted}; there are {steps}")
+    return path
 
 
 def published(weights: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:

@@ -143,6 +143,16 @@ class RunSettings(Section):
 class Config(RunSettings, Recipe):
     """All settings of a recipe's run."""
 
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        kept = self.checkpoint.keep_best
+        if not isinstance(kept, bool) and not kept.keys() <= {"accuracy", "test_loss"}:
+            raise ValueError(
+                f"checkpoint.keep_best names {next(iter(kept))}, and what a recipe measures is accuracy and test_loss: set true, "
+                "or {test_loss: min}"
+            )
+        return self
+
 
 class OwnSettings(RunSettings):
     """The settings of a loop of one's own (`training.session`)."""

@@ -18,6 +18,7 @@ from training.config.types import (
     Count,
     Free,
     Items,
+    KeepBest,
     Number,
     Pair,
     Plain,
@@ -230,8 +231,9 @@ class Checkpoint(Section):
     a save costs and how often the run has failed, between 30 s and an hour."""
     keep: Free[Positive] = 3
     """Newest checkpoints to keep."""
-    keep_best: Free[bool] = True
-    """Also keep the one with the best accuracy."""
+    keep_best: Free[KeepBest] = True
+    """Also save and keep the weights with the best score so far: true: the highest accuracy; `{val_loss: min}`: the lowest
+    `val_loss`, or any other number that is logged, `max` or `min`; false: none."""
     write: Free[Literal["rank0", "node"]] = "rank0"
     """Which rank writes: rank 0, or one rank per node (for run directories on disks of the nodes)."""
     on_signal: Free[bool] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -93,6 +94,44 @@ def _seconds_or_auto(value: Any) -> Any:
     return float(number)
 
 
+LOGGED = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+"""A name under which a script logs numbers."""
+_BETTER = {"accuracy": "max", "test_loss": "min"}
+
+
+def _keep_best(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError(
+            f"must be true, false, or one name with max or min, such as {{val_loss: min}}, got {shown(value)}"
+        )
+    name, better = next(iter(value.items()))
+    if not isinstance(name, str) or not re.fullmatch(LOGGED, name):
+        raise ValueError(f"must name a number that is logged (letters, digits and _, at most 64), got {shown(name)}")
+    if better not in ("max", "min"):
+        raise ValueError(
+            f"must say whether {name} is better where it is higher (max) or lower (min), got {shown(better)}"
+        )
+    if better != _BETTER.get(name, better):
+        raise ValueError(f"must be {{{name}: {_BETTER[name]}}}, got {{{name}: {better}}}, which keeps the worst")
+    return value
+
+
+KeepBest = Annotated[
+    bool | dict[str, Literal["max", "min"]], PlainValidator(_keep_best),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {
+                    "type": "object", "propertyNames": {"pattern": f"^{LOGGED}$"}, "minProperties": 1, "maxProperties": 1,
+                    "additionalProperties": {"enum": ["max", "min"]},
+                },
+            ]
+        }
+    ),
+]  # fmt: skip
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 SecondsOrAuto = Annotated[
     float | Literal["auto"], PlainValidator(_seconds_or_auto),

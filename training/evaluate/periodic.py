@@ -22,8 +22,10 @@ class PeriodicScore:
     `step_seconds` is the mean seconds of a step since the last score.
     """
 
-    def __init__(self, prepared: Prepared, score: Callable[[], Score | None]) -> None:
-        self.prepared, self.score = prepared, score
+    def __init__(
+        self, prepared: Prepared, score: Callable[[], Score | None], note: Callable[[Score | None], None]
+    ) -> None:  # fmt: skip
+        self.prepared, self.score, self.note = prepared, score, note
         state = prepared.state
         self._epoch, self._seen = state.cursor.epoch, state.losses.clone()
         self._last = (prepared.steps_done, state.clock.trained)
@@ -38,6 +40,7 @@ class PeriodicScore:
         loss = (self._seen - before).cpu()
         dist.all_reduce(loss)
         score = self.score()
+        self.note(score)
         steps, seconds = prepared.steps_done - self._last[0], state.clock.trained - self._last[1]
         self._last = (prepared.steps_done, state.clock.trained)
         if score is not None:

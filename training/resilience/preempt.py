@@ -129,6 +129,8 @@ class Decision:
 
     stop: bool = False
     save: bool = False
+    best: bool = False
+    """The weights of this boundary have the best score so far."""
 
 
 class Consensus:
@@ -146,6 +148,8 @@ class Consensus:
         self.reason: str | None = None
         self._looked = -1.0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self.some_without_score = False
+        """A best score was given by some ranks only, so the ranks could not save its weights together."""
 
     def _wants_stop(self) -> bool:
         if self.reason is None and self.signals is not None and self.signals.received:
@@ -159,19 +163,30 @@ class Consensus:
                         self.reason = f"{self.stop_file.name} file"
         return self.reason is not None
 
-    def poll(self, save_due: bool = False) -> Decision:
-        """Call at the same boundaries on every rank. What is due now is decided by the next call."""
-        wishes = torch.tensor([int(self._wants_stop()), int(save_due)], dtype=torch.int32)
+    def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
+        """Call at the same boundaries on every rank. What is due now is decided by the next call, but for a score.
+
+        Args:
+            score: whether a score that has come since the last call is the best so far, in which rank 0 is believed; None:
+                none has come. A score belongs to the weights of this boundary, so the ranks that were given one wait for the
+                others here. Where one was not, no rank saves: it does not wait, and knows of it only at its next call.
+        """
+        best, none = bool(score) and self.world.leader, score is None
+        wishes = torch.tensor([self._wants_stop(), save_due, best, none], dtype=torch.int32)
         if self.world.size == 1:
-            return Decision(bool(wishes[0]), bool(wishes[1]))
+            return Decision(bool(wishes[0]), bool(wishes[1]), best)
         before, self._pending = self._pending, None
         work = dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._pending = (wishes, work)
+        if score is not None:
+            work.wait()
+            best = bool(wishes[2]) and not bool(wishes[3])
+            self.some_without_score |= bool(wishes[2]) and bool(wishes[3])
         if before is None:
-            return Decision()
+            return Decision(best=best)
         before[1].wait()
-        return Decision(bool(before[0][0]), bool(before[0][1]))
+        return Decision(bool(before[0][0]), bool(before[0][1]), best)
 
     def settle(self) -> None:
         """Waits for the reduction under way. Every rank calls it before leaving a loop of polls."""

@@ -121,19 +121,24 @@ class Attempt:
 
     def boundary(self) -> None:
         """Between two steps: leaves, or saves, where the ranks agreed to. Raises `Ended`."""
-        decision = self.poll(self.saver.due_by_time())
+        decision = self.poll(self.saver.due_by_time(), self.context.scores.asks(self.context.steps_done))
         if decision.stop:
             self.leave()
         self.saver.look()
         agreed, self._save_agreed = self._save_agreed, False
-        if self.saver.due_by_step() or (agreed and self.saver.steps_since > 1):
+        if self.saver.due_by_step() or (agreed and self.saver.steps_since > 1) or decision.best:
             self.save()
 
-    def poll(self, save_due: bool = False) -> Decision:
-        """What the ranks agreed on at the boundary before this one."""
+    def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
+        """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
         self.context.metrics.alive()
         self._polls += 1
-        decision = self.consensus.poll(save_due)
+        told, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
+        if self.consensus.some_without_score and not told:
+            self.context.console.warn(
+                f"{self.context.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
+                "kept: log it on all ranks"
+            )
         self._save_agreed |= decision.save
         return decision
 
@@ -209,15 +214,18 @@ class Attempt:
         self.reading.new_epoch()
         return mean_loss(*losses.tolist())
 
-    def save(self, accuracy: float | None = None) -> None:
-        """Saves a checkpoint. Raises `Ended` instead if a weight is not finite, so that the newest checkpoint stays usable."""
-        context = self.context
+    def save(self) -> None:
+        """Saves a checkpoint, with the score of these weights where they were measured.
+
+        Raises `Ended` instead if a weight is not finite, so that the newest checkpoint stays usable.
+        """
+        context, step = self.context, self.context.steps_done
         if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(context.state.model):
-            step = context.steps_done
             raise Ended(
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )
-        self.saver.save(accuracy)
+        context.scores.saved(step)
+        self.saver.save(context.scores.of(step))
 
     def leave(self) -> None:
         """The ranks have agreed to end early: saves, and raises `Ended`."""

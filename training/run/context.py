@@ -6,12 +6,13 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from training.checkpoint.score import Scores
 from training.checkpoint.state import TrainState
 from training.config import RunSettings
 from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
@@ -37,6 +38,10 @@ class RunContext(ABC):
     state: TrainState
     console: Console
     exporter: Exporter
+    scores: Scores = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores = Scores(self.state.history, self.config.checkpoint.keep_best)
 
     @property
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -18,8 +17,10 @@ from training.checkpoint import generators
 from training.checkpoint.kept import Kept
 from training.checkpoint.state import averaged_buffers
 from training.config import OwnSettings, Sync
+from training.config.types import LOGGED
 from training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from training.optim.ema import Ema
+from training.parallel.exchange import broadcast_tree
 from training.parallel.world import World
 from training.run.attempt import Attempt, Ending
 from training.run.context import RunContext
@@ -98,8 +99,6 @@ class OwnRun(RunContext):
     kept: Kept
     saved_generators: dict[str, Any] | None
     """This rank's generators as they were where the run goes on, until the loop is there again."""
-    logged: dict[str, float] = field(default_factory=dict)
-    """What was logged in the epoch under way."""
     epochs_planned: int = 0
     epoch_is_through: bool = False
     """The loop over the batches of the epoch under way has ended, in this attempt."""
@@ -173,30 +172,27 @@ class OwnRun(RunContext):
         state.cursor.epoch, state.cursor.step = state.cursor.epoch + 1, 0
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
         self.epoch_is_through = False
-        accuracy, test_loss = self.logged.get("accuracy"), self.logged.get("test_loss")
+        accuracy, test_loss = kept.logged_in_epoch.get("accuracy"), kept.logged_in_epoch.get("test_loss")
         state.history.update(train_loss=loss)
-        best = accuracy is not None and accuracy > state.history.get("best_accuracy", -math.inf)
-        if accuracy is not None:
-            state.history["accuracy"] = accuracy
-        if best:
-            state.history["best_accuracy"] = accuracy
-        if test_loss is not None:
-            state.history["test_loss"] = test_loss
-        self.logged = {}
+        kept.logged_in_epoch = {}
         self.event(
             "epoch", epoch=state.cursor.epoch, step=kept.steps, trained_seconds=round(state.clock.trained, 4),
             train_loss=loss, accuracy=accuracy, test_loss=test_loss, examples_seen=kept.samples,
             images_per_second=kept.samples / max(state.clock.trained, 1e-9),
         )  # fmt: skip
         last, every_epoch = self.complete(epochs), config.checkpoint.every_steps == 0
-        if last or every_epoch or attempt.saver.due_by_step() or (config.checkpoint.keep_best and best):
-            attempt.save(accuracy)
+        if last or every_epoch or attempt.saver.due_by_step() or self._best_is_due():
+            attempt.save()
+
+    def _best_is_due(self) -> bool:
+        """Whether rank 0 has been told of a score of these weights that is the best so far. Collective."""
+        return bool(broadcast_tree(self.scores.asks(self.steps_done), self.world))
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for a value that is not a number."""
         told = {}
         for name, value in numbers.items():
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
+            if not re.fullmatch(LOGGED, name):
                 raise ValueError(f"log({name}=…): a name has letters, digits and _, at most 64")
             try:
                 told[name] = float(value)
@@ -205,7 +201,9 @@ class OwnRun(RunContext):
         if len(self.kept.logged.keys() | told.keys()) > MOST_LOGGED:
             raise ValueError(f"more than {MOST_LOGGED} names are logged: keep numbers of a step in fewer names")
         self.kept.logged |= told
-        self.logged |= told
+        self.kept.logged_in_epoch |= told
+        self.scores.note(told, self.steps_done)
+        self.state.history.update({name: told[name] for name in ("accuracy", "test_loss") if name in told})
         for name, value in told.items():
             self.metrics.logged(name, value)
         if "accuracy" in told:
@@ -214,7 +212,7 @@ class OwnRun(RunContext):
 
     def finish(self, attempt: Attempt, began: float) -> Ending:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
-        if attempt.saver.steps_since:
+        if self._best_is_due() or attempt.saver.steps_since:
             attempt.save()
         trained, history = max(self.state.clock.trained, 1e-9), self.state.history
         saved = attempt.saver.durable()

@@ -35,7 +35,9 @@ class RecipeAttempt(Attempt):
         self.config = prepared.config
         with failing_together(prepared.world):
             self.evaluator = Evaluator(self.config, prepared.world, prepared.manifest, verified=True)
-        self.periodic_score = PeriodicScore(prepared, self.evaluate) if self.config.log.score_every else None
+        self.periodic_score = (
+            PeriodicScore(prepared, self.evaluate, self.note_score) if self.config.log.score_every else None
+        )
 
     def __enter__(self) -> RecipeAttempt:
         super().__enter__()
@@ -94,26 +96,22 @@ class RecipeAttempt(Attempt):
             "images_per_second": prepared.samples_done / max(state.clock.trained, 1e-9),
         }  # fmt: skip
         state.history.update(train_loss=values["train_loss"])
-        best = self._note_score(score)
+        self.note_score(score)
         prepared.event("epoch", **values)
         every_epoch = config.checkpoint.every_steps == 0
-        if last or every_epoch or self.saver.due_by_step() or (config.checkpoint.keep_best and best):
-            self.save(score.accuracy if score else None)
+        if self.context.scores.asks(step) or last or every_epoch or self.saver.due_by_step():
+            self.save()
 
-    def _note_score(self, score: Score | None) -> bool:
-        """Keeps the score in the run's history; whether it is the best so far."""
+    def note_score(self, score: Score | None) -> None:
+        """Keeps the score of these weights in the run's history."""
         if score is None:
-            return False
-        history = self.context.state.history
+            return
         self.context.metrics.accuracy(score.accuracy)
-        history.update(
+        self.context.state.history.update(
             accuracy=score.accuracy, test_loss=score.loss,
             class_accuracy=score.by_class(self.context.manifest.classes),
         )  # fmt: skip
-        best = score.accuracy > history.get("best_accuracy", -1.0)
-        if best:
-            history["best_accuracy"] = score.accuracy
-        return best
+        self.context.scores.note({"accuracy": score.accuracy, "test_loss": score.loss}, self.context.steps_done)
 
     def finish(self) -> Ending:
         """The end of a run that was trained to its last step: the last save, the summary, and how it went."""

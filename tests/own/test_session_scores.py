@@ -1,0 +1,213 @@
+"""A score belongs to the weights that it was measured on: the best ones are kept, and a stop in mid-epoch forgets no score."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.events import events
+from tests.own.job import script
+from tests.own.test_session import SCRIPT
+from tests.ranks import training
+from tests.warm.gang import python
+from training.checkpoint import store
+
+EPOCHS = """
+import os
+os.environ["LOCKSTEP_THREADS"] = "1"
+TOLD = {2: 0.3, 5: 0.9, 8: 0.5}  # after a step, in the middle of an epoch of six
+def evaluated(run):
+    run.boundary()
+    run.boundary()
+    return 0.4 if run.steps == 6 else None
+
+def train(folder, *words, **settings):
+    with Session(folder, "log.report=false", *words, handle_signals=False, **settings) as run:
+        torch.manual_seed(3)
+        model, optimizer = make(run)
+        for epoch in run.epochs(3):
+            for batch in run.iterate(list(zip(DATA.tensors[0][:24].split(4), DATA.tensors[1][:24].split(4)))):
+                step(run, model, batch, samples=4)
+                if run.steps in TOLD:
+                    run.log(accuracy=TOLD[run.steps], wer=1 - TOLD[run.steps])
+            score = evaluated(run)
+            if score is not None:
+                run.log(accuracy=score, test_loss=epoch)
+"""
+STOPPED = """
+from training.resilience import preempt
+
+def stopping_at(number):
+    seen = [0]
+    def wants_stop(self):
+        seen[0] += 1
+        if self.world.leader and seen[0] == number:
+            self.reason = "the test"
+        return self.reason is not None
+    preempt.Consensus._wants_stop = wants_stop
+
+def start(folder, number, *words):  # its exit code
+    stopping_at(number)
+    try:
+        train(folder, "checkpoint.keep=100", *words)
+    except SystemExit as end:
+        return end.code
+    return 0
+"""
+OF_A_START = ("restarts", "preemptions", "wall_seconds", "trained_seconds", "images_per_second")
+
+
+def _reached(run_dir: Path) -> dict[str, Any]:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {name: value for name, value in summary.items() if name not in OF_A_START}
+
+
+def _scores(run_dir: Path) -> dict[int, float]:
+    """Step → score of the checkpoints that have one."""
+    found = {store.step_of(path): store.verify(path)["score"] for path in store.candidates(run_dir / "checkpoints")}
+    return {step: score for step, score in found.items() if score is not None}
+
+
+AT = (3, 4, 8, 10)
+"""Polls at which the run is asked to stop: on both sides of a score, in an evaluation and after it."""
+STOPS = f"""
+for number in {(0, *AT)}:
+    for at in (number, 0)[: 1 + bool(number)]:
+        assert start(sys.argv[1] + "/" + str(number), at, "checkpoint.every_steps=4") == (75 if at else 0), number
+"""
+
+
+def _same_as_undisturbed(runs: Path, stops: Iterable[int]) -> None:
+    calm = _reached(runs / "0")
+    assert calm["best_accuracy"] == 0.9 and calm["accuracy"] == 0.5 and calm["test_loss"] == 0
+    assert calm["logged"] == {"accuracy": 0.5, "wer": 0.5, "test_loss": 0}
+    scores = _scores(runs / "0")
+    assert scores.items() >= {2: 0.3, 5: 0.9}.items() and max(scores.values()) == 0.9
+    for number in stops:
+        run_dir = runs / str(number)
+        assert [event["saved"] for event in events(run_dir, "preempted")] == [True], number
+        assert _reached(run_dir) == calm, number
+        assert _scores(run_dir).items() >= scores.items(), number
+
+
+def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tmp_path: Path) -> None:
+    done = python("-c", SCRIPT + EPOCHS + STOPPED + STOPS, str(tmp_path / "runs"))
+    assert done.code == 0, done.output
+    _same_as_undisturbed(tmp_path / "runs", AT)
+
+
+def test_ranks_that_are_stopped_in_mid_epoch_report_what_undisturbed_ones_do(tmp_path: Path) -> None:
+    code = SCRIPT + EPOCHS + STOPPED + "sys.exit(start(sys.argv[1], int(sys.argv[2])))"
+    for number in (0, 4, 8):
+        for at in (number, 0)[: 1 + bool(number)]:
+            done = script(2, code, tmp_path / f"runs/{number}", str(at))
+            assert done.code == (75 if at else 0), done.output
+    _same_as_undisturbed(tmp_path / "runs", (4, 8))
+
+
+def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, torch.Tensor]]:
+    done = training("export", str(run_dir), str(out), *words)
+    assert done.code == 0, done.output
+    return done.output.strip(), torch.load(out, weights_only=True)
+
+
+def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_on(tmp_path: Path) -> None:
+    """It was given to the weights at the end of the epoch, and of two scores in one epoch the last one counted."""
+    lines = """
+    def log(told=Session.log):
+        def both(run, **numbers):
+            torch.save(run._loop.step.replica.model.state_dict(), f"{sys.argv[1]}-{run.steps}.pt")
+            told(run, **numbers)
+        return both
+    Session.log = log()
+    train(sys.argv[1], "checkpoint.keep=1")
+    """
+    run_dir = tmp_path / "run"
+    done = python("-c", SCRIPT + EPOCHS + textwrap.dedent(lines), str(run_dir))
+    assert done.code == 0, done.output
+    assert _scores(run_dir) == {5: 0.9}
+    told, weights = _exported(run_dir, tmp_path / "best.pth", "--best")
+    assert told.endswith("tensors of step 5")
+    expected = torch.load(tmp_path / "run-5.pt", weights_only=True)
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert _exported(run_dir, tmp_path / "last.pth")[0].endswith("of step 18")
+    assert _exported(run_dir, tmp_path / "named.pth", "--step", "5")[0].endswith("of step 5")
+    for words, why in (
+        (("--step", "7"), f"error: {run_dir} has no checkpoint of step 7; there are 5, 18\n"),
+        (("--step", "-1"), "argument --step: must be a whole number from 0, got '-1'"),
+        (("--best", "--step", "5"), "not allowed with argument"),
+    ):
+        done = training("export", str(run_dir), str(tmp_path / "none.pth"), *words)
+        assert done.code == 2 and why in done.output and "Traceback" not in done.output, done.output
+    (run_dir / "checkpoints/step-00000005/state.json").write_text("{}")
+    done = training("export", str(run_dir), str(tmp_path / "none.pth"), "--best")
+    assert done.code == 2 and "step-00000005/state.json has 2 bytes" in done.output, done.output
+    assert not (tmp_path / "none.pth").exists()
+
+
+def test_any_number_that_is_logged_can_be_the_score_and_the_lowest_the_best(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    lines = 'train(sys.argv[1], "checkpoint.keep=1", checkpoint={"keep_best": {"wer": "min"}})'
+    assert python("-c", SCRIPT + EPOCHS + lines, str(run_dir)).code == 0
+    assert {step: round(score, 6) for step, score in _scores(run_dir).items()} == {5: 0.1}
+    assert _exported(run_dir, tmp_path / "best.pth", "--best")[0].endswith("of step 5")
+    summary = _reached(run_dir)
+    assert summary["best_accuracy"] == 0.9, "which is reported, whatever is kept"
+    for value, why in (("wer", "must be true, false, or one name"), ({"wer": "low"}, "must say whether wer is better")):
+        wrong = python("-c", f"{SCRIPT}{EPOCHS}train(sys.argv[1], checkpoint={{'keep_best': {value!r}}})", str(run_dir))
+        assert wrong.code == 2 and why in wrong.output and "Traceback" not in wrong.output, wrong.output
+    nothing = tmp_path / "nothing"
+    lines = 'TOLD.clear(); evaluated = lambda run: None; train(sys.argv[1], "checkpoint.keep=2")'
+    assert python("-c", SCRIPT + EPOCHS + lines, str(nothing)).code == 0
+    done = training("export", str(nothing), str(tmp_path / "none.pth"), "--best")
+    assert done.code == 2 and "has a score (accuracy): choose one with --step; there are 12, 18" in done.output
+
+
+def test_a_score_of_some_ranks_hangs_none(tmp_path: Path) -> None:
+    """Rank 0 alone, the others alone, or all with numbers of their own: rank 0 is believed, and the ranks save together or not."""
+    lines = """
+with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "collective_timeout=20") as run:
+    model, optimizer = make(run)
+    for epoch in run.epochs(2):
+        for batch in run.batches(DATA, 8):
+            step(run, model, batch)
+            if run.steps == 1 and run.leader:
+                run.log(accuracy=0.5)
+            if run.steps == 2 and not run.leader:
+                run.log(accuracy=0.9)
+            if run.steps == 3:
+                run.log(accuracy=0.6 + run.rank)
+            if run.steps == 5:
+                run.log(accuracy=0.55 if run.leader else 3.0)
+        if run.leader:
+            run.log(accuracy=0.7 * (epoch + 1))
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0, done.output
+    assert done.output.count("accuracy was logged on some ranks only") == 1, done.output
+    assert _scores(tmp_path / "run") == {3: 0.6, 4: 0.7, 8: 1.4}
+    assert _reached(tmp_path / "run")["best_accuracy"] == 1.4
+
+
+def test_a_score_of_weights_that_are_gone_at_the_boundary_is_no_checkpoints(tmp_path: Path) -> None:
+    """Between the updates of one batch nothing can be saved, and a checkpoint after them holds other weights."""
+    lines = """
+with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=1") as run:
+    model, optimizer = make(run)
+    for epoch in run.epochs(1):
+        for batch in run.iterate([DATA[:8]] * 3):
+            step(run, model, batch, samples=8)
+            run.log(accuracy=run.steps / 10)
+            step(run, model, batch, samples=8)
+    run.log(accuracy=0.4)
+"""
+    done = script(1, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0, done.output
+    assert _scores(tmp_path / "run") == {6: 0.4}, "that of the end was measured on the last weights"
+    reached = _reached(tmp_path / "run")
+    assert reached["best_accuracy"] == 0.5 and reached["accuracy"] == 0.4
