@@ -234,18 +234,26 @@ class Attempt:
         self.tell_readings(wait=True)
         context, state = self.context, self.context.state
         state.clock.settle()
-        context.metrics.preempted()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if context.config.checkpoint.on_signal:
             self.save()
-        saved, step = self.saver.durable(), context.steps_done
+        durable, resumable = self.saver.durable(), self.saver.resumable()
+        saved, step, last = durable and resumable, context.steps_done, self.saver.last_step
         who = next(filter(None, all_gather_trees(self.consensus.reason, context.world)), "another rank")
         context.event("preempted", step=step, reason=who, saved=saved)
-        if not saved:
+        if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
+        if not resumable:
+            raise Ended(
+                EXIT_FAILED,
+                f"ended early by {who} at step {step}, and nothing is saved: there was no checkpoint yet, and "
+                "checkpoint.on_signal is false",
+            )
+        context.metrics.preempted()
         if context.run is not None:
             (context.run.path / contract.STOP_FILE).unlink(missing_ok=True)  # it must not stop the next start, too
-        raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: run the same command again to resume")
+        where = f"at step {step}" + (f", saved at step {last}" if last != step else "")
+        raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: run the same command again to resume")
 
 
 def conclude(context: RunContext, signals: Signals | None, ending: Ending) -> int:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 import torch
 import torch.distributed as dist
 
+from training.checkpoint import store
 from training.checkpoint.interval import Interval
 from training.checkpoint.state import gather
 from training.checkpoint.store import SaveResult, Writer
@@ -45,23 +46,26 @@ class Saver:
         if context.run is not None:
             self._writer = Writer(context.run.checkpoints, settings.keep, settings.keep_best)
         self._future: Future[SaveResult] | None = None
-        self._last_step = context.steps_done
+        self.last_step = context.steps_done
+        """The newest state that was saved, or gone on from."""
         self._last_time = now()
         history = (
             context.state.history
         )  # failures: starts other than the first, without those that followed a preemption
         self.interval = Interval(context.attempt - 1 - history.get("preemptions", 0))
         self._last_failed = self._hangs = False
+        self._on_disk = context.run is not None and bool(store.candidates(context.run.checkpoints))
+        """Whether this rank's disk has a checkpoint. Those of earlier starts have been verified: else there is no attempt."""
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
         interval, steps = self.settings.every_steps, self.context.steps_done
-        return bool(interval) and steps % interval == 0 and steps > self._last_step
+        return bool(interval) and steps % interval == 0 and steps > self.last_step
 
     @property
     def steps_since(self) -> int:
         """Steps since the last save, the same on every rank."""
-        return self.context.steps_done - self._last_step
+        return self.context.steps_done - self.last_step
 
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for a save. The ranks then agree on it."""
@@ -76,7 +80,7 @@ class Saver:
         began = time.perf_counter()
         self._reap()
         gathered = gather(self.context.state, everywhere=self.settings.write == "node")
-        self._last_step, self._last_time = self.context.steps_done, self._now()
+        self.last_step, self._last_time = self.context.steps_done, self._now()
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
@@ -95,11 +99,17 @@ class Saver:
         self._leaving_since = self._leaving_since or time.monotonic()
 
     def durable(self) -> bool:
-        """Waits for the last save. Returns whether every rank that writes has it on its disk. Collective."""
+        """Waits for the last save. Whether every rank that writes has it on its disk; true where none was made. Collective."""
         self._reap()
         ok = torch.tensor(int(not self._last_failed))
         dist.all_reduce(ok, dist.ReduceOp.MIN)
         return bool(ok)
+
+    def resumable(self) -> bool:
+        """Whether any rank's disk has a checkpoint to go on from, of this start or of an earlier one. Collective."""
+        some = torch.tensor(int(self._on_disk))
+        dist.all_reduce(some, dist.ReduceOp.MAX)
+        return bool(some)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
@@ -127,6 +137,7 @@ class Saver:
             self.context.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
         else:
             self._last_failed = self._hangs = False
+            self._on_disk = True
             self.context.metrics.checkpoint_written(result.seconds)
             self.context.event(
                 "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
