@@ -135,6 +135,56 @@ def test_what_a_script_does_between_two_steps_is_its_own_time_in_the_next() -> N
     assert at(32, clock.end)["step_duration"] == 1.0
 
 
+class _Event:
+    """A stand-in for a CUDA event: its time is that of the last `record`, and none may record it while it is needed."""
+
+    def __init__(self, now: list[float], **_: object) -> None:
+        self._now, self.at = now, -1.0
+
+    def record(self) -> None:
+        self.at = self._now[0]
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1e3 * float(other.at - self.at)
+
+
+@pytest.mark.parametrize("kind", [StepClock, CudaStepClock])
+def test_several_updates_of_one_batch_count_its_time_once(
+    kind: type[StepClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: _Event(now))
+    clock = kind(lambda: now[0])
+
+    def at(seconds: float, point: Callable[[], Any]) -> Any:
+        now[0] = seconds
+        return point()
+
+    def update(began: float) -> None:
+        at(began + 1, clock.grad_ready)
+        at(began + 2, clock.synced)
+        at(began + 3, clock.end)
+        told.extend(clock.measured())
+
+    told: list[dict[str, float]] = []
+    for batch in (0.0, 10.0, 20.0):
+        at(batch, clock.begin)
+        at(batch + 1, clock.data_ready)
+        update(batch + 1)
+        update(batch + 4)
+        at(batch + 8, clock.between)
+    for number, found in enumerate(told):
+        first, before = 1 - number % 2, float(number in (2, 4))  # a second of the script's, after the update before
+        duration = 3 + first + before
+        assert found == {"data_wait": first, "grad_ready": 1 + before, "sync_wait": 1, "step_duration": duration}, (
+            number
+        )
+    assert len(told) == 6 and clock.trained == 3 * 7 + 2
+
+
 def test_what_is_queued_on_a_gpu_is_waited_for_and_counts_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device and its events are stand-ins: what is shown is which seconds are added."""
     now = [0.0]

@@ -2,6 +2,8 @@
 
     begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
 
+Where a batch has several updates, the next step begins where the last one ended, and has no wait for data.
+
 What a loop of one's own does between two steps (`between`) is the rank's own time, too: it counts with `grad_ready` of the
 next step, in which the others wait for it.
 
@@ -141,7 +143,8 @@ class StepClock:
             "step_duration": now - self._begin + self._between,
         }
         self.trained += times["step_duration"]
-        self._between = 0.0
+        self._begin = self._data = self._grad = self._synced = now
+        self._between = self._waited = 0.0
         self._closed = [times]
         return times
 
@@ -183,7 +186,7 @@ class CudaStepClock(StepClock):
 
     def between(self) -> None:
         super().between()
-        self._own_times.append((self._step.events[-1 if len(self._step.events) == 5 else 0], self._event()))
+        self._own_times.append((self._step.events[0], self._event()))
 
     def data_ready(self) -> None:
         super().data_ready()
@@ -215,6 +218,7 @@ class CudaStepClock(StepClock):
         self._step.events.append(self._event())
         self._step.own_times, self._own_times = self._own_times, []
         self._pending.append(self._step)
+        self._step = _Step(self._step.events[-1:] * 4)
         return super().end()
 
     def settle(self) -> None:
@@ -229,7 +233,7 @@ class CudaStepClock(StepClock):
             if self._replays is not None and self._replays[0] is step:
                 self.before_replay()
             closed.append(step.times())
-            # The last event may be where the next step's own time begins, so it is not used again.
+            # The last event is where the next one begins, or its own time, so this step does not give it back.
             self._free += list(dict.fromkeys(step.events[:-1]))[: self._POOL - len(self._free)]
         return closed
 

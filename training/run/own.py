@@ -24,6 +24,7 @@ from training.parallel.exchange import broadcast_tree
 from training.parallel.world import World
 from training.run.attempt import Attempt, Ending
 from training.run.context import RunContext
+from training.run.summary import stands
 from training.sync.base import BuildOptimizer, GradientSync
 
 MOST_LOGGED = 100
@@ -100,6 +101,8 @@ class OwnRun(RunContext):
     saved_generators: dict[str, Any] | None
     """This rank's generators as they were where the run goes on, until the loop is there again."""
     epochs_planned: int = 0
+    went_on: bool = False
+    """A step was made, or an epoch ended, in this attempt."""
     epoch_is_through: bool = False
     """The loop over the batches of the epoch under way has ended, in this attempt."""
 
@@ -169,7 +172,7 @@ class OwnRun(RunContext):
         state.clock.settle()
         attempt.tell_readings(wait=True)
         loss = attempt.epoch_loss()
-        state.cursor.epoch, state.cursor.step = state.cursor.epoch + 1, 0
+        state.cursor.epoch, state.cursor.step, self.went_on = state.cursor.epoch + 1, 0, True
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
         self.epoch_is_through = False
         accuracy, test_loss = kept.logged_in_epoch.get("accuracy"), kept.logged_in_epoch.get("test_loss")
@@ -226,9 +229,10 @@ class OwnRun(RunContext):
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": attempt.saver.failures,
             "config_hash": self.config.hash(), "logged": self.kept.logged,
         }  # fmt: skip
-        if self.run is not None and self.world.leader:
-            self.run.summary(summary)
-        self.event("done", **summary)
+        if self.went_on or not stands(self):
+            if self.run is not None and self.world.leader:
+                self.run.summary(summary)
+            self.event("done", **summary)
         if not saved:
             return Ending(EXIT_FAILED, "finished, but the last checkpoint could not be saved (see the warnings)")
         return Ending(EXIT_DONE, "complete")

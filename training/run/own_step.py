@@ -49,6 +49,8 @@ class Step:
         """Whether the last backward pass was one of these."""
         self._counted = True
         """Whether the cursor is beyond the batch under way."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """Samples of this rank and of all that each optimizer has stepped on since the batch was given."""
         self._stand_in: contextlib.ExitStack | None = None
         """Open while the batch is not this rank's."""
         self._buffers: list[torch.Tensor] = []
@@ -73,12 +75,15 @@ class Step:
         if self.looks and not self.pending:
             self._buffers = [buffer.clone() for buffer in self.replica.model.buffers()]
         self._given += 1
+        self._seen.clear()
         self._begun = self._counted = self._counted_early = False
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
         """How much of the global batch is this rank's, where that is known."""
         self._part = part
+        if not self._given:  # a loop without batches of ours: each part is a batch
+            self._seen.clear()
         if part is not None and part.samples == 0 and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
             self._stand_in.enter_context(without_batch_statistics(self.replica.model))
@@ -231,15 +236,28 @@ class Step:
             scaler.update(scaler.get_scale() if scale_is_kept else None)
         sync.zero_grad()
         self._end_stand_in()
-        own.kept.steps += 1
-        own.kept.samples += total
+        own.kept.steps, own.went_on = own.kept.steps + 1, True
+        samples, new = self._new_samples(optimizers, total)
+        own.kept.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(own.kept.steps)
-        samples, self.pending = self._samples, False
+        self.pending = False
         self._forget()
         self._count()
         lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
         self.attempt.step_done(lr, samples, norm)
+
+    def _new_samples(self, optimizers: tuple[torch.optim.Optimizer, ...], total: int) -> tuple[int, int]:
+        """Samples of this rank and of all that this update adds: those of a batch count once, however many networks learn of it."""
+        before = tuple(map(max, zip((0, 0), *self._seen.values(), strict=True)))
+        for optimizer in optimizers:
+            own, everywhere = self._seen.get(id(optimizer), (0, 0))
+            if self._part is None:
+                self._seen[id(optimizer)] = own + self._samples, everywhere + total
+            else:  # each update is of the whole part
+                self._seen[id(optimizer)] = self._samples, total
+        own, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
+        return own - before[0], everywhere - before[1]
 
     def _scale_by_total(self) -> int:
         """Divides the sum of the gradients by the number of samples of all ranks, and returns that. Collective."""

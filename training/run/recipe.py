@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from training import contract, cudagraph
+from training import cudagraph
 from training.config import Config
 from training.contract import EXIT_DONE
 from training.parallel.world import World
@@ -13,7 +13,7 @@ from training.resilience.preempt import Signals
 from training.run.attempt import Ended, Ending, conclude, failed
 from training.run.prepare import Prepared, prepare
 from training.run.recipe_attempt import RecipeAttempt
-from training.run.summary import say_complete, summarise
+from training.run.summary import say_complete, stands, summarise
 from training.trainer import Trainer
 
 
@@ -58,9 +58,9 @@ def _train(prepared: Prepared, signals: Signals | None, began: float) -> int:
     try:
         if prepared.complete:
             say_complete(prepared)
-            if run is not None and prepared.world.leader and not (run.path / contract.SUMMARY_FILE).exists():
-                summarise(prepared, time.perf_counter() - began, 0)  # killed after the last save, before the summary
-            ending = Ending(EXIT_DONE, "complete")
+            if run is not None and prepared.world.leader and not stands(prepared):
+                summarise(prepared, time.perf_counter() - began, 0)
+            ending = Ending(EXIT_DONE, (run and run.done_before) or "complete")
         else:
             ending = _to_the_end(prepared, signals, began)
         return conclude(prepared, signals, ending)

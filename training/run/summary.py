@@ -1,8 +1,14 @@
-"""What a recipe's run leaves when it ends: summary.json and a line."""
+"""What a run leaves when it ends: summary.json and a line."""
 
 from __future__ import annotations
 
-from training.run.prepare import Prepared
+from typing import TYPE_CHECKING, Any
+
+from training import contract, files
+from training.run.context import RunContext
+
+if TYPE_CHECKING:
+    from training.run.prepare import Prepared
 
 
 def summarise(prepared: Prepared, wall_seconds: float, failures: int) -> None:
@@ -27,6 +33,20 @@ def summarise(prepared: Prepared, wall_seconds: float, failures: int) -> None:
     if prepared.run is not None and prepared.world.leader:
         prepared.run.summary(summary)
     prepared.event("done", **summary)
+
+
+def stands(context: RunContext) -> bool:
+    """Whether summary.json is that of the run as it is: a start that adds nothing leaves it, and tells it to those who read the
+    lines. It is not where a kill came between the last save and the summary."""
+    if context.run is None:
+        return False
+    found: Any = files.read_json(context.run.path / contract.SUMMARY_FILE)
+    now = (context.steps_done, context.state.cursor.epoch)
+    if not isinstance(found, dict) or (found.get("steps"), found.get("epochs")) != now:
+        return False
+    if context.world.leader:
+        context.console.on_event({"event": "done", **found})
+    return True
 
 
 def say_complete(prepared: Prepared) -> None:

@@ -1,0 +1,103 @@
+"""What a run of one's own says of its times and its samples, and what a start of a complete run leaves as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.events import events
+from tests.own.job import script
+from tests.own.test_session import SCRIPT
+from tests.runs import Job
+
+GAN = """
+import time
+from torch.utils.data import TensorDataset
+began = time.perf_counter()
+with Session(sys.argv[1], "log.every=1", sync="flat") as run:
+    both = torch.nn.ModuleDict({"one": torch.nn.Linear(4, 3), "other": torch.nn.Linear(4, 3)})
+    model = run.replicate(both)
+    one = run.optimizer(lambda _: torch.optim.SGD(both["one"].parameters(), lr=0.1), "one")
+    other = run.optimizer(lambda _: torch.optim.SGD(both["other"].parameters(), lr=0.1), "other")
+    for epoch in run.epochs(2):
+        for x, y in BATCHES:
+            for name, optimizer in (("one", one), ("other", other)):
+                time.sleep(0.03)
+                run.backward(F.cross_entropy(model[name](x), y), samples=len(y))
+                run.update(optimizer)
+    wall = time.perf_counter() - began
+print("WALL", wall)
+"""
+LOADERS = {
+    "batches": "run.batches(DATA, 8)",
+    "iterate": "run.iterate([DATA[8 * n + run.rank : 8 * n + 8 : 2] for n in range(4)])",
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_two_updates_of_a_batch_count_its_time_and_its_samples_once(tmp_path: Path, loader: str) -> None:
+    """As in a GAN. More seconds were trained than had gone by, and each image counted twice."""
+    done = script(2, SCRIPT + GAN.replace("BATCHES", LOADERS[loader]), tmp_path / "run")
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    wall = float(re.findall(r"WALL (\S+)", done.output)[0])
+    assert summary["steps"] == 16 and 16 * 0.03 <= summary["trained_seconds"] < wall
+    assert summary["examples_seen"] == 64
+    assert summary["images_per_second"] == pytest.approx(64 / summary["trained_seconds"])
+    # Each step is its own: the times of a batch's second one begin where the first one ended.
+    durations = [event["step_duration"] for event in events(tmp_path / "run", "step")]
+    assert len(durations) == 16 and sum(durations) == pytest.approx(summary["trained_seconds"], rel=0.2)
+    for rank in (0, 1):
+        text = (tmp_path / f"run/metrics/rank-{rank:05d}.prom").read_text()
+        assert re.findall(r"training_samples_total\{[^}]*\} (\S+)", text) == ["32.0"], text
+
+
+@pytest.mark.parametrize("kind", ["Session", "recipe"])
+def test_a_complete_run_that_is_started_again_leaves_its_results_as_they_were(
+    tmp_path: Path, data_root: Path, kind: str
+) -> None:
+    run_dir, epochs = tmp_path / "run", "2"
+    code = """
+with Session(sys.argv[1], "log.format=json") as run:
+    model, optimizer = make(run)
+    for epoch in run.epochs(int(sys.argv[2])):
+        for batch in run.batches(DATA, 8):
+            step(run, model, batch)
+    run.log(accuracy=0.5, wer=run.sum(1.0)[0])
+"""
+
+    def start(epochs: str) -> str:
+        if kind == "Session":
+            done = script(2, SCRIPT + code, run_dir, epochs)
+        else:
+            done = Job(run_dir, data_root, 2, **{"log.format": "json", "epochs": epochs}).go()
+        assert done.code == 0, done.output
+        return done.output
+
+    start(epochs)
+    names = ("summary.json", *(path.relative_to(run_dir) for path in run_dir.glob("checkpoints/*/*")))
+    before = {name: (run_dir / name).read_bytes() for name in names}
+    status = json.loads((run_dir / "status.json").read_text())
+    told = [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")]
+    for _ in range(2):
+        time.sleep(0.01)
+        output = start(epochs)
+        assert {name: (run_dir / name).read_bytes() for name in names} == before
+        assert [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")] == told
+        # Whoever reads the lines gets the same numbers once more.
+        said = [json.loads(line) for line in output.splitlines() if line.startswith('{"event": "done"')]
+        assert said == [{"event": "done", **json.loads(before["summary.json"])}], output
+    again = json.loads((run_dir / "status.json").read_text())
+    assert again == {**status, "attempt": 3}, "each start counts, and nothing else is new"
+
+    # The summary of fewer epochs is not that of a run that was killed before it could write its last one.
+    start("3")
+    whole = json.loads((run_dir / "summary.json").read_text())
+    assert whole["epochs"] == 3 and whole["restarts"] == 3
+    (run_dir / "summary.json").write_bytes(before["summary.json"])
+    start("3")
+    assert json.loads((run_dir / "summary.json").read_text())["epochs"] == 3
