@@ -79,10 +79,10 @@ class Console:
         elif event["event"] == "epoch" and not self._by_step:
             if not self._header:
                 self._header = True
-                say("epoch    batch    train time [sec]    validation accuracy    train loss    images/s")
+                say("epoch    batch    train time [sec]    validation accuracy    train loss [epoch]    images/s [run]")
             say(
                 f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}"
-                f"{_number(event['accuracy'], 13)} {_number(event['train_loss'], 13)} {event['images_per_second']:11.0f}"
+                f"{_number(event['accuracy'], 13)} {_number(event['train_loss'], 21)} {event['images_per_second']:17.0f}"
             )
 
     def close(self) -> None:
