@@ -23,7 +23,6 @@ from jobs.cluster import Checks, Cluster, Manifests
 from jobs.foreground import Streams
 from jobs.slurm import beside, checks, facts, logs, observe, query, render, rules
 from jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
-from jobs.slurm.query import ask
 from jobs.slurm.section import slurm, without_host
 from jobs.slurm.send import adopt, send
 from jobs.slurm.task import TrainingTask
@@ -246,7 +245,11 @@ class SlurmBackend(Cluster):
         if record["job_id"] is None:
             sending = time.time() - record["since"] < observe.SETTLE_SECONDS
             return Status("pending", "is being submitted") if sending else _BROKEN_OFF
-        known = query.look(self.transport, str(record["job_id"]))
+        forgotten: Unreachable | None = None
+        try:
+            known = query.look(self.transport, str(record["job_id"]))
+        except query.Forgotten as error:  # what it has left may say how it ended
+            known, forgotten = None, error
         notes = Notes(record, self.folder / found.name, self.transport)
         before, kept = notes.ended, self._kept(found.name)
         parts = [Part(**part) for part in before["ranks"]] if before is not None else []
@@ -268,6 +271,8 @@ class SlurmBackend(Cluster):
             time.time(),
             notes.saved,
         )
+        if forgotten is not None and told.state == "lost":
+            raise forgotten
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError, Unreachable):
             if before is not None and not told.final:
@@ -291,19 +296,18 @@ class SlurmBackend(Cluster):
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
+            # Without a step nobody would hear the signal.
             if (
                 status.state == "running"
                 and not signalled
-                and f"{job_id}.0" in ask(self.transport, "squeue", "-hs", "-j", job_id).stdout
+                and f"{job_id}.0" in query.answer(self.transport, "squeue", "-hs", "-j", job_id)
             ):
-                signalled = (
-                    ask(self.transport, "scancel", "--signal=TERM", job_id).returncode == 0
-                )  # without a step nobody would hear it
+                signalled = query.order(self.transport, "scancel", "--signal=TERM", job_id)
             elif status.state != "running":
-                ask(self.transport, "scancel", "--state=PENDING", job_id)
+                query.order(self.transport, "scancel", "--state=PENDING", job_id)
             time.sleep(min(self.interval, 0.5))
         if not status.final:
-            ask(self.transport, "scancel", job_id)
+            query.order(self.transport, "scancel", job_id)
         return self.wait(name, 120)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
@@ -357,8 +361,10 @@ class SlurmBackend(Cluster):
 
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         """What `scontrol update` has changed in the waiting or running job."""
-        job_id = str(found.record["job_id"])
-        shown = ask(self.transport, "scontrol", "show", "job", "-o", job_id).stdout
+        job_id = found.record["job_id"]
+        if job_id is None:
+            return []
+        shown = query.answer(self.transport, "scontrol", "show", "job", "-o", job_id)
         wanted = {
             "JobName": found.record["array_name"],
             "Partition": slurm(spec).partition,

@@ -17,7 +17,6 @@ from jobs.slurm.query import ask, one_line
 from jobs.slurm.section import slurm
 from jobs.slurm.transport.base import Transport
 from jobs.spec.model import JobSpec
-from jobs.status import Unreachable
 from training.contract import ENV_JOB, ENV_LAUNCHER, UserError
 
 
@@ -73,11 +72,8 @@ def _flags(spec: JobSpec, rank: int) -> list[str]:
 
 def _place(transport: Transport, job_id: str) -> tuple[str, list[str]]:
     """The id that srun takes (a part of an array has one of its own), and the job's nodes in the order of their ranks."""
-    told = ask(transport, "squeue", "-h", "-j", job_id, "-o", "%A|%N")
-    if told.returncode != 0 and not query.UNKNOWN_JOB.search(told.stderr):
-        raise Unreachable(f"the SLURM controller does not answer: {one_line(told.stderr)}")
-    own, _, nodes = next(iter(told.stdout.splitlines()), "").partition("|")
+    told = query.answer(transport, "squeue", "-h", "-j", job_id, "-o", "%A|%N")
+    own, _, nodes = next(iter(told.splitlines()), "").partition("|")
     if not re.fullmatch(r"\d+", own) or not nodes:
         raise UserError(f"the SLURM job {job_id} runs on no node: it has ended, or has not started")
-    hosts = ask(transport, "scontrol", "show", "hostnames", nodes).stdout.split()
-    return own, hosts
+    return own, query.answer(transport, "scontrol", "show", "hostnames", nodes).split()

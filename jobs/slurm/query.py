@@ -13,7 +13,10 @@ from jobs.slurm.transport.base import SECONDS, Told, Transport
 from jobs.status import Unreachable
 from training.contract import UserError
 
-UNKNOWN_JOB = re.compile(r"invalid job id|jobs? not found|does not exist", re.I)
+UNKNOWN_JOB = re.compile(r"invalid job id|jobs? (\S+ )?not found|does not exist", re.I)
+NO_CONTACT = re.compile(r"unable to contact|timed out|zero bytes|connection refused|standby mode", re.I)
+"""What SLURM's commands say where they had no answer, and not one that is a refusal."""
+NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +36,61 @@ class Found:
     comment: str = ""
 
 
+class Forgotten(Unreachable):
+    """The accounting does not answer, which alone would know how a job ended that the controller has forgotten."""
+
+
 def ask(transport: Transport, *command: str, seconds: float = SECONDS) -> Told:
     """Runs a SLURM command. Raises `UserError` where it is not installed, `Unreachable` where it does not end."""
     return transport.run(*command, seconds=seconds, env={"SLURM_TIME_FORMAT": "%s"})
 
 
+def answer(transport: Transport, *command: str) -> str:
+    """What a SLURM command prints; nothing for a job that it does not know. Raises `Unreachable` for any other failure."""
+    told = ask(transport, *command)
+    if told.returncode != 0 and not unknown(told):
+        raise silent(told)
+    return told.stdout
+
+
+def order(transport: Transport, *command: str) -> bool:
+    """Whether SLURM does it: a job that has just ended, or is in another state, is no failure. Raises `Unreachable`."""
+    told = ask(transport, *command)
+    if told.returncode != 0 and NO_CONTACT.search(told.stderr):
+        raise silent(told)
+    return told.returncode == 0
+
+
+def unknown(told: Told) -> bool:
+    """Whether SLURM has said that there is no such job: any other failure says nothing about the job."""
+    return told.returncode != 0 and UNKNOWN_JOB.search(told.stdout + told.stderr) is not None
+
+
+def silent(told: Told) -> Unreachable:
+    return Unreachable(
+        f"the SLURM controller does not answer: {one_line(told.stderr) or f'exit code {told.returncode}'}"
+    )
+
+
 def look(transport: Transport, job_id: str) -> Found | None:
-    """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`."""
+    """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`, `Forgotten`."""
     shown = ask(transport, "scontrol", "show", "job", "-o", job_id)
     if shown.returncode == 0:
         found = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
         if found:
             return found[0]
-    elif not UNKNOWN_JOB.search(shown.stderr):
-        past = history(transport, job_id)  # its answer holds where the job has ended
-        if past is not None and past.ended is not None:
-            return past
-        raise Unreachable(f"the SLURM controller does not answer: {one_line(shown.stderr)}")
-    past = history(transport, job_id)
+    try:
+        past = history(transport, job_id)
+    except Forgotten:
+        if unknown(shown):
+            raise
+        past = None
     # If the controller has forgotten a job that the accounting calls running, that job never ends.
-    return past if past is not None and past.ended is not None else None
+    if past is not None and past.ended is not None:
+        return past
+    if not unknown(shown):
+        raise silent(shown)
+    return None
 
 
 def read(line: str) -> Found | None:
@@ -75,11 +113,17 @@ def read(line: str) -> Found | None:
 
 
 def history(transport: Transport, job_id: str) -> Found | None:
-    """What the accounting remembers; None without accounting, or where it has not heard of the job yet."""
+    """What the accounting remembers; None without accounting, or where it has not heard of the job yet. Raises `Forgotten`."""
     try:
         told = ask(transport, "sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State,ExitCode,NodeList,Partition,End")
-    except UserError:
+    except UserError as error:
+        if isinstance(error, Unreachable):
+            raise Forgotten(str(error)) from None
         return None
+    if told.returncode != 0 and not NO_ACCOUNTING.search(told.stderr):
+        raise Forgotten(
+            f"the SLURM accounting does not answer: {one_line(told.stderr) or f'exit code {told.returncode}'}"
+        )
     if told.returncode != 0 or not told.stdout.strip():
         return None
     state, code, nodes, partition, end = (told.stdout.strip().splitlines()[-1].split("|") + [""] * 5)[:5]
@@ -89,9 +133,12 @@ def history(transport: Transport, job_id: str) -> Found | None:
 
 
 def mine(transport: Transport, name: str, comment: str) -> str | None:
-    """The id of a job (or array) of this user with that name and comment: one whose answer to sbatch was lost."""
-    told = ask(transport, "squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k")
-    for line in told.stdout.splitlines() if told.returncode == 0 else []:
+    """The id of a job (or array) of this user with that name and comment: one whose answer to sbatch was lost.
+
+    Raises:
+        Unreachable: it may be there.
+    """
+    for line in answer(transport, "squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k").splitlines():
         job_id, _, said = line.partition("|")
         if said == comment:
             return job_id
@@ -100,10 +147,7 @@ def mine(transport: Transport, name: str, comment: str) -> str | None:
 
 def under_way(transport: Transport) -> set[str]:
     """The ids of this user's jobs and arrays that wait or run. Raises `Unreachable`."""
-    told = ask(transport, "squeue", "-h", "--me", "-o", "%F")
-    if told.returncode != 0:
-        raise Unreachable(f"the SLURM controller does not answer: {one_line(told.stderr)}")
-    return set(told.stdout.split())
+    return set(answer(transport, "squeue", "-h", "--me", "-o", "%F").split())
 
 
 FINAL = (

@@ -17,12 +17,14 @@ from jobs.slurm.folder import JOB, SUBMITIT, text
 from jobs.slurm.task import TrainingTask
 from jobs.slurm.transport.base import Place, Transport
 from jobs.spec.model import JobSpec
-from jobs.status import Disconnected
+from jobs.status import Disconnected, Unreachable
 from training.contract import OF_A_JOB, UserError
 
 SECONDS = 300.0
 """For all of it. sbatch itself tries for minutes where the controller is busy."""
-REFUSED, NO_SBATCH, NO_NUMBER = 3, 4, 5
+REFUSED, NO_SBATCH, NO_NUMBER, UNANSWERED = 3, 4, 5, 6
+IN_DOUBT = "timed out|zero bytes|receive failure"
+"""What sbatch says where it has sent the job, and heard no answer."""
 NEW = "new"
 """Stands in the names of the files for the job's number until sbatch has given one."""
 
@@ -77,7 +79,11 @@ done
 said=$(sbatch "$root/$whole/{SUBMITIT}/{NEW}_submission.sh" 2> "$stage/errors" < /dev/null)
 code=$?
 cat "$stage/errors" >&2
-if [ $code -ne 0 ]; then back; exit {REFUSED}; fi
+if [ $code -ne 0 ]; then
+  # The controller may have taken it before it fell silent: the record stays, without a number.
+  grep -qiE "{IN_DOUBT}" "$stage/errors" && exit {UNANSWERED}
+  back; exit {REFUSED}
+fi
 id=$(printf '%s' "$said" | sed -n 's/.*job \\([0-9][0-9]*\\).*/\\1/p' | tail -n 1)
 if [ -z "$id" ]; then printf '%s' "$said"; exit {NO_NUMBER}; fi
 {ADOPT}
@@ -106,7 +112,7 @@ def send(
 
     Raises:
         UserError: with what sbatch says; all is as it was.
-        Unreachable: it is submitted, or not. The next submission finds out.
+        Unreachable: it is submitted, or not. The next submission finds out. Or the controller was not reached: all is as it was.
     """
     folder = jobs / spec.name / SUBMITIT
     script = render.script(spec, folder, after, len(tasks), place)
@@ -133,13 +139,25 @@ def send(
         raise UserError(
             f"sbatch is not installed {transport.where}: submit from a node of a SLURM cluster, see `lockstep doctor slurm`"
         )
+    if told.returncode == UNANSWERED:
+        raise Unreachable(f"{_silent(said)}: submit again, what is there already is not submitted twice")
+    if told.returncode == REFUSED and query.NO_CONTACT.search(said):
+        raise Unreachable(_silent(said))
     if told.returncode == REFUSED:
-        lines = [line for line in said.splitlines() if "error:" in line] or [query.one_line(said)]
-        reason = "; ".join(line.split("error:", 1)[-1].strip() for line in lines)
-        raise UserError(f"SLURM refuses {spec.name}: {query.one_line(reason)}")
+        raise UserError(f"SLURM refuses {spec.name}: {_reason(said)}")
     if told.returncode == NO_NUMBER:
         raise UserError(f"sbatch gave no number for {spec.name}, but said: {query.one_line(told.stdout.decode())}")
     raise UserError(f"cannot keep the job in {jobs} {transport.where}: {query.one_line(said)}; set LOCKSTEP_HOME")
+
+
+def _silent(said: str) -> str:
+    return f"the SLURM controller does not answer: {_reason(said)}"
+
+
+def _reason(said: str) -> str:
+    """What sbatch complains of, without what it is called."""
+    lines = [line for line in said.splitlines() if "error:" in line] or [said]
+    return query.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
 
 
 def adopt(record: dict[str, Any], number: str, transport: Transport) -> None:

@@ -165,7 +165,14 @@ def test_an_answer_of_sbatch_that_was_lost(bench: Bench) -> None:
     spec = bench.command("lost", LONG, slurm={"patch": {"begin": "now+1hour"}})
     bench.backend.submit(spec)
     job_id, path = bench.backend.job_id("lost"), bench.backend.folder / "lost/job.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "job_id": None}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "job_id": None, "since": 0.0}))
+    conf = os.environ["SLURM_CONF"]
+    with pytest.MonkeyPatch.context() as patch:  # squeue fails: that says nothing about the job
+        patch.setenv("SLURM_CONF", f"{conf}.of-nobody")
+        for words in (("status", "slurm", "lost"), ("submit", "slurm", str(bench.file(spec)), "--replace")):
+            done = lockstep(*words)
+            assert done.returncode == 69 and "does not answer" in done.stderr, done
+    assert bench.cluster.ask("squeue", "-h", "-o", "%F").split() == [job_id]
     assert not bench.backend.submit(spec).created
     assert bench.backend.job_id("lost") == job_id
 
