@@ -141,9 +141,10 @@ class SlurmBackend(Cluster):
             return None
         own = render.preparation(spec, self.transport.place())
         kept = self._kept(own.name)
-        if kept.record() is None or kept.ended() is not None or self.status(own.name).final:
+        if kept.record() is None or kept.ended() is not None:
             return None
-        return self.job_id(own.name)
+        found = self.require(own.name)
+        return None if self.standing(found).final else str(found.record["job_id"])
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
@@ -196,7 +197,14 @@ class SlurmBackend(Cluster):
         return self._where(found.record)
 
     def standing(self, found: Found) -> Status:
-        return self.observe(found) if found.record["job_id"] is not None else _BROKEN_OFF
+        record = found.record
+        if record["job_id"] is not None:
+            return self.observe(found)
+        # The script that submits goes on where its command is killed, and is seen by its folder.
+        stage = re.compile(rf"\.{re.escape(record['array_name'])}\.[A-Za-z0-9]{{6}}")
+        if observe.is_new(record) and any(map(stage.fullmatch, self.transport.names(self.folder))):
+            raise Unreachable(f"{found.name} is being submitted at this moment: try again in a minute")
+        return observe.BROKEN_OFF
 
     def gone_on(self, found: Found, spec: JobSpec) -> Found:
         if found.record["run_dir"] != render.run_directory(spec, self.transport.place()):
@@ -212,12 +220,13 @@ class SlurmBackend(Cluster):
         if whole.code is not None:
             self.transport.unpack(commands.identity(whole))
         written: dict[str, dict[str, Any]] = {}
+        comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
         for element, spec in enumerate(specs):
             written[spec.name] = {
                 "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, place),
                 "submitit": str(self.folder / whole.name / SUBMITIT), "job_id": None,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "since": time.time(), "comment": f"lockstep:{whole.hash()}", "array_name": whole.name,
+                "since": time.time(), "comment": comment, "array_name": whole.name,
                 "element": element if len(specs) > 1 else None, "job": records.identity(spec.name),
             }  # fmt: skip
         with writing(self.folder):  # a container mounts the folders above the runs
@@ -226,7 +235,7 @@ class SlurmBackend(Cluster):
         tasks = [
             training_task(spec, after is not None, str(written[spec.name]["job"]), self.transport) for spec in specs
         ]
-        ids = send(whole, place, self.folder, written, tasks, after, self.transport)
+        ids = send(whole, place, self.folder, written, comment, tasks, after, self.transport)
         return [
             Submitted(name, True, self._where({**record, "job_id": job_id}))
             for (name, record), job_id in zip(written.items(), ids)
@@ -243,8 +252,7 @@ class SlurmBackend(Cluster):
         record = found.record
         spec = JobSpec.recorded(found.name, found.plain)
         if record["job_id"] is None:
-            sending = time.time() - record["since"] < observe.SETTLE_SECONDS
-            return Status("pending", "is being submitted") if sending else _BROKEN_OFF
+            return observe.BEING_SUBMITTED if observe.is_new(record) else observe.BROKEN_OFF
         forgotten: Unreachable | None = None
         try:
             known = query.look(self.transport, str(record["job_id"]))
@@ -261,30 +269,28 @@ class SlurmBackend(Cluster):
             stands = settled and query.final(known.state) and known.restarts <= noted
         if before is not None and stands:
             return Status(before["state"], before["reason"], parts, before["exit_code"])
-        told = observe.explain(
-            spec,
-            known,
-            notes.ends,
-            notes.said,
-            notes.cancelled,
-            record["since"],
-            time.time(),
-            notes.saved,
-        )
+        now, since = time.time(), record["since"]
+        told = observe.explain(spec, known, notes.ends, notes.said, notes.cancelled, since, now, notes.saved)
         if forgotten is not None and told.state == "lost":
             raise forgotten
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError, Unreachable):
             if before is not None and not told.final:
                 self.transport.remove(kept.path / ENDED)  # somebody had SLURM run it again
-            elif (
-                told.final and before != plain
-            ):  # a job that has ended stays as it ended. SLURM forgets, without accounting in minutes
+            elif told.final and before != plain:
+                # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
                 self.transport.write(kept.path / ENDED, text(plain))
         return told
 
     def stop(self, found: Found) -> Status:
-        name, record = found.name, found.record
+        name = found.name
+        if found.record["job_id"] is None:
+            with self.exclusive():  # a submission that is under way has its number then
+                found = self.require(name)
+                status = self.standing(found)
+            if status.final:
+                return status
+        record = found.record
         job_id = str(record["job_id"])
         try:
             self.transport.touch(cancelled(record))  # from here on no rank asks for a requeue
@@ -380,9 +386,6 @@ class SlurmBackend(Cluster):
     @staticmethod
     def _where(record: dict[str, Any]) -> str:
         return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
-
-
-_BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
 
 def _submitit(spec: JobSpec, place: Place) -> PurePath:

@@ -1,7 +1,8 @@
-"""From what SLURM, status.json and the tasks' notes say to one status. A pure function."""
+"""From what SLURM, status.json and the tasks' notes say to one status. `explain` is a pure function."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +16,15 @@ SETTLE_SECONDS = 60.0
 """Seconds in which SLURM may still requeue a job whose node failed, and a file may not be visible yet."""
 _COMES_BACK = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
 
+BEING_SUBMITTED = Status("pending", "is being submitted")
+BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
+
 Ends = dict[int, dict[str, Any]]
+
+
+def is_new(record: dict[str, Any]) -> bool:
+    """Whether a job without a number may still be on its way to sbatch."""
+    return time.time() - float(record["since"]) < SETTLE_SECONDS
 
 
 def explain(

@@ -41,7 +41,7 @@ adopt() {{
 COMMIT = f"""
 trap '' HUP PIPE
 umask 077
-root=$1 whole=$2 token=$3; shift 3
+root=$1 whole=$2 token=$3 comment=$4; shift 4
 command -v sbatch > /dev/null || exit {NO_SBATCH}
 cd -- "$root" || exit 1
 rm -rf -- ".$whole".??????
@@ -76,7 +76,7 @@ for name in $(env | sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do
     SBATCH_* | SLURM_* | {" | ".join(sorted(OF_A_JOB))}) unset "$name" ;;
   esac
 done
-said=$(sbatch "$root/$whole/{SUBMITIT}/{NEW}_submission.sh" 2> "$stage/errors" < /dev/null)
+said=$(sbatch --comment="$comment" "$root/$whole/{SUBMITIT}/{NEW}_submission.sh" 2> "$stage/errors" < /dev/null)
 code=$?
 cat "$stage/errors" >&2
 if [ $code -ne 0 ]; then
@@ -97,18 +97,20 @@ for name; do
 done
 printf '%s' "$id"
 """
-"""$1: the folder of all jobs. $2: the job whose folder has the script. $3: what stands for its number. Then all folders."""
+"""$1: the folder of all jobs. $2: the job whose folder has the script. $3: what stands for its number. $4: the comment. Then
+all folders."""
 
 
 def send(
-    spec: JobSpec, place: Place, jobs: PurePath, records: dict[str, dict[str, Any]], tasks: list[TrainingTask],
-    after: str | None, transport: Transport,
+    spec: JobSpec, place: Place, jobs: PurePath, records: dict[str, dict[str, Any]], comment: str,
+    tasks: list[TrainingTask], after: str | None, transport: Transport,
 ) -> list[str]:  # fmt: skip
     """Submits, keeps the records, and returns the job's ids, one a task. What had their folders before is gone then.
 
     Args:
         jobs: the folder of all jobs.
         records: by name, one a task.
+        comment: what SLURM shall know this submission by, in place of the script's, which is the spec's.
 
     Raises:
         UserError: with what sbatch says; all is as it was.
@@ -127,7 +129,7 @@ def send(
     names = dict.fromkeys([spec.name, *records])
     try:
         told = transport.shell(
-            COMMIT, jobs, spec.name, token, *names, data=data, seconds=SECONDS, whole=True,
+            COMMIT, jobs, spec.name, token, comment, *names, data=data, seconds=SECONDS, whole=True,
             env={name: os.environ[name] for name in spec.secrets},
         )  # fmt: skip
     except Disconnected as error:

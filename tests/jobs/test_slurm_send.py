@@ -41,7 +41,7 @@ def sbatch(folder: Path, line: str) -> None:
 
 
 def commit(jobs: Path, data: bytes) -> Any:
-    return LOCAL.shell(COMMIT, jobs, "job", TOKEN, "job", "job-0", "job-1", data=data, whole=True)
+    return LOCAL.shell(COMMIT, jobs, "job", TOKEN, "lockstep:of-this", "job", "job-0", "job-1", data=data, whole=True)
 
 
 def test_a_submission_is_whole(jobs: Path) -> None:

@@ -177,6 +177,27 @@ def test_an_answer_of_sbatch_that_was_lost(bench: Bench) -> None:
     assert bench.backend.job_id("lost") == job_id
 
 
+def test_a_finished_job_is_not_taken_for_a_later_submission(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--replace` died when it came to sbatch; SLURM still shows the older job, of the same name and spec."""
+    spec = bench.command("again", "print('done')", ranks_per_node=1)
+    bench.backend.submit(spec)
+    assert bench.wait("again").state == "succeeded"
+    before = bench.cluster.ask("squeue", "-h", "--me", "-t", "all", "-n", "again", "-o", "%F")
+    (bench.folder / "bin").mkdir()
+    (bench.folder / "bin/sbatch").write_text("#!/bin/sh\nkill -9 $PPID\n")
+    (bench.folder / "bin/sbatch").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{bench.folder}/bin:{os.environ['PATH']}")
+        with pytest.raises(UserError):
+            bench.backend.submit(spec, "replace")
+    assert before and bench.backend.status("again").state == "pending", "is being submitted, as far as anybody knows"
+    for stage in bench.backend.folder.glob(".again.??????"):
+        stage.rename(bench.folder / "stage")  # what the killed script has left
+    assert bench.backend.cancel("again").state == "lost"
+    assert bench.backend.submit(spec, "replace").created
+    assert bench.wait("again").state == "succeeded" and bench.backend.job_id("again") != before
+
+
 @both
 def test_slurm_has_forgotten_the_job(bench: Bench) -> None:
     """The accounting still knows how it ended; without one there are what was seen, and what the tasks noted."""

@@ -1,9 +1,10 @@
-"""A question that SLURM has not answered says nothing about a job. Programs stand in for SLURM's."""
+"""What SLURM has not answered says nothing about a job, and an interrupted submission is its own. Programs stand in for SLURM's."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 from jobs import private
 from jobs.spec.model import JobSpec
 from tests.jobs.helpers import lockstep
+from tests.processes import PYTHON, poll
 
 EXIT_UNREACHABLE, EXIT_LOST = 69, 4
 PROGRAM = """#!/bin/sh
@@ -175,3 +177,62 @@ def test_sbatch_hears_no_answer(site: Site) -> None:
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == 0 and "mine: is there already" in done.stdout, done
     assert len(site.called("sbatch")) == 1
+
+
+def broken_off(site: Site) -> None:
+    """A submission whose script was killed when it came to sbatch."""
+    site.does("sbatch", "kill -9 $PPID")
+    done = site.run("submit", "slurm", site.file, "--replace")
+    assert done.returncode == 2 and len(site.called("sbatch")) > 0, done
+    assert json.loads((site.kept / "job.json").read_text())["job_id"] is None
+    for stage in site.kept.parent.glob(
+        ".mine.??????"
+    ):  # the killed script's; while it is there it may still be at work
+        stage.rename(site.folder / "stage")
+
+
+def test_an_older_job_of_the_same_spec_is_not_the_submission_that_broke_off(site: Site) -> None:
+    site.does("squeue", 'echo "8|$(cat comment)"')
+    site.does("scontrol", "echo JobId=8 JobName=mine JobState=COMPLETED EndTime=1000")
+    site.does(
+        "sbatch", 'for word; do case $word in --comment=*) echo "${word#--comment=}" > comment;; esac; done; echo job 8'
+    )
+    assert site.run("submit", "slurm", site.file).returncode == 0
+    (site.kept / "submitit/8_0_end.json").write_text(json.dumps({"code": 0, "rank": 0, "reason": "", "restart": 0}))
+    assert "mine: succeeded" in site.run("status", "slurm", "mine").stdout
+    broken_off(site)
+    done = site.run("status", "slurm", "mine")
+    assert "mine: pending – is being submitted" in done.stdout, done
+    done = site.run("submit", "slurm", site.file)
+    assert done.returncode == 2 and "interrupted before sbatch answered" in done.stderr, done
+
+
+def test_cancelling_a_submission_that_broke_off_asks_nothing_of_slurm(site: Site) -> None:
+    broken_off(site)
+    done = site.run("cancel", "slurm", "mine")
+    assert done.returncode == 0 and "mine: lost – the submission was interrupted" in done.stdout, done
+    assert not site.called("scancel") and not list(site.kept.rglob("None*"))
+    assert site.run("diff", "slurm", site.file).stdout == "no difference\n"
+    assert "None" not in (site.folder / "bin/called").read_text()
+    site.does("sbatch", "echo Submitted batch job 8")
+    assert "mine: submitted (SLURM job 8" in site.run("submit", "slurm", site.file, "--replace").stdout
+
+
+def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
+    """sbatch is still at work: nobody knows yet whether there will be a job."""
+    site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
+    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+    command = [PYTHON, "-c", program, "submit", "slurm", site.file]
+    with subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL) as process:
+        try:
+            poll(lambda: site.called("sbatch"), 60, "sbatch")
+        finally:
+            process.send_signal(signal.SIGKILL)
+    try:
+        for words in (("submit", "slurm", site.file, "--replace"), ("cancel", "slurm", "mine")):
+            done = site.run(*words)
+            assert done.returncode == EXIT_UNREACHABLE and "is being submitted" in done.stderr, (words, done)
+    finally:
+        (site.folder / "bin/go").touch()
+    poll(lambda: json.loads((site.kept / "job.json").read_text())["job_id"] == "8", 30, "the job's number")
+    assert len(site.called("sbatch")) == 1 and not site.called("scancel")
