@@ -16,6 +16,10 @@ from jobs.status import Unreachable
 from training.contract import UserError
 
 _INSIDE = "/volume"
+_NO_ANSWER = re.compile(
+    "Cannot connect to the Docker daemon|error during connect|request returned|unexpected EOF|deadline exceeded|i/o timeout"
+)
+"""What docker says where the engine, or a proxy before it, has given no answer of its own."""
 TIMEOUT = 120.0
 """Seconds that a question to the engine may take; starting and stopping have bounds of their own."""
 
@@ -69,7 +73,7 @@ def explain(words: Sequence[str], said: str) -> str:
 
 
 def _is_down(said: str) -> bool:
-    return "Cannot connect to the Docker daemon" in said or "error during connect" in said
+    return _NO_ANSWER.search(said) is not None
 
 
 def is_ours(image: str) -> bool:

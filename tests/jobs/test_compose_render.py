@@ -25,6 +25,7 @@ from jobs.compose.rules import RULES
 from jobs.manifest import to_yaml
 from jobs.spec.model import JobSpec
 from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
+from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
 from training.contract import METRICS_PORT, UserError
 
@@ -294,6 +295,24 @@ def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "docker").write_text(f"#!/bin/sh\n{text}\n")
     (folder / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "error during connect: Get http://x/v1.45/containers/json: EOF",
+        "request returned Service Unavailable for API route and version http://x/v1.45/containers/json, check if the server …",
+        "unexpected EOF",
+        "Error response from daemon: context deadline exceeded",
+    ],
+)
+def test_an_engine_that_gives_no_answer_says_nothing_about_a_job(
+    said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program(tmp_path, f"echo '{said}' >&2; exit 1", monkeypatch)
+    for words in (("status", "compose", "mine"), ("cancel", "compose", "mine"), ("list", "compose")):
+        done = lockstep(tmp_path, *words)
+        assert done.returncode == 69 and "no container engine answers" in done.stderr, (words, done)
 
 
 def test_followed_logs_end_with_whatever_error_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
