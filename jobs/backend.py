@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -393,8 +394,7 @@ def check_name(name: str) -> None:
 
 
 def next_name(name: str, taken: set[str]) -> str:
-    """`name-2`, or the first number that is free."""
-    number = 2
-    while f"{name}-{number}" in taken:
-        number += 1
-    return f"{name}-{number}"
+    """`name-v2`, or the first number that is free. `name-2` is what a sweep calls one of its runs."""
+    versions = (f"-v{number}" for number in itertools.count(2))
+    free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
+    return next(found for found in free if found not in taken)

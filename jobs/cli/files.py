@@ -164,7 +164,7 @@ def submit(
     replace: Annotated[
         bool, typer.Option("--replace", help="Delete a finished job of this name, and submit again.")
     ] = False,
-    new: Annotated[bool, typer.Option("--new", help="Use a numbered name (NAME-2) if the name is taken.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Use a numbered name (NAME-v2) if the name is taken.")] = False,
     run_dir: Annotated[
         str | None, typer.Option("--run-dir", help="Run directory; a run that is there is resumed.")
     ] = None,

@@ -2,10 +2,12 @@
 
 The spec stands in a label of each node's container, so that status, logs and cancel work from any shell that reaches
 the engine. A job that was cancelled has a labelled, empty volume beside it, because labels cannot change.
+$LOCKSTEP_HOME/compose holds a lock and nothing else: one command of a user submits at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -15,7 +17,7 @@ from queue import Queue
 from typing import Any
 
 from jobs import command as commands
-from jobs import records
+from jobs import lock, private, records
 from jobs.backend import Found, Lines, check_name
 from jobs.checks.rule import Rules
 from jobs.cluster import Checks, Cluster, Manifests
@@ -78,6 +80,10 @@ class ComposeBackend(Cluster):
         if not nodes:
             return None
         return Found(name, get(nodes[0], "Config", "Labels", HASH), spec_in(get(nodes[0], "Config", "Labels")), nodes)
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        # The engine refuses no second container of a job that is being made: `up` takes it for its own.
+        return lock.held(private.home() / "compose", engine.UP_SECONDS)
 
     def where(self, found: Found) -> str:
         return self._where(found.name)

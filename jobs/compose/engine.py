@@ -22,6 +22,8 @@ _NO_ANSWER = re.compile(
 """What docker says where the engine, or a proxy before it, has given no answer of its own."""
 TIMEOUT = 120.0
 """Seconds that a question to the engine may take; starting and stopping have bounds of their own."""
+UP_SECONDS = 600.0
+"""Seconds that making a job's containers may take, its image pulled."""
 
 
 class EngineError(UserError):
@@ -102,7 +104,7 @@ def check_built(name: str | None) -> None:
         raise UserError(not_built(name))
 
 
-def compose(name: str, file: str, *words: str, timeout: float = 600.0) -> str:
+def compose(name: str, file: str, *words: str, timeout: float = UP_SECONDS) -> str:
     """`docker compose WORDS` on a file that is sent through standard input. Raises `EngineError`."""
     return docker("compose", "-p", name, "-f", "-", "--progress", "quiet", *words, stdin=file, timeout=timeout)
 

@@ -130,8 +130,8 @@ class KubernetesBackend(Cluster):
         with explained(self.api.host, k8s(spec).kind):
             if old is not None:
                 self._delete(old.record, self._deletion_seconds(old.spec))
-            live = submission.create(self.api, self.namespace, spec, partial(self._find, spec.name))
-        return Submitted(spec.name, True, self._where(live))
+            live, made = submission.create(self.api, self.namespace, spec, partial(self._find, spec.name))
+        return Submitted(spec.name, made, self._where(live))
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Creates the one-pod Job that writes the shards. Raises `UserError`."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PART_BYTES = 900 << 10
 """Of a map's binaryData. A server takes 1 MiB, with everything else that is in the object."""
 SUBMISSION = "lockstep/submission"
-"""Label of a map and annotation of a job: which maps are the job's."""
+"""Label of a map and annotation of a job: which submission made it, and so which maps are the job's."""
 ROLE = "lockstep/role"
 RENDERED = "rendered"
 """In place of a submission's word, where nothing is submitted."""
@@ -42,7 +42,7 @@ def new_submission() -> str:
 
 
 def submission_of(job: Manifest) -> str:
-    """The word of the submission that made a job; "" where it has no code."""
+    """The word of the submission that made a job; "" where lockstep did not submit it."""
     return str(get(job, "metadata", "annotations", SUBMISSION) or "")
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jobs.kubernetes.api import Api
 
 
-def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest | None]) -> Manifest:
-    """The job, made by this command, or by another one that has sent the same spec at the same time.
+def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest | None]) -> tuple[Manifest, bool]:
+    """The job, and whether this command has made it: another one may have sent the same spec at the same time.
 
     Args:
         find: asks for the job of that name.
@@ -37,9 +37,15 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
     """
     submission = code.new_submission()
     wanted, job = render.kubernetes(spec, submission)
+    # Also without code: where a name is taken, this tells whether by an attempt of ours whose answer was lost.
+    job["metadata"]["annotations"][code.SUBMISSION] = submission
     version, plural = KINDS[k8s(spec).kind]
     path, policies = f"/apis/{version}/namespaces/{namespace}/{plural}", _policies(namespace)
-    api.create(path, job, Shape, dryRun="All")  # what the server refuses leaves nothing behind
+    try:
+        api.create(path, job, Shape, dryRun="All")  # what the server refuses leaves nothing behind
+    except ApiError as error:
+        if error.status != 409:  # somebody was faster: below it is seen with what
+            raise
     code.settle(api, namespace, spec.name, find)
     pieces = code.maps(spec, submission, store.packed(identity(spec))) if spec.code is not None else []
     try:
@@ -57,11 +63,12 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
         raise
     live = code.typed({**live, "kind": k8s(spec).kind})
     policy.own(api, policies, wanted, live)
-    if pieces and code.submission_of(live) == submission:
+    made = code.submission_of(live) == submission
+    if pieces and made:
         code.own(api, namespace, pieces, live)
     elif pieces:
         code.settle(api, namespace, spec.name, lambda: live)
-    return live
+    return live, made
 
 
 def _made(api: Api, path: str, job: Manifest, find: Callable[[], Manifest | None]) -> Manifest | None:

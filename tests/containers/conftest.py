@@ -10,6 +10,12 @@ from tests.engine import cpu_image, engine  # noqa: F401
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever submits keeps a lock there."""
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:

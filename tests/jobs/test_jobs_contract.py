@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from jobs.kubernetes.api import Api, load_configuration
 from jobs.kubernetes.backend import KubernetesBackend
 from jobs.local.backend import LocalBackend
 from jobs.spec.model import JobSpec
-from jobs.status import FINAL, Listed, Status
+from jobs.status import FINAL, Listed, Status, Submitted
 from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
 from tests.jobs.helpers import Bare
 from training import files
@@ -82,6 +84,7 @@ OTHERS = os.environ.get("LOCKSTEP_BACKENDS", "").split()
 @pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers), *OTHERS])
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     if request.param in ("local", *OTHERS):
         backend: Any = LocalBackend(tmp_path / "jobs")
         if request.param in OTHERS:
@@ -126,9 +129,38 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert backend.cancel("hello").state == "succeeded", "what has ended stays as it is"
     with pytest.raises(UserError, match="--replace"):
         backend.submit(spec)
-    assert backend.submit(spec, "new").name == "hello-2"
+    assert backend.submit(spec, "new").name == "hello-v2"
     assert backend.submit(spec, "replace").created
-    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-2")} == {"succeeded"}
+    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-v2")} == {"succeeded"}
+
+
+def at_once(backend: Backend, specs: list[JobSpec]) -> list[Submitted | UserError]:
+    """What becomes of submissions that begin at the same moment, each as if no other one were there."""
+    begin = threading.Barrier(len(specs))
+
+    def submit(spec: JobSpec) -> Submitted | UserError:
+        begin.wait(BOUND)
+        try:
+            return backend.submit(spec)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(specs)) as pool:
+        return list(pool.map(submit, specs))
+
+
+def test_submitting_at_once(bench: Bench) -> None:
+    """One of them makes the job. The others of the same spec find it, and those of another one are refused."""
+    backend, spec = bench.backend, bench.spec("same", LONG, ranks_per_node=1)
+    done = [item for item in at_once(backend, [spec] * 4) if isinstance(item, Submitted)]
+    assert len(done) == 4 and {(item.name, item.where) for item in done} == {("same", done[0].where)}, done
+    assert [item.created for item in done].count(True) == 1, done
+    specs = [bench.spec("other", LONG, ranks_per_node=1, grace_seconds=5 + number) for number in range(4)]
+    told = at_once(backend, specs)
+    (winner,) = (number for number, item in enumerate(told) if isinstance(item, Submitted))
+    assert told[winner] == Submitted("other", True, backend.where(backend.require("other"))), told
+    assert all("another spec" in str(item) for item in told if isinstance(item, UserError)), told
+    assert backend.require("other").spec == specs[winner], "what is there is what was said to be submitted"
 
 
 JOINS = """

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from k8s_server import ApiServer
 
+from jobs.backend import next_name
 from jobs.local.backend import LocalBackend
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
@@ -41,6 +42,28 @@ def test_a_sweep_of_this_machine_ends_in_a_table(
     finally:
         for row in LocalBackend(tmp_path / "home/local").list():
             LocalBackend(tmp_path / "home/local").cancel(row.name)
+
+
+def test_a_numbered_job_takes_no_name_of_a_sweeps_run(tmp_path: Path) -> None:
+    """`smoke-2` is the third run of a sweep of `smoke`, whichever of the two comes first."""
+    assert next_name("s" * 63, set()) == f"{'s' * 60}-v2", "a name has 63 characters at most"
+    words = ["k8s", "--recipe", "smoke", "--image", "registry.example/a:1"]
+    sweep = ["--sweep", "lr=0.1,0.2,0.3", "--json"]
+    for first, name in ((True, "smoke"), (False, "other")):
+        with ApiServer() as server:
+            places = {
+                "KUBECONFIG": str(server.kubeconfig(tmp_path / "kubeconfig")),
+                "LOCKSTEP_HOME": str(tmp_path / "home"),
+            }
+            own = [*words, "--name", name]
+            before = None if first else lockstep(tmp_path, "submit", *own, *sweep, **places)
+            for _ in range(3):
+                done = lockstep(tmp_path, "submit", *own, "--new", "--json", **places)
+                assert done.returncode == 0 and json.loads(done.stdout)["created"], done
+            done = before or lockstep(tmp_path, "submit", *own, *sweep, **places)
+            assert done.returncode == 0 and all(row["created"] for row in json.loads(done.stdout)), done
+            done = lockstep(tmp_path, "wait", "k8s", name, "--sweep", "--timeout", "0", "--json", **places)
+            assert [row["name"] for row in json.loads(done.stdout)] == [f"{name}-{run}" for run in range(3)], done
 
 
 def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(tmp_path: Path) -> None:

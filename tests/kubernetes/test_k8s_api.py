@@ -61,8 +61,8 @@ def test_a_finished_name_is_refused_replaced_or_numbered(backend: KubernetesBack
     finish(cluster, "smoke")
     with pytest.raises(UserError, match=r"already finished: succeeded.*--replace.*--new"):
         backend.submit(SPEC)
-    assert backend.submit(SPEC, "new").name == "smoke-2"
-    assert backend.submit(SPEC, "new").name == "smoke-3"
+    assert backend.submit(SPEC, "new").name == "smoke-v2"
+    assert backend.submit(SPEC, "new").name == "smoke-v3"
     assert backend.submit(SPEC, "replace").name == "smoke"
     assert cluster.get("pytorchjobs", "smoke")["metadata"]["uid"] != first  # type: ignore[index]
 

@@ -60,8 +60,8 @@ def test_the_whole_life_of_a_job(here: Laptop, tmp_path: Path) -> None:
     assert backend.require("hello").plain == {**spec.record(), "slurm": {**spec.record()["slurm"], "host": None}}
     with pytest.raises(UserError, match="--replace"):
         backend.submit(spec)
-    assert backend.submit(spec, "new").name == "hello-2" and backend.submit(spec, "replace").created
-    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-2")} == {"succeeded"}
+    assert backend.submit(spec, "new").name == "hello-v2" and backend.submit(spec, "replace").created
+    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-v2")} == {"succeeded"}
     other = here.spec("hello", "print('other')", slurm={"partition": "nowhere"})
     with pytest.raises(UserError, match="SLURM refuses hello: invalid partition"):
         backend.submit(other, "replace")
