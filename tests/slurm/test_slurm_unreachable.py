@@ -218,6 +218,24 @@ def test_cancelling_a_submission_that_broke_off_asks_nothing_of_slurm(site: Site
     assert "mine: submitted (SLURM job 8" in site.run("submit", "slurm", site.file, "--replace").stdout
 
 
+def test_a_preparation_that_broke_off_is_not_waited_for(site: Site) -> None:
+    values = {
+        "name": "mine",
+        "recipe": "smoke",
+        "run_dir": str(site.folder / "run"),
+        "shards": str(site.folder / "shards"),
+    }
+    Path(site.file).write_text(json.dumps(values))
+    site.does("sbatch", "kill -9 $PPID")
+    assert site.run("prepare", "slurm", site.file).returncode == 2
+    for stage in site.kept.parent.glob(".mine-prepare.??????"):
+        stage.rename(site.folder / "stage")
+    site.does("sbatch", "echo Submitted batch job 8")
+    done = site.run("submit", "slurm", site.file)
+    assert done.returncode == 0, done
+    assert "afterok" not in (site.kept / "submitit/8_submission.sh").read_text()
+
+
 def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
     """sbatch is still at work: nobody knows yet whether there will be a job."""
     site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
