@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from jobs import private
+from jobs.code import repository
 from training import files
 from training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
+from training.launch import archive
 from training.launch.archive import DERIVED, MAX_FILES
 
 IGNORE_FILE = ".lockstepignore"
 NEVER = (".git", ".venv", DERIVED)
 """Names of files and folders that never travel. (`.git` is a file in a worktree and in a submodule.)"""
 _MAX_IGNORE_BYTES = 1 << 20
-_GIT_SECONDS = 60
 _SUBMODULE = "160000"
 
 
@@ -28,7 +28,8 @@ def files_of(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         raise UserError(f"code: {folder} is not a folder")
-    found = set(_git(folder) if _in_repository(folder) else _walked(folder))
+    top = repository.top_of(folder)
+    found = set(_walked(folder) if top is None else _git(folder, top))
     found = {path for path in found if not set(path.split("/")) & set(NEVER)}
     found = {path for path in found if not (folder / path).absolute().is_relative_to(private.home().absolute())}
     found = _without_products(found)
@@ -40,51 +41,22 @@ def files_of(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _in_repository(folder: Path) -> bool:
-    """Raises `UserError` where that cannot be told: without git's list, files would travel that it keeps out."""
-    above = [parent for parent in (folder.absolute(), *folder.absolute().parents) if (parent / ".git").exists()]
-    if not above:
-        return False
-    said = _ask(folder, "rev-parse", "--is-inside-work-tree")
-    if said.strip() != "true":
-        raise UserError(f"code: {folder} is in the git repository {above[0]}, but not in a working tree of it")
-    return True
-
-
-def _git(folder: Path, prefix: str = "") -> Iterator[str]:
+def _git(folder: Path, top: Path, prefix: str = "") -> Iterator[str]:
     """Tracked and untracked files that are not ignored, those of submodules and of repositories within, too."""
-    staged = [entry.partition("\t") for entry in _ask(folder, "ls-files", "-z", "--stage").split("\0") if entry]
+    with repository.opened(top) as ask:
+        staged = [entry.partition("\t") for entry in ask(folder, "ls-files", "-z", "--stage").split("\0") if entry]
+        others = ask(folder, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
     inner = {path for about, _, path in staged if about.startswith(_SUBMODULE)}
-    others = _ask(folder, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
     for path in [*(path for _, _, path in staged), *filter(None, others)]:
         if path in inner or path.endswith("/"):
-            place = folder / path
-            if not (place / ".git").exists():
+            name = path.rstrip("/")
+            archive.check_path(name)
+            place = folder.resolve() / name
+            if not (place / ".git").exists() or place.resolve() != place:  # behind a link: it may lead back here
                 raise UserError(f"code: the submodule {prefix}{path} was not fetched: git submodule update --init")
-            yield from _git(place, f"{prefix}{path.rstrip('/')}/")
+            yield from _git(place, place, f"{prefix}{name}/")
         elif os.path.lexists(folder / path):  # a file that was removed, and is tracked still, does not travel
             yield prefix + path
-
-
-def _ask(folder: Path, *words: str) -> str:
-    # Which repository it is, the folder says; nor may its settings start a program.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", *words], cwd=folder, env={**env, "LC_ALL": "C"}, capture_output=True,
-            timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise UserError(f"code: {folder} is in a git repository, and git is not installed: install git") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"code: git did not answer within {_GIT_SECONDS} s in {folder}") from None
-    if done.returncode != 0:
-        told = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"code: git {words[0]} fails in {folder}: {told[0] if told else done.returncode}")
-    try:
-        return done.stdout.decode()
-    except UnicodeDecodeError:
-        raise UserError(f"code: {folder} has a file whose name is not UTF-8: give it another name") from None
 
 
 def _walked(folder: Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ from jobs.code import collect as collecting
 from jobs.code import refusals
 from jobs.code.collect import collect
 from jobs.code.listing import files_of
+from tests.jobs.helpers import lockstep
 from training.contract import UserError
 from training.launch import archive
 from training.launch.archive import File
@@ -131,6 +132,107 @@ def test_a_submodule_travels_where_it_was_fetched(folder: Path, write: Write, tm
     git(folder, "commit", "-q", "-m", "x")
     git(folder, "submodule", "deinit", "-q", "-f", "third/other")
     assert "the submodule third/other was not fetched: git submodule update --init" in refused(folder)
+
+
+def test_settings_of_a_repository_that_say_what_is_kept_count(folder: Path, write: Write, tmp_path: Path) -> None:
+    (tmp_path / "kept-out").write_text("*.csv\n")
+    for path in ("a.py", "b.csv", "c.log", "D.TXT", "sub/e.py"):
+        write(path, "x")
+    git(folder, "init", "-q", "--object-format=sha256")
+    git(folder, "add", "a.py", "sub")
+    git(folder, "commit", "-q", "-m", "x")
+    git(folder, "config", "core.excludesFile", str(tmp_path / "kept-out"))
+    git(folder, "config", "core.ignoreCase", "true")
+    write(".git/info/exclude", "*.log\n*.txt\n")
+    assert files_of(folder) == ["a.py", "sub/e.py"]
+    git(folder, "update-index", "--split-index")
+    write("f.py", "x")
+    git(folder, "add", "f.py")
+    assert files_of(folder) == ["a.py", "f.py", "sub/e.py"], "an index in two parts"
+    git(folder, "worktree", "add", "-q", str(tmp_path / "beside"))
+    (tmp_path / "beside/g.log").write_text("x")
+    (tmp_path / "beside/h.py").write_text("x")
+    (tmp_path / "linked").symlink_to(tmp_path / "beside/sub")
+    assert files_of(tmp_path / "beside") == ["a.py", "h.py", "sub/e.py"], "another working tree of it"
+    assert files_of(tmp_path / "linked") == ["e.py"]
+    assert "but not in a working tree of it" in refused(folder / ".git/info")
+    (folder / "sub/.git").mkdir()
+    assert "sub/.git is not a git repository" in refused(folder / "sub")
+
+
+def test_no_setting_of_a_repository_starts_a_program(folder: Path, write: Write, tmp_path: Path) -> None:
+    """Not by a fetch of what is missing either: it is a partial clone, whose sparse index names a tree that it lacks."""
+    went_off = tmp_path / "went-off"
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\necho "$0 $@" >> {went_off}\nexit 1\n')
+    program.chmod(0o755)
+    write("deep/er/lib.py", "x")
+    write("src/train.py", "print('hi')\n")
+    write("job.yaml", "name: own\ncommand: [python, src/train.py]\ncode: .\nmax_restarts: 0\n")
+    write(".gitattributes", "* filter=evil diff=evil merge=evil\n")
+    repositories = (folder, folder / "nested")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "x")
+    tree = subprocess.run(["git", "rev-parse", "HEAD:deep"], cwd=folder, check=True, capture_output=True, text=True)
+    git(folder, "sparse-checkout", "init", "--cone", "--sparse-index")
+    git(folder, "sparse-checkout", "set", "src")
+    write("nested/a.py", "x")
+    git(folder / "nested", "init", "-q")
+    hooks = folder / ".git/hooks"
+    hooks.mkdir(exist_ok=True)
+    for name in ("post-index-change", "post-checkout", "pre-auto-gc", "reference-transaction", "fsmonitor-watchman"):
+        (hooks / name).unlink(missing_ok=True)
+        (hooks / name).symlink_to(program)
+    settings = {
+        "core.repositoryFormatVersion": "1", "extensions.partialClone": "origin", "remote.origin.promisor": "true",
+        "remote.origin.url": "ssh://host.example/x", "remote.origin.uploadpack": str(program),
+        "core.gitProxy": str(program), "core.sshCommand": str(program), "core.fsmonitor": str(program),
+        "core.fsmonitorHookVersion": "1", "core.hooksPath": str(hooks), "core.untrackedCache": "true",
+        "core.pager": str(program), "pager.ls-files": "true", "core.editor": str(program), "core.askPass": str(program),
+        "core.alternateRefsCommand": str(program), "credential.helper": f"!{program}", "gpg.program": str(program),
+        "diff.external": str(program), "diff.evil.textconv": str(program), "filter.evil.clean": str(program),
+        "filter.evil.smudge": str(program), "filter.evil.process": str(program), "filter.evil.required": "true",
+        "alias.ls-files": f"!{program}", "alias.config": f"!{program}", "uploadpack.packObjectsHook": str(program),
+        "protocol.allow": "always", "protocol.ext.allow": "always", "include.path": str(folder / "more"),
+        "core.excludesFile": "--help",
+    }  # fmt: skip
+    write("more", f"[core]\n\tfsmonitor = {program}\n")
+    for place in repositories:
+        with (place / ".git/config").open("a") as file:
+            for name, value in settings.items():
+                section, *inner, key = name.split(".")
+                about = f' "{inner[0]}"' if inner else ""
+                file.write(f'[{section}{about}]\n\t{key} = "{value}"\n')
+    lost = tree.stdout.strip()
+    (folder / f".git/objects/{lost[:2]}/{lost[2:]}").unlink()
+    command = ["git", "-c", "core.fsmonitor=false", "ls-files", "--stage"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    assert str(program) in went_off.read_text(), "git itself starts it"
+    went_off.unlink()
+    kept = [".gitattributes", "job.yaml", "more", "nested/a.py", "src/train.py"]
+    for words in (
+        ["lint", "job.yaml", "--backend", "local"], ["render", "slurm", "job.yaml"],
+        ["submit", "local", "job.yaml", "--json"],
+    ):  # fmt: skip
+        done = lockstep(folder, *words)
+        assert not went_off.exists(), (words, went_off.read_text())
+        assert words[0] != "render" or all(f"  {path}\n" in done.stderr for path in kept), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert lockstep(folder, "wait", "local", "own", "--timeout", "60").returncode == 0
+    assert not went_off.exists()
+
+
+def test_a_submodule_that_leads_elsewhere_or_back_is_refused(folder: Path, write: Write) -> None:
+    """An index may name anything."""
+    write("a.py", "x")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "x")
+    (folder / "back").symlink_to(".")
+    write(".git/info/exclude", "back\n")
+    git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},back")
+    assert "the submodule back was not fetched" in refused(folder)
 
 
 def test_the_folder_of_jobs_is_no_code(folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

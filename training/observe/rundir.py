@@ -269,13 +269,10 @@ def versions() -> dict[str, str]:
 def git_revision() -> str:
     """The revision of the source tree, or of the image; an empty text where neither is known."""
     source = Path(__file__).resolve().parents[2]
-    try:
-        lines = subprocess.run(
-            ["git", "-C", str(source), "rev-parse", "--show-toplevel", "HEAD"],
-            capture_output=True, text=True, timeout=5, check=True,
-        ).stdout.splitlines()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        lines = []
-    if len(lines) == 2 and Path(lines[0]).resolve() == source:  # not the project in whose .venv this is installed
-        return lines[1]
+    if (source / ".git").exists():  # not of the project that this is installed in: its settings are not ours
+        command = ["git", "-C", str(source), "rev-parse", "HEAD"]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=5, check=True)
+            return done.stdout.strip()
     return os.environ.get(contract.ENV_REVISION, "")
