@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import AnyStr, Generic
 
 from training import files
 
@@ -16,6 +17,49 @@ HEAD = 64
 Stamped = tuple[str, str]
 """(time, line); times sort as text."""
 PREFIX = re.compile(r"\[rank (\d+)\] ")
+STAMPED = re.compile(rb"\S{1,64} (\[rank \d+\] )?")
+"""What a line of an engine or of Kubernetes begins with: when it was written, and which rank wrote it."""
+LONGEST = 1 << 20
+"""Of a line that is longer (a progress bar that never breaks), pieces of about this size count as lines."""
+
+
+class Pieces(Generic[AnyStr]):
+    """Lines out of what comes of a log, bit by bit. Holds one piece of a line, and looks at each byte once.
+
+    Args:
+        newline: what ends a line, as text or as bytes.
+        head: what every piece of a line is to begin with, as the line does: whose it is, and when it was written.
+        longest: of a piece; None where a line is wanted whole.
+    """
+
+    def __init__(self, newline: AnyStr, head: re.Pattern[AnyStr] | None = None, longest: int | None = LONGEST) -> None:
+        self._newline: AnyStr = newline
+        self._head: re.Pattern[AnyStr] | None = head
+        self._longest = longest
+        self._kept: list[AnyStr] = []
+        self._size = 0
+
+    def of(self, chunk: AnyStr) -> Iterator[AnyStr]:
+        """The lines that end in this chunk, and the pieces of a longer one."""
+        lines = chunk.split(self._newline)
+        for line in lines[:-1]:
+            self._kept.append(line)
+            yield self.rest()
+        self._kept.append(lines[-1])
+        self._size += len(lines[-1])
+        if self._longest is not None and self._size > self._longest:
+            piece = self.rest()
+            found = self._head.match(piece) if self._head is not None else None
+            if found is not None:
+                self._kept.append(piece[: found.end()])
+            yield piece
+
+    def rest(self) -> AnyStr:
+        """What stands behind the last newline; it is given once."""
+        line = self._newline[:0].join(self._kept)
+        self._kept.clear()
+        self._size = 0
+        return line
 
 
 def of_rank(line: str, rank: int | None) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jobs import command as commands
+from jobs.lines import BLOCK, STAMPED, Pieces
 from jobs.status import Unreachable
 from training.contract import UserError
 
@@ -201,10 +202,17 @@ def log_lines(
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        for raw in process.stdout:
-            time, _, line = raw.decode(errors="replace").rstrip("\r\n").partition(" ")
-            yield time, line
+        pieces = Pieces(b"\n", STAMPED)
+        while chunk := os.read(process.stdout.fileno(), BLOCK):
+            yield from map(_stamped, pieces.of(chunk))
+        if rest := pieces.rest():
+            yield _stamped(rest)
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def _stamped(raw: bytes) -> tuple[str, str]:
+    time, _, line = raw.decode(errors="replace").rstrip("\r").partition(" ")
+    return time, line

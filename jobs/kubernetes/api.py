@@ -24,6 +24,7 @@ from kubernetes import config as kubeconfig
 
 from jobs.kubernetes.answers import Event, Item, Listing, Shape, checked
 from jobs.kubernetes.errors import ApiError, Gone
+from jobs.lines import STAMPED, Pieces
 from jobs.manifest import get
 from jobs.status import LoggedOut, Unreachable
 from training.contract import UserError
@@ -211,7 +212,7 @@ class Api:
         """
         options = {"watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true"}
         options["timeoutSeconds"] = str(max(1, int(seconds)))
-        for line in self._stream(path, {**query, **options}, seconds + 5):
+        for line in self._stream(path, {**query, **options}, seconds + 5, Pieces(b"\n", longest=None)):
             try:
                 event = checked(line, Event)
             except ValueError:
@@ -224,20 +225,18 @@ class Api:
 
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Lines of a container's log. Ends where the stream ends, breaks, or is silent for `seconds`."""
-        yield from self._stream(path, query, seconds)
+        yield from self._stream(path, query, seconds, Pieces(b"\n", STAMPED))
 
-    def _stream(self, path: str, query: dict[str, Any], silence: float) -> Iterator[str]:
+    def _stream(self, path: str, query: dict[str, Any], silence: float, pieces: Pieces[bytes]) -> Iterator[str]:
         response = self._send("GET", path, query, None, silence, stream=True)
-        rest = b""
         try:
             for chunk in response.stream(1 << 16, decode_content=True):
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from (line.decode(errors="replace") for line in lines)
+                yield from (line.decode(errors="replace") for line in pieces.of(chunk))
         except (urllib3.exceptions.HTTPError, OSError):
             return  # dropped: the caller knows how far it came, and asks again; half a line is asked for again too
         finally:
             response.close()
-        if rest:
+        if rest := pieces.rest():
             yield rest.decode(errors="replace")
 
 

@@ -23,7 +23,7 @@ from jobs import lock, private, records
 from jobs.backend import Backend, Found, Lines, check_name
 from jobs.code import store
 from jobs.foreground import Streams, run
-from jobs.lines import begin, of_rank
+from jobs.lines import PREFIX, Pieces, begin, of_rank
 from jobs.local import processes
 from jobs.local.processes import alive, living, start_ticks
 from jobs.local.supervise import ENDED, RUNNING, here, note_end
@@ -220,16 +220,15 @@ class LocalBackend(Backend):
         """The log from a byte on at which a line begins."""
         with self._log(found).open(encoding="utf-8", errors="replace") as file:
             file.seek(start)
-            rest = ""
+            pieces = Pieces("\n", PREFIX)
             while True:
                 over = not follow or self.status(found.name).final  # asked before reading, so that nothing is missed
                 while chunk := file.read(1 << 16):
-                    *lines, rest = (rest + chunk).split("\n")
-                    yield from (kept for line in lines if (kept := of_rank(line, rank)) is not None)
+                    yield from (kept for line in pieces.of(chunk) if (kept := of_rank(line, rank)) is not None)
                 if over:
                     break
                 time.sleep(POLL_SECONDS)
-            if rest and (kept := of_rank(rest, rank)) is not None:
+            if (rest := pieces.rest()) and (kept := of_rank(rest, rank)) is not None:
                 yield kept
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from jobs.lines import shares
+from jobs.lines import Pieces, shares
 from jobs.slurm.folder import log
 from jobs.slurm.transport.base import Transport
 from jobs.status import Disconnected, Unreachable
@@ -30,7 +30,7 @@ def lines(
     """
     files = {rank: log(record, rank) for rank in ranks}
     read = dict.fromkeys(ranks, 0) if last is None else _places(transport, files, last)
-    rests = dict.fromkeys(ranks, b"")
+    pieces = {rank: Pieces(b"\n") for rank in ranks}
     heard = time.monotonic()
     while True:
         try:
@@ -49,9 +49,9 @@ def lines(
         for rank in ranks:
             new = found[files[rank]]
             read[rank] += len(new)
-            *whole, rests[rank] = (rests[rank] + new).split(b"\n")
-            if over and not more and rests[rank]:
-                whole.append(rests[rank])
+            whole = list(pieces[rank].of(new))
+            if over and not more and (rest := pieces[rank].rest()):
+                whole.append(rest)
             for line in (raw.decode(errors="replace") for raw in whole):
                 if not re.match(NOISE, line):
                     yield f"[rank {rank}] {line}" if prefix else line

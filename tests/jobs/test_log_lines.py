@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jobs import lines
+from jobs.lines import STAMPED, Pieces
 from jobs.local.backend import LocalBackend
+from jobs.slurm import logs as slurm_logs
+from jobs.slurm.transport.local import LOCAL
 from jobs.spec.model import JobSpec
 from tests.jobs.helpers import Bare
 
@@ -56,6 +61,67 @@ def test_the_tail_of_ten_gigabytes_is_there_at_once(tmp_path: Path, monkeypatch:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """A job that has ended, with a line of 200 MB in its log."""
+    backend = Bare(tmp_path / "home")
+    backend.submit(JobSpec(name="big", command=["python", "-c", "pass"], max_restarts=0, ranks_per_node=2))
+    assert backend.wait("big", 60).final
+    with (tmp_path / "home/big/log.txt").open("wb") as file:
+        file.write(b"[rank 0] first\n[rank 1] ")
+        for _ in range(200):
+            file.write(b"x" * 1_000_000)
+        file.write(b"\n[rank 0] last\n")
+    return tmp_path / "home"
+
+
+def _read(found: Iterator[str]) -> tuple[list[str], int]:
+    """The first and last lines, and how many letters the others have; within a bound of time and memory."""
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        first, letters, last = next(found), 0, ""
+        for line in found:
+            letters += len(last.removeprefix("[rank 1] "))
+            last = line
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 30, "each byte is looked at once"
+    return [first, last], letters
+
+
+def test_a_line_of_200_megabytes_is_read_once_and_in_pieces(endless: Path) -> None:
+    backend = LocalBackend(endless)
+    assert _read(backend.logs("big")) == (["[rank 0] first", "[rank 0] last"], 200_000_000)
+    assert _read(backend.logs("big", last=3)) == (["[rank 0] first", "[rank 0] last"], 200_000_000)
+    pieces = [*backend.logs("big", rank=1)]
+    assert sum(map(len, pieces)) == 200_000_000 and {*"".join(pieces)} == {"x"}, "every piece is that rank's"
+    assert [*backend.logs("big", rank=0)] == ["first", "last"]
+
+
+def test_a_line_of_200_megabytes_of_a_slurm_job(endless: Path) -> None:
+    (endless / "1_0_log.out").hardlink_to(endless / "big/log.txt")
+    record = {"submitit": str(endless), "job_id": "1"}
+    found = slurm_logs.lines(LOCAL, record, [0], False, lambda: True, 0.1, 0)
+    assert _read(found) == (["[rank 0] first", "[rank 0] last"], 200_000_000)
+
+
+def test_pieces_of_a_line_begin_as_the_line_does() -> None:
+    """Of an engine's log, in which each line has its time; however the chunks fall."""
+    whole = b"2026-01-01T00:00:00Z [rank 3] " + b"y" * 5000 + b"\nshort line\n\nunended"
+    for size in (1, 7, 64, 10_000):
+        pieces = Pieces(b"\n", STAMPED, longest=100)
+        found = [piece for at in range(0, len(whole), size) for piece in pieces.of(whole[at : at + size])]
+        *long, short, empty = found
+        assert (short, empty, pieces.rest()) == (b"short line", b"", b"unended")
+        assert all(piece.startswith(b"2026-01-01T00:00:00Z [rank 3] ") for piece in long)
+        assert sum(piece.count(b"y") for piece in long) == 5000
+        plain = Pieces(b"\n", longest=None)
+        chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
+        assert [line for chunk in chunks for line in plain.of(chunk)] == whole.split(b"\n")[:-1]
 
 
 def test_logs_are_merged_by_their_times_and_shares_are_even() -> None:
