@@ -6,37 +6,132 @@ A disk that was full, another version or another hand may have written it: one d
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from typing_extensions import NotRequired, TypedDict
 
 from training import contract, files
 
-Shape = dict[str, type | tuple[type, ...]]
-STATUS: Shape = {"code": (int, type(None)), "step": int, "attempt": int, "reason": str}
-"""status.json of a run."""
-PROCESS: Shape = {"pid": int, "ticks": (int, type(None))}
-ENDED: Shape = {"code": (int, type(None)), "reason": str, "job": str}
-NOTE: Shape = {"code": int}
-"""What a task of SLURM says of its rank's end."""
+R = TypeVar("R")
 
 
-def fits(value: Any, shape: Shape) -> bool:
-    """Whether it is a mapping in which each of these names has a value of its kind; true and false are no numbers."""
-    return isinstance(value, dict) and all(
-        isinstance(value.get(name), kind) and not isinstance(value.get(name), bool) for name, kind in shape.items()
-    )
+class Said(TypedDict):
+    """status.json of a run."""
+
+    code: int | None
+    step: int
+    attempt: int
+    reason: str
+    job: NotRequired[str]
+    restart: NotRequired[int]
 
 
-def read(path: Path, shape: Shape) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None where the file is missing or damaged, or a value is missing or of another kind."""
-    value = files.read_json(path)
-    return value if fits(value, shape) else None
+class Process(TypedDict):
+    """A supervisor or a launcher."""
+
+    pid: int
+    ticks: int | None
 
 
-def process(path: Path) -> dict[str, Any] | None:
+class Ended(TypedDict):
+    """How a local job ended."""
+
+    code: int | None
+    reason: str
+    timed_out: bool
+    job: str
+
+
+class LocalJob(TypedDict):
+    """job.json of a local job."""
+
+    spec: dict[str, Any]
+    hash: str
+    run_dir: str
+    command: list[str]
+    env: dict[str, str]
+    time_limit: float
+    grace: float
+    created: str
+    job: str
+    host: str
+
+
+class Note(TypedDict):
+    """What a task of SLURM says of its rank's end."""
+
+    code: int
+    rank: NotRequired[int]
+    reason: NotRequired[str]
+    restart: NotRequired[int]
+    host: NotRequired[str]
+    time: NotRequired[float]
+
+
+class SlurmPart(TypedDict):
+    """A node in the recorded end of a SLURM job."""
+
+    name: str
+    ranks: list[int]
+    state: str
+    reason: str
+    restarts: int
+
+
+class SlurmEnded(TypedDict):
+    """How a SLURM job ended."""
+
+    state: str
+    reason: str
+    ranks: list[SlurmPart]
+    exit_code: int | None
+
+
+class SlurmJob(TypedDict):
+    """job.json of a SLURM job; `job_id` is None until sbatch has answered."""
+
+    spec: dict[str, Any]
+    hash: str
+    run_dir: str
+    submitit: str
+    job_id: str | None
+    created: str
+    since: float
+    comment: str
+    array_name: str
+    element: NotRequired[int | None]
+    job: str
+
+
+_SHAPES: dict[type[Any], Any] = {}
+
+
+def _shape(kind: type[Any]) -> Any:
+    if kind not in _SHAPES:
+        from pydantic import TypeAdapter  # a supervisor needs it at the end of its job only
+
+        _SHAPES[kind] = TypeAdapter(kind)
+    return _SHAPES[kind]
+
+
+def parse(value: Any, kind: type[R]) -> R | None:
+    """The record that a plain value holds; None where a key is missing, or has a value of another kind."""
+    try:
+        found: R = _shape(kind).validate_python(value, strict=True)
+    except ValueError:  # pydantic's
+        return None
+    return found
+
+
+def read(path: Path, kind: type[R]) -> R | None:
+    """The record in a JSON file; None where the file is missing or damaged."""
+    return parse(files.read_json(path), kind)
+
+
+def process(path: Path) -> Process | None:
     """A process that can be asked for and signalled: never a group (0, −1, …) nor init."""
-    found = read(path, PROCESS)
+    found = read(path, Process)
     return found if found is not None and found["pid"] > 1 else None
 
 
@@ -45,20 +140,19 @@ def identity(name: str) -> str:
     return f"{name}.{uuid.uuid4().hex[:12]}"
 
 
-def restarts(said: Mapping[str, Any] | None) -> int:
+def restarts(said: Said | None) -> int:
     """How often the launcher has started the ranks again, from a run's status.json."""
-    again = said.get("restart") if said is not None else None
-    return again if isinstance(again, int) and again > 0 else 0
+    return max(0, said.get("restart", 0)) if said is not None else 0
 
 
-def progress(said: Mapping[str, Any] | None) -> str:
+def progress(said: Said | None) -> str:
     """How far a run is that trains, from its status.json: the step, at most some seconds old, and how often it was restarted."""
-    if said is None or not isinstance(said.get("step"), int):
+    if said is None:
         return "starting"
     return f"step {said['step']}" + (f", restart {again}" if (again := restarts(said)) else "")
 
 
-def said(run_dir: Path, job: str) -> dict[str, Any] | None:
+def said(run_dir: Path, job: str) -> Said | None:
     """status.json of this very job, which is trusted above exit codes; not one of another run in the same directory."""
-    found = read(run_dir / contract.STATUS_FILE, STATUS)
+    found = read(run_dir / contract.STATUS_FILE, Said)
     return found if found is not None and found.get("job") == job else None

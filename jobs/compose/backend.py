@@ -161,18 +161,14 @@ class ComposeBackend(Cluster):
         cancelled = bool(engine.volumes(f"{CANCELLED}={name}"))
         return explain(nodes, spec, self._said(nodes, spec), cancelled)
 
-    def _said(self, nodes: Nodes, spec: JobSpec | None) -> dict[str, Any] | None:
+    def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
         if spec is None:
             return None
         found = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if found is None or found[1] < int(min(map(started, nodes))):  # tar keeps whole seconds
             return None
-        try:
-            value = json.loads(found[0])
-        except ValueError:
-            return None
-        return value if records.fits(value, records.STATUS) else None
+        return records.parse(_value(found[0]), records.Said)
 
     def world(self, found: Found, spec: JobSpec | None) -> int:
         return len(found.record) * (spec.ranks if spec else 1)
@@ -299,7 +295,7 @@ class ComposeBackend(Cluster):
         found = engine.read_file(str(nodes[0]["Id"]), path)
         if found is None:
             raise UserError(f"{path} is not there yet: {name} is {self.observe(job).state}")
-        value = json.loads(found[0])
+        value = _value(found[0])
         return value if isinstance(value, dict) else {}
 
     @staticmethod
@@ -309,6 +305,14 @@ class ComposeBackend(Cluster):
 
 def _sorted(nodes: Nodes) -> Nodes:
     return sorted(nodes, key=lambda node: int(get(node, "Config", "Labels", rendering.NODE) or 0))
+
+
+def _value(data: bytes) -> Any:
+    """Of a JSON text; None where it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 BACKEND = ComposeBackend

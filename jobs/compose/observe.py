@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import signal
-from typing import Any
 
 from jobs import records
 from jobs.manifest import Manifest, get
@@ -25,7 +24,7 @@ def started(node: Manifest) -> float:
     return max(0.0, moment.timestamp())
 
 
-def explain(nodes: list[Manifest], spec: JobSpec | None, said: dict[str, Any] | None, cancelled: bool) -> Status:
+def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | None, cancelled: bool) -> Status:
     """The status of a job.
 
     Args:
@@ -55,11 +54,11 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: dict[str, Any] | 
     return _ended(nodes, parts, said, cancelled)
 
 
-def _ended(nodes: list[Manifest], parts: list[Part], said: dict[str, Any] | None, cancelled: bool) -> Status:
+def _ended(nodes: list[Manifest], parts: list[Part], said: records.Said | None, cancelled: bool) -> Status:
     codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
-    reason = str(said.get("reason", "")) if said else ""
+    reason = said["reason"] if said else ""
     code = _worst(codes)
-    if said is not None and isinstance(said.get("code"), int):
+    if said is not None and said["code"] is not None:
         code = said["code"]
 
     def answer(state: State, text: str) -> Status:

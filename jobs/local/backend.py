@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jobs import command as commands
 from jobs import lock, private, records
@@ -25,7 +24,7 @@ from jobs.code import store
 from jobs.foreground import Streams, run
 from jobs.lines import PREFIX, Pieces, begin, of_rank
 from jobs.local import processes
-from jobs.local.processes import alive, living, start_ticks
+from jobs.local.processes import Looks, alive, living, start_ticks
 from jobs.local.supervise import ENDED, RUNNING, here, note_end
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Part, State, Status, Submitted
@@ -36,9 +35,6 @@ from training.contract import UserError
 JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1
 SUBMISSION_SECONDS = 60
-_RECORD: dict[str, Any] = {
-    "spec": dict, "hash": str, "run_dir": str, "grace": (int, float), "created": str, "job": str, "host": str,
-}  # fmt: skip
 
 
 class LocalBackend(Backend):
@@ -59,10 +55,11 @@ class LocalBackend(Backend):
         check_name(name)
         if self.folder.exists():
             private.check(self.folder)
-        record = files.read_json(self.folder / name / JOB)
-        if record is None:
+        plain = files.read_json(self.folder / name / JOB)
+        if plain is None:
             return None
-        if not records.fits(record, _RECORD):
+        record = records.parse(plain, records.LocalJob)
+        if record is None:
             raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
         return Found(name, record["hash"], record["spec"], record)
 
@@ -125,12 +122,20 @@ class LocalBackend(Backend):
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def observe(self, found: Found) -> Status:
+        return self._answer(found, *self._before(found), Looks())
+
+    def _before(self, found: Found) -> tuple[bool, bool]:
+        """Whether it is being submitted, and whether its supervisor or its launcher lives."""
+        folder = self.folder / found.name
+        return self._being_submitted(folder), self._supervised(folder)
+
+    def _answer(self, found: Found, being_submitted: bool, supervised: bool, looks: Looks) -> Status:
+        """Its status. `looks` begin behind `_before`, so that what has begun or ended meanwhile shows in them."""
         record, folder = found.record, self.folder / found.name
         total = self.world(found, found.spec)
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
-        being_submitted = self._being_submitted(folder)
-        supervised = self._supervised(folder) or (not (folder / ENDED).exists() and bool(living(record["job"])))
-        ended = records.read(folder / ENDED, records.ENDED)
+        supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], looks=looks)))
+        ended = records.read(folder / ENDED, records.Ended)
         cancelled = (folder / "cancelled").exists()
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
@@ -150,7 +155,7 @@ class LocalBackend(Backend):
             return answer("pending", "is being submitted")
         if ended is None:  # the supervisor was killed, too, so the first to find no rank any more notes the end
             ended = note_end(folder, record, None)
-        code, reason = ended["code"], str(ended.get("reason") or "")
+        code, reason = ended["code"], ended["reason"]
         if code is None and cancelled:
             return answer("cancelled", "cancelled")
         if code is None:
@@ -161,7 +166,7 @@ class LocalBackend(Backend):
             known = -code in signal.valid_signals()
             number = signal.Signals(-code).name if known else f"signal {-code}"
             code, reason = 128 - code, f"killed by {number}"
-        if ended.get("timed_out"):
+        if ended["timed_out"]:
             return answer("timed_out", f"the time limit of {record['time_limit']} s is over", code)
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
@@ -275,13 +280,18 @@ class LocalBackend(Backend):
         if not self.folder.exists():
             return []
         private.check(self.folder)
-        rows = []
+        jobs = []
         for name in sorted(entry.name for entry in self.folder.iterdir() if (entry / JOB).exists()):
             try:
                 found = self.require(name)
-                rows.append(
-                    Listed(name, self.observe(found).state, found.plain.get("nodes", 1), found.record["created"])
-                )
+                jobs.append((found, self._before(found)))
+            except UserError as error:
+                warn(str(error))
+        rows, looks = [], Looks()  # one look at the processes for all of them
+        for found, before in jobs:
+            try:
+                state = self._answer(found, *before, looks).state
+                rows.append(Listed(found.name, state, found.plain.get("nodes", 1), found.record["created"]))
             except UserError as error:
                 warn(str(error))
         return rows

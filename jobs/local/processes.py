@@ -12,7 +12,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from training import contract
@@ -49,29 +50,56 @@ def alive(pid: int, ticks: int | None) -> bool:
     return ticks is None or start_ticks(pid) == ticks
 
 
-def living(job: str, *ancestors: int) -> list[int]:
+@dataclass(frozen=True)
+class _Look:
+    """All processes at one moment."""
+
+    states: dict[int, str]
+    children: dict[int, list[int]]
+    jobs: dict[str, list[int]]
+    """By the job that their environment names."""
+
+    @classmethod
+    def take(cls) -> _Look:
+        found = cls({}, {}, {})
+        for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+            fields = _stat(int(entry)) if entry.isdigit() else []
+            if fields:
+                pid = int(entry)
+                found.states[pid] = fields[0]
+                found.children.setdefault(int(fields[1]), []).append(pid)
+                found.jobs.setdefault(_job(pid), []).append(pid)
+        return found
+
+
+class Looks:
+    """Two looks at all processes, each taken when it is first asked for: for questions about many jobs at once."""
+
+    def __init__(self) -> None:
+        self._taken: list[_Look] = []
+
+    def __iter__(self) -> Iterator[_Look]:
+        for number in range(2):
+            if len(self._taken) == number:
+                self._taken.append(_Look.take())
+            yield self._taken[number]
+
+
+def living(job: str, *ancestors: int, looks: Looks | None = None) -> list[int]:
     """The processes of a job: who has its identity in the environment, and who descends from these or from `ancestors`.
 
     Neither this process nor `ancestors` themselves, and no other job that one of them has submitted.
     """
     # A process that forks and ends while /proc is being read may be missed with its child, but not twice.
-    return _look(job, ancestors) or _look(job, ancestors)
+    return next((found for look in looks or Looks() if (found := _of(look, job, ancestors))), [])
 
 
-def _look(job: str, ancestors: Sequence[int]) -> list[int]:
-    states, children, found = {}, dict[int, list[int]](), list(ancestors)
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        fields = _stat(int(entry)) if entry.isdigit() else []
-        if fields:
-            pid = int(entry)
-            states[pid] = fields[0]
-            children.setdefault(int(fields[1]), []).append(pid)
-            if _job(pid) == job:
-                found.append(pid)
+def _of(look: _Look, job: str, ancestors: Sequence[int]) -> list[int]:
+    found = [*ancestors, *look.jobs.get(job, ())]
     for pid in found:  # grows while it is read
-        found += [child for child in children.get(pid, ()) if child not in found and not _another_job(child, job)]
+        found += [child for child in look.children.get(pid, ()) if child not in found and not _another_job(child, job)]
     apart = {os.getpid(), *ancestors}
-    return [pid for pid in dict.fromkeys(found) if states.get(pid, "Z") != "Z" and pid not in apart]
+    return [pid for pid in dict.fromkeys(found) if look.states.get(pid, "Z") != "Z" and pid not in apart]
 
 
 def _job(pid: int) -> str:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,23 @@ ENDED = "ended.json"
 _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
-def note_end(folder: Path, job: dict[str, Any], code: int | None, timed_out: bool = False) -> dict[str, Any]:
-    """Records how a job ended, once, when no process of it lives any more. What the run itself says counts above `code`."""
+def note_end(folder: Path, job: Mapping[str, Any], code: int | None, timed_out: bool = False) -> records.Ended:
+    """Records how a job ended, once, when no process of it lives any more. What the run itself says counts above `code`.
+
+    Args:
+        code: the launcher's; None for who only asks, and finds the same again: it does not wait for the disk.
+    """
+    write = files.replace if code is not None else files.publish
     said = records.said(Path(job["run_dir"]), job["job"])
     reason = ""
     if said is not None and said["code"] is not None:
         code, reason = said["code"], said["reason"]
     over = timed_out and code not in (contract.EXIT_DONE, contract.EXIT_USAGE)
-    ended = {"code": code, "reason": reason, "timed_out": over, "job": job["job"]}
+    ended: records.Ended = {"code": code, "reason": reason, "timed_out": over, "job": job["job"]}
     now = files.read_json(folder / "job.json")
     if isinstance(now, dict) and now.get("job") == job["job"]:  # not submitted again meanwhile
         with contextlib.suppress(OSError):  # a full disk: the next one who asks tries again
-            files.replace_json(folder / ENDED, ended)
+            write(folder / ENDED, (files.json_text(ended, indent=1) + "\n").encode())
     return ended
 
 

@@ -352,6 +352,7 @@ class SlurmBackend(Cluster):
         for entry in entries:
             record = as_record(parsed(found[entry / JOB]))
             if record is None:
+                warn(f"{entry / JOB} is damaged, or of another version: remove its folder")
                 continue
             before = as_ending(parsed(found.get(entry / ENDED)))
             ended = before is not None and str(record["job_id"]).split("_")[0] not in alive

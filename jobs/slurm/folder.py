@@ -12,7 +12,6 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from jobs import records
-from jobs.records import fits
 from jobs.slurm.task import note
 from jobs.slurm.transport.base import Transport, parsed
 from jobs.slurm.transport.local import LOCAL
@@ -21,13 +20,6 @@ from training import contract, files
 JOB = "job.json"
 ENDED = "ended.json"
 SUBMITIT = "submitit"
-
-_RECORD: dict[str, Any] = {
-    "spec": dict, "hash": str, "run_dir": str, "submitit": str, "job_id": (str, type(None)), "created": str,
-    "since": (int, float), "comment": str, "array_name": str, "job": str,
-}  # fmt: skip
-_ENDING: records.Shape = {"state": str, "reason": str, "ranks": list, "exit_code": (int, type(None))}
-_PART: records.Shape = {"name": str, "ranks": list, "state": str, "reason": str, "restarts": int}
 
 
 def text(value: dict[str, Any]) -> bytes:
@@ -53,12 +45,13 @@ class Folder:
 
 
 def as_record(value: Any) -> dict[str, Any] | None:
-    return {"element": None, **value} if fits(value, _RECORD) else None
+    record = records.parse(value, records.SlurmJob)
+    return None if record is None else {"element": None, **record}
 
 
 def as_ending(value: Any) -> dict[str, Any] | None:
-    whole = fits(value, _ENDING) and all(fits(part, _PART) and part.keys() == _PART.keys() for part in value["ranks"])
-    return value if whole else None
+    ending = records.parse(value, records.SlurmEnded)
+    return None if ending is None or ending["ranks"] != value["ranks"] else {**ending}
 
 
 class Notes:
@@ -74,20 +67,20 @@ class Notes:
         self.ended = as_ending(parsed(self._found.get(PurePosixPath(folder / ENDED))))
 
     @property
-    def said(self) -> dict[str, Any] | None:
+    def said(self) -> records.Said | None:
         """status.json of this very job, which is trusted above exit codes; not one of another run in the same folder."""
-        value = parsed(self._found.get(self._run / contract.STATUS_FILE))
-        return value if fits(value, records.STATUS) and value.get("job") == self._record["job"] else None
+        said = records.parse(parsed(self._found.get(self._run / contract.STATUS_FILE)), records.Said)
+        return said if said is not None and said.get("job") == self._record["job"] else None
 
     @property
-    def ends(self) -> dict[int, dict[str, Any]]:
+    def ends(self) -> dict[int, records.Note]:
         """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, records.Note] = {}
         for path, data in self._found.items():
             match = re.fullmatch(rf"{re.escape(self._id)}_(\d+)_end\.json", path.name)
-            value: Any = parsed(data) if match and path.parent == self._submitit else None
-            if match and fits(value, records.NOTE):
-                found[int(match[1])] = value
+            end = records.parse(parsed(data), records.Note) if match and path.parent == self._submitit else None
+            if match and end is not None:
+                found[int(match[1])] = end
         return found
 
     @property

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from jobs.records import Note, Said
 from jobs.slurm import reasons
 from jobs.slurm.query import Found, final
 from jobs.spec.model import JobSpec
@@ -19,7 +20,7 @@ _COMES_BACK = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
 BEING_SUBMITTED = Status("pending", "is being submitted")
 BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
-Ends = dict[int, dict[str, Any]]
+Ends = dict[int, Note]
 
 
 def is_new(record: dict[str, Any]) -> bool:
@@ -28,7 +29,7 @@ def is_new(record: dict[str, Any]) -> bool:
 
 
 def explain(
-    spec: JobSpec, found: Found | None, ends: Ends, said: dict[str, Any] | None, cancelled: bool, since: float, now: float,
+    spec: JobSpec, found: Found | None, ends: Ends, said: Said | None, cancelled: bool, since: float, now: float,
     free: Collection[int] = (),
 ) -> Status:  # fmt: skip
     """The status.
@@ -69,7 +70,7 @@ def explain(
         return answer("running", _progress(said, found, restarts))
     settled = now - (found.ended or since) >= SETTLE_SECONDS
     if code == EXIT_DONE:
-        return answer("succeeded", str((said or {}).get("reason") or "complete"), EXIT_DONE)
+        return answer("succeeded", (said["reason"] if said is not None else "") or "complete", EXIT_DONE)
     if found.state in _COMES_BACK and found.requeue and not used_up and not settled and not cancelled:
         return answer("restarting", f"{_plain(found)}: SLURM starts it again")
     if found.state == "COMPLETED":
@@ -95,7 +96,7 @@ def explain(
 
 
 def _ended(
-    answer: Any, code: int, said: dict[str, Any] | None, ends: Ends, spec: JobSpec, cancelled: bool, used_up: bool
+    answer: Any, code: int, said: Said | None, ends: Ends, spec: JobSpec, cancelled: bool, used_up: bool
 ) -> Status:  # fmt: skip
     if code == EXIT_DONE:
         return answer("succeeded", "complete", code)
@@ -108,7 +109,7 @@ def _ended(
     return answer("failed", cause(ends, said) or f"exit code {code}", code)
 
 
-def cause(ends: Ends, said: dict[str, Any] | None) -> str:
+def cause(ends: Ends, said: Said | None) -> str:
     """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
     failed = [end for end in ends.values() if end["code"] not in (EXIT_DONE, EXIT_PREEMPTED)]
     failed.sort(key=lambda end: (not end.get("reason"), "did not arrive" in str(end.get("reason")), end.get("time", 0)))
@@ -120,22 +121,22 @@ def cause(ends: Ends, said: dict[str, Any] | None) -> str:
     return f"rank {failed[0].get('rank')} on {failed[0].get('host')}: exit code {failed[0]['code']}" if failed else ""
 
 
-def _code(said: dict[str, Any] | None, ends: Ends, total: int, spec: JobSpec) -> int | None:
+def _code(said: Said | None, ends: Ends, total: int, spec: JobSpec) -> int | None:
     """The job's own exit code: status.json above the tasks' notes; success needs all of them. None: not known."""
-    if said is not None and said.get("code") is not None and spec.recipe is not None:
-        return int(said["code"])
+    if said is not None and said["code"] is not None and spec.recipe is not None:
+        return said["code"]
     bad = [int(end["code"]) for end in ends.values() if end["code"] != EXIT_DONE]
     if bad:
         return next((code for code in (2, EXIT_PREEMPTED) if code in bad), bad[0])
     return EXIT_DONE if len(ends) >= total else None
 
 
-def _progress(said: dict[str, Any] | None, found: Found, restarts: int) -> str:
+def _progress(said: Said | None, found: Found, restarts: int) -> str:
     where = f" on {found.nodes}" if found.nodes else ""
     again = f", restart {restarts}" if restarts else ""
     if found.state == "COMPLETING":
         return f"is ending{where}{again}"
-    step = f"step {said['step']}" if said is not None and "step" in said else "starting"
+    step = f"step {said['step']}" if said is not None else "starting"
     other = "" if found.state == "RUNNING" else f" ({found.state.lower()})"
     return f"{step}{where}{again}{other}"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +179,8 @@ def test_a_full_disk_below_the_log_costs_no_training(tiny: list[str], tmp_path: 
 
 
 DAMAGED = ["", "{}", "[]", "null", '"x"', '{"code": "x", "attempt": 1, "step": 1}', '{"pid": "1", "ticks": 1}',
-           '{"pid": -1, "ticks": null}', '{"pid": 0, "ticks": null}', '{"code": -9999}', '{"code": null}', '{"code": true}']  # fmt: skip
+           '{"pid": 1234}', '{"pid": -1, "ticks": null}', '{"pid": 0, "ticks": null}', '{"code": -9999}', '{"code": null}',
+           '{"code": true}', '{"code": 0, "reason": "", "job": "done"}']  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["running.json", "supervisor.json", "ended.json", "status.json", "job.json"])
@@ -197,6 +200,58 @@ def test_a_damaged_record_hides_no_other_job_and_ends_no_process(backend: LocalB
             assert "done" in rows, text
             backend.cancel("done")
             backend.status("done")
+
+
+def _without(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The record without each of its keys, and with a value of another kind in its place."""
+    for key in record:
+        yield {name: value for name, value in record.items() if name != key}
+        yield {**record, key: ["x"] if not isinstance(record[key], list) else 1.5}
+
+
+def test_a_record_in_which_anything_is_missing_breaks_that_job_alone(backend: LocalBackend, tmp_path: Path) -> None:
+    """By the command line: of two jobs one is always listed, and no command ends with a traceback."""
+    home = str(tmp_path / "home")
+    for job in ("done", "other"):
+        backend.submit(_spec(job))
+        assert backend.wait(job, BOUND).state == "succeeded"
+    for name in ("supervisor.json", "running.json", "ended.json", "job.json"):
+        file = backend.folder / "done" / name
+        whole = json.loads(file.read_text())
+        for record in _without(whole):
+            file.write_text(json.dumps(record))
+            listed = lockstep(tmp_path, "list", "local", "--json", LOCKSTEP_HOME=home)
+            rows = {row["name"]: row["state"] for row in json.loads(listed.stdout)}
+            assert listed.returncode == 0 and rows["other"] == "succeeded", (name, record, listed)
+            assert "done" in rows or f"done/{name} is damaged" in listed.stderr, (name, record, listed)
+            asked = lockstep(tmp_path, "status", "local", "done", LOCKSTEP_HOME=home)
+            assert asked.returncode in (0, 2, 4) and "Traceback" not in asked.stderr, (name, record, asked)
+        file.write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("kind", ["ended", "broken", "damaged"])
+def test_500_jobs_are_listed_within_a_second(backend: LocalBackend, kind: str) -> None:
+    """Of those whose processes are gone without a word, too: the processes of the machine are looked at once for all."""
+    backend.submit(_spec())
+    assert backend.wait("done", BOUND).state == "succeeded"
+    for number in range(499):
+        folder = backend.folder / f"done-{number}"
+        shutil.copytree(backend.folder / "done", folder)
+        _change(backend, folder.name, job=folder.name)
+        ended = json.loads((folder / "ended.json").read_text())
+        (folder / "ended.json").write_text(json.dumps({**ended, "job": folder.name}))
+    for folder in backend.folder.glob("done*"):
+        if kind == "broken":
+            (folder / "ended.json").unlink()
+        if kind == "damaged":
+            (folder / "ended.json").write_text("{}")
+    began = time.process_time()
+    rows = backend.list()
+    spent = time.process_time() - began
+    assert {row.state for row in rows} == {"succeeded" if kind == "ended" else "lost"} and len(rows) == 500
+    assert spent < 1, f"{spent:.2f} s"
+    for folder in backend.folder.glob("done-*"):
+        shutil.rmtree(folder)
 
 
 def test_a_damaged_ending_of_slurm_is_none(tmp_path: Path) -> None:
@@ -240,7 +295,7 @@ def test_another_machine_on_the_same_home_ends_no_job(backend: LocalBackend, mon
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(local, "here", lambda: "other pid:[1]")
         elsewhere.setattr(local, "alive", lambda pid, ticks: False)
-        elsewhere.setattr(local, "living", lambda job: [])
+        elsewhere.setattr(local, "living", lambda job, looks: [])
         found = backend.status("long")
         assert (found.state, "ask there" in found.reason) == ("running", True), found
         with pytest.raises(UserError, match="cancel it there"):
