@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
@@ -22,14 +23,28 @@ LOCK = ".in-use"
 def folder(prefix: str) -> Iterator[str]:
     """The path of a new folder below the temporary one. Folders with this prefix that no process uses any more are removed."""
     _remove_abandoned(prefix)
-    path = tempfile.mkdtemp(prefix=prefix)
+    held = None
+    while held is None:
+        path = tempfile.mkdtemp(prefix=prefix)
+        held = _lock(path)
     try:
-        with open(os.path.join(path, LOCK), "w") as held:
-            if fcntl is not None:
-                fcntl.flock(held, fcntl.LOCK_EX)
+        with held:
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(path: str) -> IO[str] | None:
+    """The new folder's lock, held. None where another start came between the making of the file and the lock: it has taken
+    the folder for an abandoned one, and removed it."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+        held = stack.enter_context(open(os.path.join(path, LOCK), "w"))
+        if fcntl is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
+            stack.pop_all()
+            return held
+    return None
 
 
 def _remove_abandoned(prefix: str) -> None:
