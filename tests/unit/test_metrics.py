@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -298,6 +299,19 @@ def test_an_address_that_nobody_can_reach_is_not_given_out(tmp_path: Path, addre
     (target,) = json.loads((tmp_path / "run-rank-00000.json").read_text())[0]["targets"]
     assert target.rpartition(":")[0] == _endpoint(tmp_path / "run")["host"] == socket.gethostname()
     made.close(0)
+
+
+@pytest.mark.usefixtures("exporter")
+def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    """129 of them, from before: the oldest are closed. Those that ask are answered at once, also several."""
+    port = _endpoint(tmp_path / "run")["port"]
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(129)]
+        for _ in range(5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=3) as answer:
+                assert answer.status == 200
+        silent[0].settimeout(3)
+        assert silent[0].recv(1) == b"", "closed, as the oldest one"
 
 
 def test_health_goes_with_progress(exporter: Exporter, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from training.observe.metrics import Metrics
 
 MAX_CONNECTIONS = 16
-"""At a time; a further one is closed. The training needs its file descriptors for checkpoints and events."""
+"""At a time; for a further one the oldest that has sent no request yet is closed. The training needs its file descriptors for
+checkpoints and events."""
 REQUEST_SECONDS = 5.0
 """For a whole request, from its connection to the last byte of the answer."""
 
@@ -44,6 +45,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self.metrics, self.stale_seconds, self.stopped = metrics, stale_seconds, False
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._idle: dict[socket.socket, None] = {}
+        """Connections without a whole request so far, the oldest first."""
         self._dual_stack = address is None and socket.has_dualstack_ipv6()
         self.address_family = socket.AF_INET6 if self._dual_stack or ":" in (address or "") else socket.AF_INET
         super().__init__((address or ("::" if self._dual_stack else ""), port), _Handler)
@@ -71,12 +74,27 @@ class Server(ThreadingHTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class's signature
-        return self._places.acquire(blocking=False)
+        while not self._places.acquire(blocking=False):
+            oldest = next(iter(self._idle.copy()), None)
+            if oldest is None:  # all are being answered, each for its time at most
+                return False
+            if self.asked(oldest):
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+                if self._places.acquire(timeout=REQUEST_SECONDS):  # its thread ends
+                    break
+        self._idle[request] = None
+        return True
+
+    def asked(self, request: socket.socket) -> bool:
+        """It is idle no longer. Whether it was until now."""
+        return self._idle.pop(request, True) is None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started, so none gives the place back
+            self.asked(request)
             self._places.release()
             raise
 
@@ -84,6 +102,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.asked(request)
             self._places.release()
 
     def stop(self) -> None:
@@ -122,6 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_DeadlineReader(self.connection, self._deadline))
 
     def do_GET(self) -> None:
+        self.server.asked(self.connection)
         path = self.path.partition("?")[0]
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
