@@ -323,7 +323,8 @@ class Session:
     def update(self, *optimizers: torch.optim.Optimizer, clip: float = 0.0, scaler: Any = None) -> None:
         """Ends the step: runs all optimizers, or the ones given, with the gradient of the global batch.
 
-        A gradient that is NaN or infinite changes no weight: the run ends, or the step is skipped (`nonfinite`).
+        A gradient that is NaN or infinite changes no weight: the run ends, or the step is skipped (`nonfinite`). That look,
+        the norm and `clip` are of the parameters of the optimizers that step.
 
         Examples:
             >>> for x, y in run.batches(dataset, 512):

@@ -166,7 +166,8 @@ class Trainer:
     def update(self) -> None:
         """Clips the gradients and moves the weights."""
         if self.config.optim.clip:
-            self.grad_norm = self.state.sync.clip(self.config.optim.clip)
+            measured = self.grad_norm if self.checks_gradient else None  # else it is that of an earlier step
+            self.grad_norm = self.state.sync.clip(self.config.optim.clip, measured)
         self.state.optimizer.step()
 
     def update_average(self) -> None:

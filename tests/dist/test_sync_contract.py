@@ -34,7 +34,7 @@ from training.optim.ema import Ema
 from training.parallel.exchange import broadcast_tree, pack, unpack
 from training.parallel.world import World
 from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
-from training.sync.base import GradientSync
+from training.sync.base import GradientSync, global_norm
 from training.sync.fsdp import MEAN_ON_CPU
 
 STEPS, HALF, BATCH = 10, 5, 25
@@ -501,9 +501,18 @@ def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[s
     options = "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in settings.options.items()) + "}"
     words = [*base, f"sync.name={settings.name}", f"sync.options={options}", f"epochs={ORDER.index(world.size) + 1}"]
     words += ["optim.clip=3"] if ROWS[name].clips else ["nonfinite=ignore"]
-    run = folder / f"run-{name}"
-    code = recipe.train(config.load("smoke", words), world, run)
-    return {"code": code, "epochs": events(run, "epoch")}
+    run, norms = folder / f"run-{name}", 0
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal norms
+        norms += 1
+        return global_norm(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("zero1", "fsdp"):
+            patch.setattr(f"training.sync.{module}.global_norm", counted)
+        code = recipe.train(config.load("smoke", words), world, run)
+    return {"code": code, "epochs": events(run, "epoch"), "norms": norms}
 
 
 def _all(world: World, names: list[str], folder: str, base: list[str]) -> dict[str, Any]:
@@ -807,6 +816,9 @@ def test_a_run_goes_on_at_another_world_size_with_evaluation_average_and_adam(by
         assert own["test_loss"] == pytest.approx(expected["test_loss"], rel=close)
         assert own["train_loss"] == pytest.approx(expected["train_loss"], rel=close)
     assert found["epochs"][-1]["train_loss"] < found["epochs"][0]["train_loss"]
+    # One collective a step: the norm that is looked at is the one that is clipped with.
+    steps = found["epochs"][-1]["step"] - found["epochs"][-2]["step"]
+    assert found["norms"] == (steps if name in ("zero1", "fsdp") else 0)
 
 
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name in RANKLESS])

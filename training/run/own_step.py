@@ -7,6 +7,7 @@ samples, divided by that of the global batch; where that is not known yet, the s
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -217,7 +218,8 @@ class Step:
             sync.synchronize()
         total = self._scale_by_total() if part is None else part.total
         overflow = False if scaler is None else _unscaled(scaler, optimizers, own.world.device)
-        norm = sync.grad_norm() if self.looks and not overflow else None
+        of = self._stepping(optimizers)
+        norm = sync.grad_norm(of) if self.looks and not overflow else None
         # NaN and infinity survive the sum, so every rank reads the same and needs no further collective.
         scale_is_kept = False
         if overflow or (norm is not None and not bool(torch.isfinite(norm))):
@@ -226,14 +228,19 @@ class Step:
             scale_is_kept = not self._scale_too_high(scaler if overflow else None)
         else:
             if clip:
-                norm = sync.clip(clip)
+                norm = sync.clip(clip, norm, of)
+            if of is not None:
+                sync.forget_nonfinite()
             for optimizer in optimizers:
                 optimizer.step() if scaler is None else scaler.step(optimizer)
             self.attempt.step_was_finite()
             own.state.losses[0] += self._loss_sum
             own.state.losses[1] += self._samples
         if scaler is not None:
-            scaler.update(scaler.get_scale() if scale_is_kept else None)
+            before = scaler.get_scale()
+            scaler.update(before if scale_is_kept else None)
+            if (after := scaler.get_scale()) != before:
+                sync.gradients_rescaled(after / before)
         sync.zero_grad()
         self._end_stand_in()
         own.kept.steps, own.went_on = own.kept.steps + 1, True
@@ -258,6 +265,15 @@ class Step:
                 self._seen[id(optimizer)] = self._samples, total
         own, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
         return own - before[0], everywhere - before[1]
+
+    def _stepping(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> set[torch.Tensor] | None:
+        """The parameters of these optimizers, whose gradients make the step; None: every one that is trained.
+
+        The others' gradients belong to no step: those of a second network, say, which this one's loss has gone through.
+        """
+        groups = itertools.chain.from_iterable(map(self.replica.sync.parameter_groups, optimizers))
+        of = set(itertools.chain.from_iterable(groups))
+        return None if all(p in of for p in self.replica.model.parameters() if p.requires_grad) else of
 
     def _scale_by_total(self) -> int:
         """Divides the sum of the gradients by the number of samples of all ranks, and returns that. Collective."""

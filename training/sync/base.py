@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,8 @@ from training.parallel.world import World
 from training.sync.watch import GradientWatch
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Parameters = Collection[torch.Tensor]
+"""A set: what is looked for in it is parameters."""
 
 
 class NoOptions(typed.Section):
@@ -117,26 +119,39 @@ class GradientSync(ABC):
         remembers from step to step must be as finite afterwards as before that step.
         """
         self.zero_grad()
+        self.forget_nonfinite()
 
-    def scale_gradients(self, factor: torch.Tensor) -> None:
+    def forget_nonfinite(self) -> None:  # noqa: B027 - most strategies remember no gradients
+        """Discards what the strategy has stored from gradients that were not finite: of parameters, say, that no optimizer
+        steps now."""
+
+    # `of` in what follows: only the gradients of these parameters; None: of all.
+
+    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
+        """The synchronised gradients, as far as this rank holds them."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None and (of is None or p in of)]
+
+    def scale_gradients(self, factor: torch.Tensor, of: Parameters | None = None) -> None:
         """Multiplies the synchronised gradients, in place. `factor` is a scalar tensor [] on the device."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if grads:
+        if grads := self.gradients(of):
             torch._foreach_mul_(grads, factor)
 
     def gradients_rescaled(self, factor: float) -> None:  # noqa: B027 - most strategies remember no gradients
         """From now on gradients are `factor` times as large (`LossScaler`): the strategy scales what it has stored of them."""
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients to at most `max_norm` (L2, over all parameters). Returns the norm before, a scalar tensor []."""
-        norm = self.grad_norm()
-        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as nn.utils.clip_grad_norm_
+    def clip(self, max_norm: float, norm: torch.Tensor | None = None, of: Parameters | None = None) -> torch.Tensor:
+        """Scales the gradients to at most `max_norm` (L2, over all of them). Returns the norm before, a scalar tensor [].
+
+        Args:
+            norm: what `grad_norm` gave, where it was called: under some strategies it is a collective.
+        """
+        norm = self.grad_norm(of) if norm is None else norm
+        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0), of)  # as nn.utils.clip_grad_norm_
         return norm
 
-    def grad_norm(self) -> torch.Tensor:
-        """The L2 norm of all gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return nn.utils.get_total_norm(grads, foreach=True)
+    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
+        """The L2 norm of the gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
+        return nn.utils.get_total_norm(self.gradients(of), foreach=True)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, part of the checkpoint. Collective."""

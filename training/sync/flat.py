@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from training.parallel.world import World
-from training.sync.base import broadcast_module, trainable
+from training.sync.base import Parameters, broadcast_module, trainable
 from training.sync.buckets import Bucket, Bucketed, Reducer
 
 
@@ -41,11 +41,8 @@ class Flat(Bucketed):
     def make_reducer(self, buckets: list[Bucket]) -> Reducer:
         return Reducer(self.model.named_parameters(), buckets)
 
-    def grad_norm(self) -> torch.Tensor:
-        return nn.utils.get_total_norm(self._flats)
-
-    def scale_gradients(self, factor: torch.Tensor) -> None:
-        torch._foreach_mul_(self._flats, factor)
+    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
+        return self._flats if of is None else super().gradients(of)
 
 
 LAST_BYTES = 1e6

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from training.config import Config
 from training.contract import UserError
 from training.parallel.world import World
-from training.sync.base import GradientSync, broadcast_module, global_norm, is_compiled, make_contiguous
+from training.sync.base import GradientSync, Parameters, broadcast_module, global_norm, is_compiled, make_contiguous
 from training.sync.watch import GradientWatch
 
 MEAN_ON_CPU = torch.__version__ >= "2.9"
@@ -139,15 +139,11 @@ class Fsdp(GradientSync):
         self.network.watch.clear()  # FSDP itself has waited within the forward and backward passes
         self.bytes_sent += self._gather_bytes + self._sum_bytes
 
-    def _own_grads(self) -> list[torch.Tensor]:
-        return [_local(p.grad) for p in self._sharded if p.grad is not None]
+    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
+        return [_local(p.grad) for p in self._sharded if p.grad is not None and (of is None or p in of)]
 
-    def grad_norm(self) -> torch.Tensor:
-        return global_norm(self._own_grads(), self._world)
-
-    def scale_gradients(self, factor: torch.Tensor) -> None:
-        for grad in self._own_grads():
-            grad.mul_(factor)
+    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
+        return global_norm(self.gradients(of), self._world)
 
     def full_module(self, module: nn.Module) -> nn.Module:
         return self._rebuilt(module, lambda parameter: cast(DTensor, parameter).full_tensor(), lambda buffer: buffer)

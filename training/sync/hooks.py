@@ -13,7 +13,7 @@ from torch import nn
 from training.config import Config
 from training.config.settings import Section
 from training.parallel.world import World
-from training.sync.base import BuildOptimizer
+from training.sync.base import BuildOptimizer, Parameters
 from training.sync.buckets import Bucketed
 from training.sync.hooked import HookedDataParallel
 
@@ -60,6 +60,6 @@ class Hooks(Bucketed):
             self.network.step_when_ready(optimizer)
         return optimizer
 
-    def grad_norm(self) -> torch.Tensor:
+    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
         self._need_all_gradients()
-        return super().grad_norm()
+        return super().grad_norm(of)

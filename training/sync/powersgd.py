@@ -100,9 +100,8 @@ class PowerSgd(Ddp):
         for error in self._state.error_dict.values():
             error.mul_(factor)
 
-    def abandon(self) -> None:
+    def forget_nonfinite(self) -> None:
         """A gradient that is not finite has made the error and the factors of its bucket non-finite: they start over."""
-        super().abandon()
         memories = (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict)
         for index in list(self._state.p_memory_dict):
             bad = [not bool(torch.isfinite(memory[index]).all()) for memory in memories if index in memory]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.parallel.exchange import all_gather_trees, gather_trees
-from training.sync.base import BuildOptimizer, global_norm, load_optimizer, nbytes
+from training.sync.base import BuildOptimizer, Parameters, global_norm, load_optimizer, nbytes
 from training.sync.buckets import Bucket, Reducer
 from training.sync.flat import Flat
 
@@ -42,16 +42,13 @@ class Zero1(Flat):
             if owner != self._world.rank:
                 parameter.grad = None  # a partial sum, which only its owner has completed
 
-    @property
-    def _own_flats(self) -> list[torch.Tensor]:
+    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
+        if of is not None:
+            return super().gradients(of)
         return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self._world.rank]
 
-    def grad_norm(self) -> torch.Tensor:
-        return global_norm(self._own_flats, self._world)
-
-    def scale_gradients(self, factor: torch.Tensor) -> None:
-        for flat in self._own_flats:
-            flat.mul_(factor)
+    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
+        return global_norm(self.gradients(of), self._world)
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
