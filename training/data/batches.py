@@ -6,12 +6,14 @@ workers there are, how far they run ahead, or where a resumed run began.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,13 +176,55 @@ class _Seeded(Dataset[Any]):
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """The same tree with its tensors on the device."""
+    """The same tree with its tensors on the device. Whatever has a `to(device)` of its own is moved by that, and everything
+    keeps its type."""
     if isinstance(item, torch.Tensor):
         return item.to(device, non_blocking=True)
+    if callable(getattr(item, "to", None)) and not isinstance(
+        item, type
+    ):  # PackedSequence, transformers' BatchEncoding, …
+        return _by_itself(item, device)
     if isinstance(item, Mapping):
-        return {key: to_device(value, device) for key, value in item.items()}
+        return _mapping(item, {key: to_device(value, device) for key, value in item.items()})
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(to_device(value, device) for value in item))
+        return item._make(to_device(value, device) for value in item)  # type: ignore[attr-defined]
     if isinstance(item, (list, tuple)):
-        return type(item)(to_device(value, device) for value in item)
+        return _sequence(item, [to_device(value, device) for value in item])
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return _dataclass(item, device)
     return item
+
+
+def _by_itself(item: Any, device: torch.device) -> Any:
+    try:
+        moved = item.to(device, non_blocking=True)
+    except TypeError:  # a `to` that takes nothing but the device
+        moved = item.to(device)
+    return item if moved is None else moved  # it has moved itself
+
+
+def _mapping(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    if type(item) is dict:
+        return moved
+    if not isinstance(item, MutableMapping):
+        return type(item)(moved)  # type: ignore[call-arg]
+    clone = copy.copy(item)  # with what else it has: a default, an attribute
+    for key, value in moved.items():
+        clone[key] = value
+    return clone
+
+
+def _sequence(item: list[Any] | tuple[Any, ...], moved: list[Any]) -> Any:
+    if isinstance(item, tuple):
+        return type(item)(moved)
+    clone = copy.copy(item)
+    clone[:] = moved
+    return clone
+
+
+def _dataclass(item: Any, device: torch.device) -> Any:
+    clone = copy.copy(item)
+    for field in dataclasses.fields(item):
+        if hasattr(item, field.name):
+            object.__setattr__(clone, field.name, to_device(getattr(item, field.name), device))  # frozen ones, too
+    return clone
