@@ -88,6 +88,20 @@ def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str],
     assert "step 8: head.bias on rank 1" in (tmp_path / "bad/status.json").read_text()
 
 
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_run_that_is_apart_after_its_first_steps_ends_before_it_saves(
+    tiny: list[str], tmp_path: Path, every: int
+) -> None:
+    """Nobody has asked for a check. What is compared goes with the ranks' other wishes, or before the first save."""
+    words = ("run", "smoke", "--set", *tiny, "model=tests.nets:Dying", f"checkpoint.every_steps={every}")
+    env = clean_env(LOCKSTEP_TEST_FATE="1:2:DRIFT")
+    done = gang(2, *words, "--run-dir", str(tmp_path / "bad"), env=env)
+    assert done.code == 1 and "head.bias on rank 1 differs" in done.output, done.output
+    assert "Traceback" not in done.output
+    saved = [path.name for path in (tmp_path / "bad").glob("checkpoints/step-*")]
+    assert len(saved) == (1 if every == 1 else 0), saved  # of the step before
+
+
 def test_an_interval_that_is_none(tmp_path: Path) -> None:
     done = training("run", "smoke", "--check-closeness", "often", "--run-dir", str(tmp_path / "x"))
     assert done.code == 2 and "check_closeness must be a whole number, got 'often'" in done.output, done.output

@@ -146,6 +146,10 @@ class Consensus:
     ) -> None:
         self.world, self.signals, self.stop_file, self._now = world, signals, stop_file, now
         self.reason: str | None = None
+        self.fingerprint = 0
+        """Of this rank's replica: compared with those of the others by the next `poll`, which forgets it. 0: there is none."""
+        self.replicas_differ = False
+        """Whether one was not the same on all ranks, as far as the results have been read."""
         self._looked = -1.0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self.some_without_score = False
@@ -171,8 +175,9 @@ class Consensus:
                 none has come. A score belongs to the weights of this boundary, so the ranks that were given one wait for the
                 others here. Where one was not, no rank saves: it does not wait, and knows of it only at its next call.
         """
+        mine, self.fingerprint = self.fingerprint, 0
         best, none = bool(score) and self.world.leader, score is None
-        wishes = torch.tensor([self._wants_stop(), save_due, best, none], dtype=torch.int32)
+        wishes = torch.tensor([int(self._wants_stop()), int(save_due), mine, -mine, int(best), int(none)])
         if self.world.size == 1:
             return Decision(bool(wishes[0]), bool(wishes[1]), best)
         before, self._pending = self._pending, None
@@ -181,15 +186,27 @@ class Consensus:
         self._pending = (wishes, work)
         if score is not None:
             work.wait()
-            best = bool(wishes[2]) and not bool(wishes[3])
-            self.some_without_score |= bool(wishes[2]) and bool(wishes[3])
+            best = bool(wishes[4]) and not bool(wishes[5])
+            self.some_without_score |= bool(wishes[4]) and bool(wishes[5])
         if before is None:
             return Decision(best=best)
-        before[1].wait()
-        return Decision(bool(before[0][0]), bool(before[0][1]), best)
+        stop, save, *_ = self._read(before)
+        return Decision(bool(stop), bool(save), best)
+
+    def _read(self, pending: tuple[torch.Tensor, dist.Work]) -> list[int]:
+        pending[1].wait()
+        values: list[int] = pending[0].tolist()
+        self.replicas_differ |= values[2] != -values[3]  # the largest, and minus the smallest
+        return values
+
+    def look(self) -> bool:
+        """`replicas_differ`, with what is under way, which the next `poll` gives all the same."""
+        if self._pending is not None:
+            self._read(self._pending)
+        return self.replicas_differ
 
     def settle(self) -> None:
         """Waits for the reduction under way. Every rank calls it before leaving a loop of polls."""
         if self._pending is not None:
-            self._pending[1].wait()
+            self._read(self._pending)
             self._pending = None

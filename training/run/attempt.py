@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,22 @@ from training import contract
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from training.observe.clock import Times
 from training.observe.reading import Reading, mean_loss
+from training.parallel.agreement import same_on_all
 from training.parallel.exchange import all_gather_trees
 from training.parallel.world import World
 from training.resilience import divergence
-from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
+from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint
 from training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
 from training.resilience.preempt import Consensus, Decision, Signals
 from training.run.context import RunContext, note_corrupt_shard
 from training.run.saver import Saver
 
+FIRST_STEPS = 3
+"""Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
+EACH_ALONE = (
+    "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
+    "replicate() returned, and change weights alike on all ranks"
+)
 STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
@@ -69,6 +77,10 @@ class Attempt:
         self.times: Times = {}
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
+        self._steps = 0
+        """Steps of this attempt."""
+        self._compared = context.world.size == 1 or not context.state.sync.replicas
+        """Whether the replicas were compared after the first steps, or there is nothing to compare."""
         self._polls = 0
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
@@ -133,7 +145,11 @@ class Attempt:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
         self.context.metrics.alive()
         self._polls += 1
+        if self._steps >= FIRST_STEPS and not self._compared:
+            self._compared, self.consensus.fingerprint = True, self._fingerprint()
         told, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
+        if self.consensus.replicas_differ:
+            self._replicas_differ()
         if self.consensus.some_without_score and not told:
             self.context.console.warn(
                 f"{self.context.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
@@ -170,6 +186,7 @@ class Attempt:
         """
         context, state = self.context, self.context.state
         state.clock.end()
+        self._steps += 1
         done = context.steps_done
         self.heartbeat.beat(done)
         if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
@@ -192,8 +209,21 @@ class Attempt:
         self.context.state.clock.settle()
         try:  # running statistics differ between ranks, see `averaged_buffers`
             check_parameter_closeness(self.context.state.model, batch_statistics=False)
+            if self.context.state.ema is not None:
+                check_parameter_closeness(self.context.state.ema.average, batch_statistics=False)
         except ReplicasDiffer as error:
-            raise Ended(EXIT_FAILED, f"the replicas are not the same after step {done}: {error}") from error
+            raise Ended(
+                EXIT_FAILED, f"the replicas are not the same after step {done}: {error}. It is not saved. {EACH_ALONE}"
+            ) from error
+
+    def _fingerprint(self) -> int:
+        state = self.context.state
+        return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
+
+    def _replicas_differ(self) -> NoReturn:
+        """Their fingerprints do, on all ranks. Raises `Ended`. Collective."""
+        self._check_closeness(self.context.steps_done)
+        raise Ended(EXIT_FAILED, f"the replicas were not the same after the first steps. {EACH_ALONE}")
 
     def tell_readings(self, wait: bool = False) -> None:
         """Events `step` of the readings that have arrived; with `wait`, of all. All ranks wait alike, or none."""
@@ -217,9 +247,15 @@ class Attempt:
     def save(self) -> None:
         """Saves a checkpoint, with the score of these weights where they were measured.
 
-        Raises `Ended` instead if a weight is not finite, so that the newest checkpoint stays usable.
+        Raises `Ended` instead if a weight is not finite, so that the newest checkpoint stays usable, or if the first steps
+        have left the replicas different.
         """
         context, step = self.context, self.context.steps_done
+        if self._steps and not self._compared:  # too early for the boundary's look
+            if not same_on_all(self._fingerprint(), context.world):
+                self._replicas_differ()
+        elif self.consensus.look():
+            self._replicas_differ()
         if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(context.state.model):
             raise Ended(
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"

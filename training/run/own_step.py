@@ -17,9 +17,11 @@ import torch.distributed as dist
 from training.data.batches import Part
 from training.models.stand_in import without_batch_statistics
 from training.optim.loss_scaler import LOWEST
+from training.parallel.agreement import raise_together
 from training.parallel.exchange import all_gather_trees
 from training.run.attempt import Attempt
 from training.run.own import OwnRun, Replica
+from training.sync.base import NotSummed
 from training.sync.buckets import SentAlready
 
 T = TypeVar("T")
@@ -55,6 +57,7 @@ class Step:
         self._stand_in: contextlib.ExitStack | None = None
         """Open while the batch is not this rank's."""
         self._buffers: list[torch.Tensor] = []
+        self._not_summed: NotSummed | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -215,7 +218,12 @@ class Step:
                 "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
         with own.state.clock.synchronizing(sync.watch):
-            sync.synchronize()
+            try:
+                sync.synchronize()
+            except NotSummed as error:
+                if not (error.reaches_all and self.looks):
+                    raise
+                self._not_summed = error  # a rank that had another forward pass hears of it where it looks at the NaN
         total = self._scale_by_total() if part is None else part.total
         overflow = False if scaler is None else _unscaled(scaler, optimizers, own.world.device)
         of = self._stepping(optimizers)
@@ -293,11 +301,12 @@ class Step:
     def _scale_too_high(self, scaler: Any) -> bool:
         """Why the step moves no weight: the scale of the loss, which is lowered then, or a step that is not finite by itself.
 
-        Collective. Raises `Ended` where the run is not to go on.
+        Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
 
         Args:
             scaler: whose scaled gradient overflowed; None: the gradient had no scale.
         """
+        raise_together(self._not_summed, self.own.world)
         own = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         bad = [rank for rank, finite in enumerate(all_gather_trees(own, self.own.world)) if not finite]
         if scaler is not None and not bad and scaler.get_scale() > LOWEST:

@@ -28,6 +28,14 @@ Parameters = Collection[torch.Tensor]
 """A set: what is looked for in it is parameters."""
 
 
+class NotSummed(UserError):
+    """A gradient stayed this rank's own. With `reaches_all` that of all ranks is NaN now, so that all look, and hear of it."""
+
+    def __init__(self, message: str, reaches_all: bool) -> None:
+        super().__init__(message)
+        self.reaches_all = reaches_all
+
+
 class NoOptions(typed.Section):
     """A strategy without settings of its own."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
+import math
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.config.settings import Section
 from training.parallel.world import World
-from training.sync.base import GradientSync, nbytes
+from training.sync.base import GradientSync, NotSummed, nbytes
 from training.sync.watch import GradientWatch
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -29,6 +30,8 @@ class DdpOptions(Section):
 class Ddp(GradientSync):
     Options = DdpOptions
     watch: GradientWatch
+    _warm = False
+    """The ranks' first backward passes, after which DDP orders its buckets anew, are over."""
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         self.model, self.loss_factor = model, float(world.size)
@@ -46,11 +49,18 @@ class Ddp(GradientSync):
             bucket_cap_mb=self.settings.bucket_mb * 1e6 / 2**20,
             find_unused_parameters=self.options.find_unused,
         )
+        self.watch.announced = set()
         if example is None:
             self._until_first = self.network.register_forward_pre_hook(self._first_pass, with_kwargs=True)
         else:
             self._warm_up(example)
+        self.network.register_forward_pre_hook(self._announce)
         return self.network
+
+    def _announce(self, *_: Any) -> None:
+        """DDP sums the gradients of one backward pass after this. Those of any other it leaves to the rank, without a word."""
+        if torch.is_grad_enabled() and self.network.require_backward_grad_sync:
+            self.watch.announced = set(self._names)
 
     def _first_pass(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
         if torch.is_grad_enabled():
@@ -67,12 +77,14 @@ class Ddp(GradientSync):
         """
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         device = next(self.model.parameters()).device
+        announced, self.watch.announced = self.watch.announced, set(self._names)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             outputs = [
                 t for t in tree_leaves(self.network(*args, **named)) if isinstance(t, torch.Tensor) and t.requires_grad
             ]
             (torch.stack([tensor.sum() for tensor in outputs]).sum() * 0.0).backward()
         self._check_all_used()
+        self.watch.announced, self._warm = announced, True
         with torch.no_grad():
             for buffer, before in zip(self.model.buffers(), buffers):
                 buffer.copy_(before)
@@ -89,14 +101,42 @@ class Ddp(GradientSync):
 
     @contextlib.contextmanager
     def accumulate(self) -> Any:
-        with self.network.no_sync():
-            yield
+        announced, self.watch.announced = self.watch.announced, None
+        try:
+            with self.network.no_sync():
+                yield
+        finally:
+            self.watch.announced = announced
         self.watch.expect(self._names)
 
     def synchronize(self) -> None:
+        if self.watch.past:
+            self._refuse_past()
         self._check_all_used()  # DDP itself has waited within the backward pass
+        self.watch.announced = set()
         self._begin()
         self.bytes_sent += self._step_bytes
+
+    def _refuse_past(self) -> NoReturn:
+        """Raises `NotSummed`. Ranks that went through DDP wait for this one's gradients, and are given NaN for them."""
+        name, passes = self._names[cast(nn.Parameter, self.watch.past[0])], len(self.watch.past)
+        self.watch.past = []
+        for _ in range(passes if self._warm else 0):  # as DDP itself does for a rank that has no more batches (`Join`)
+            buckets = self.network.reducer._get_zeros_like_grad_buckets()
+            for bucket in buckets:
+                bucket.buffer().fill_(math.nan)
+            for work in [self.network.reducer._run_comm_hook(bucket) for bucket in buckets]:
+                work.wait()
+            if self.options.find_unused:
+                self.network._match_unused_params_allreduce()
+        for parameter in self._names:
+            parameter.grad = torch.full_like(parameter, math.nan)
+        refusal = self.refuse(
+            f"has not summed the gradient of {name} over the ranks, since the forward pass went past the network that "
+            "replicate() or wrap() returned, or an earlier backward() has used it up",
+            "call that network, once for each backward(), or use sync.name=flat, which sums whatever has come",
+        )
+        raise NotSummed(str(refusal), reaches_all=self._warm)
 
     def _check_all_used(self) -> None:
         """Raises `UserError` if a parameter got no gradient: DDP would wait for it, here in the next step, on other ranks in this one.
@@ -109,7 +149,7 @@ class Ddp(GradientSync):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise self.refuse(
             f"needs a gradient for every parameter in each step, and {shown} got none",
-            "set sync.options={find_unused: true}, or use sync.name=flat, where such a gradient counts as zero",
+            "use sync.name=flat, where such a gradient counts as zero, or set sync.options={find_unused: true}",
         )
 
 

@@ -43,6 +43,11 @@ class GradientWatch:
         self._queued = False
         self.missing: set[torch.Tensor] = set()
         """Parameters whose gradient has not come yet in this pass."""
+        self.announced: set[torch.Tensor] | None = None
+        """Parameters whose next gradient a forward pass has announced to what sums it; None: nothing is to be announced now."""
+        self.past: list[torch.Tensor] = []
+        """Of each backward pass that nothing had announced, the parameter whose gradient came first."""
+        self._is_past = False
         self.clear()
 
     def clear(self) -> None:
@@ -62,6 +67,13 @@ class GradientWatch:
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         self.missing.discard(parameter)
+        if self.announced is not None:
+            if parameter in self.announced:
+                self.announced.discard(parameter)
+            elif not self._is_past:
+                self._is_past = True
+                self.past.append(parameter)
+                torch.autograd.Variable._execution_engine.queue_callback(self._past_ends)
         if not self._unused:
             if not self.missing:
                 self.complete = mark(self._device)
@@ -71,6 +83,11 @@ class GradientWatch:
 
     def _on_end(self) -> None:
         self._queued, self.complete = False, mark(self._device)
+        if self.announced:
+            self.announced.clear()  # the others are not used, and count as here
+
+    def _past_ends(self) -> None:
+        self._is_past = False
 
     @property
     def incomplete(self) -> bool:
