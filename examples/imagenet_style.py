@@ -87,8 +87,8 @@ def validate(run, dataset, batch=64):
 
 def main(run):
     training, validation = Generated(1024, True), Generated(250, False)
-    model = run.replicate(network := Network())
-    optimizer = run.optimizer(lambda _: torch.optim.AdamW(decayed(network), lr=3e-3))
+    model = run.replicate(Network())
+    optimizer = run.optimizer(lambda _: torch.optim.AdamW(decayed(model), lr=3e-3))
     steps = EPOCHS * (len(training) // BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, steps))
     run.average(0.9)
