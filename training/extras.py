@@ -16,7 +16,6 @@ DISTRIBUTION = "lockstep-torch"
 """The name that pip knows; `lockstep` on the public index is another project."""
 EXTRAS = {
     "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib", "PIL"),
-    "parquet": ("pyarrow",),
     "k8s": ("kubernetes", "urllib3"),
     "slurm": ("submitit",),
 }

@@ -189,7 +189,7 @@ def test_what_is_imported_is_declared() -> None:
         }  # not installed here: its own name
 
     known = sys.stdlib_module_names | {"jobs", "training", "triton"}  # torch's builds for GPUs bring triton
-    for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "parquet", "tensorboard", "wandb"))):
+    for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "tensorboard", "wandb"))):
         allowed = declared().union(*map(declared, extras))
         for file, name in imported(package):
             if name not in known:

@@ -32,7 +32,7 @@ from training.config.types import (
 )
 
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
-SOURCES = (*GIVEN, "images", "arrays", "parquet")
+SOURCES = (*GIVEN, "images", "arrays")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 """A function of one's own, as `package.module:function`."""
 SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")

@@ -1,8 +1,8 @@
 """The program of a decoder process: python -m training.data.decoder HEIGHT WIDTH
 
-It reads batches from stdin until that ends: a line of JSON, a list of {"path": …} or {"bytes": n}, with the "kind" that
-the file's name promises or null, and then the bytes. It answers each image at once: P and its pixels, uint8 RGB [h, w, 3],
-or E, the length of a reason (4 bytes) and the reason. Before all of them it writes R.
+It reads batches from stdin until that ends: a line of JSON, a list of {"path": …} with the "kind" that the file's name
+promises or null. It answers each image at once: P and its pixels, uint8 RGB [h, w, 3], or E, the length of a reason
+(4 bytes) and the reason. Before all of them it writes R.
 
 What an image file may do to a process – take its memory, crash it, never end – it does to this one. It imports Pillow and
 nothing of ours but `files`.
@@ -53,9 +53,9 @@ def decoded(data: bytes, expected_format: str | None, height: int, width: int) -
     return ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR).tobytes()
 
 
-def _answer(item: dict[str, object], data: bytes | None, height: int, width: int) -> bytes:
+def _answer(item: dict[str, object], height: int, width: int) -> bytes:
     try:
-        content = files.read(Path(str(item["path"])), MOST_BYTES) if data is None else data
+        content = files.read(Path(str(item["path"])), MOST_BYTES)
         expected_format = item["kind"]
         return b"P" + decoded(content, None if expected_format is None else str(expected_format), height, width)
     except _RefusedError as error:
@@ -83,11 +83,8 @@ def main(argv: list[str]) -> None:
     source, target = sys.stdin.buffer, sys.stdout.fileno()
     files.write_all(target, b"R")
     while line := source.readline():
-        batch = json.loads(line)
-        # All of it is read before the first answer: who asks writes all of it before it listens.
-        contents = [source.read(item["bytes"]) if "bytes" in item else None for item in batch]
-        for item, content in zip(batch, contents):
-            files.write_all(target, _answer(item, content, height, width))
+        for item in json.loads(line):
+            files.write_all(target, _answer(item, height, width))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ with Decoders(224, 224, workers=8) as decoders:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -20,7 +21,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from training import extras
 from training.parallel.world import cores
@@ -29,7 +30,6 @@ SECONDS = 60.0
 """For one image. There are small files that take hours."""
 _START_SECONDS = 120.0
 _BATCH = 16
-_BATCH_BYTES = 8 << 20
 _ROOT = Path(__file__).parents[2]
 
 
@@ -37,8 +37,7 @@ _ROOT = Path(__file__).parents[2]
 class Item:
     """An image."""
 
-    file: Path | bytes
-    """Where it lies, or its content."""
+    file: Path
     label: int
     name: str
     """As messages show it."""
@@ -111,15 +110,8 @@ class Decoders:
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += len(item.file) if isinstance(item.file, bytes) else 0
-        if len(batch) == _BATCH or size > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
+    left = iter(items)
+    while batch := list(itertools.islice(left, _BATCH)):
         yield batch
 
 
@@ -174,16 +166,10 @@ class _Process:
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], items: list[Item]) -> None:
-        asked: list[dict[str, Any]] = []
-        for item in items:
-            source = {"bytes": len(item.file)} if isinstance(item.file, bytes) else {"path": os.path.abspath(item.file)}
-            asked.append({**source, "kind": item.expected_format})
+        asked = [{"path": os.path.abspath(item.file), "kind": item.expected_format} for item in items]
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
-            for item in items:
-                if isinstance(item.file, bytes):
-                    process.stdin.write(item.file)
             process.stdin.flush()
         except OSError:
             raise _LostError(_ending(process)) from None

@@ -17,7 +17,7 @@ import filelock
 
 from training.config import Data, settings
 from training.contract import UserError
-from training.data.sources import arrays, function, images, parquet
+from training.data.sources import arrays, function, images
 from training.data.sources.cifar10 import cifar10
 from training.data.sources.cifar10 import files_of as cifar10_files
 from training.data.sources.fashion_mnist import fashion_mnist
@@ -34,7 +34,7 @@ SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": digits, "synthetic": synthetic, "classification": classification,
     "cifar10": cifar10, "fashion_mnist": fashion_mnist,
 }  # fmt: skip
-OWN: dict[str, Any] = {"images": images, "arrays": arrays, "parquet": parquet}
+OWN: dict[str, Any] = {"images": images, "arrays": arrays}
 """Each a module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
 FILES: dict[str, Callable[[Path], list[Path]]] = {
     "cifar10": cifar10_files, "fashion_mnist": fashion_mnist_files,
