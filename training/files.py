@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from training.contract import UserError
+
 
 def keep_out_others() -> None:
     """Sets the umask, so that other users cannot change what this process and its children write: folders 0775, files 0664."""
@@ -140,6 +142,37 @@ def regular(path: Path) -> BinaryIO:
     return file
 
 
+@contextlib.contextmanager
+def reading(path: Path | str, refused: type[Exception] = UserError, then: str = "") -> Iterator[None]:
+    """The one guard around what parses a file that somebody else may have written: whatever is raised becomes one line.
+
+    A damaged or hostile file makes a parser raise nearly anything, MemoryError and RecursionError among it, and the panic
+    of a library in Rust, which is no `Exception`. The error keeps its cause, which `--debug` shows.
+
+    Args:
+        refused: what is raised instead. One that is raised inside already, and a `UserError`, go through.
+        then: what to do, behind the reason.
+    """
+    try:
+        yield
+    except (UserError, refused):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise refused(f"cannot read {path}: {reason_of(error)}{then}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file could not be read, for people."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for it"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return reason[:300] or type(error).__name__
+
+
 def sha256(path: Path) -> str:
     """Of a regular file of any size, without holding it in memory.
 
@@ -171,5 +204,5 @@ def read_json(path: Path, limit: int = 4 << 20) -> Any:
     """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON."""
     try:
         return json.loads(read(path, limit))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, MemoryError):
         return None

@@ -33,12 +33,12 @@ def read(path: Path, limit: int, check: Callable[[Any], T]) -> T:
     data = files.read(path, limit)
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"it is not valid JSON ({error})") from None
+    except Exception as error:
+        raise Malformed(f"it is not valid JSON ({files.reason_of(error)})") from error
     try:
         return check(value)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Malformed(str(error)) from None
+    except Exception as error:
+        raise Malformed(files.reason_of(error)) from error
 
 
 def text(value: Any) -> bytes:

@@ -105,10 +105,6 @@ def _ignored(folder: Path, found: set[str]) -> set[str]:
         return set()
     from pathspec import GitIgnoreSpec
 
-    try:
+    with files.reading(folder / IGNORE_FILE):
         lines = files.read(folder / IGNORE_FILE, _MAX_IGNORE_BYTES).decode().splitlines()
-        spec = GitIgnoreSpec.from_lines(lines)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(f"code: cannot read {folder / IGNORE_FILE}: {reason}") from None
-    return set(spec.match_files(found))
+        return set(GitIgnoreSpec.from_lines(lines).match_files(found))

@@ -25,8 +25,9 @@ from tests.runs import Job
 from training import contract, files
 from training.checkpoint import store, weights
 from training.checkpoint.store import CorruptCheckpoint
-from training.config import settings
+from training.config import Data, settings
 from training.contract import UserError
+from training.data import sources
 from training.data.sources.fashion_mnist import _split, read_idx
 from training.observe.report import record
 
@@ -72,6 +73,51 @@ def test_packed_weights(tmp_path: Path) -> None:
     assert path.stat().st_size < 2 << 20
     with cheap(), pytest.raises(UserError, match="is compressed"):
         weights.read(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x40\x00\x85R.",  # 1 GiB
+        b"\x80\x02ctorch\nTensor\n](K\x01K\x01eq\x00"
+        + b"".join(b"0](h%ch%ceq%c" % (n, n, n + 1) for n in range(28))
+        + b"\x85R.",
+    ],
+    ids=["bytearray", "lists in lists"],
+)
+def test_a_pickle_that_asks_for_a_gigabyte(tmp_path: Path, pickled: bytes, zipped: bool) -> None:
+    path = tmp_path / "w.pth"
+    torch.save({"w": torch.zeros(1)}, path, _use_new_zipfile_serialization=zipped)
+    if zipped:
+        with zipfile.ZipFile(path) as plain, zipfile.ZipFile(tmp_path / "bomb.pth", "w") as bomb:
+            for entry in plain.infolist():
+                bomb.writestr(entry.filename, pickled if entry.filename.endswith("data.pkl") else plain.read(entry))
+        path = tmp_path / "bomb.pth"
+    else:
+        protocol = path.read_bytes()
+        path.write_bytes(protocol[: protocol.index(b"ccollections")] + pickled)
+    with cheap(), pytest.raises(UserError, match="not a file of plain weights"):
+        weights.read(path)
+
+
+def _npy(shape: tuple[int, ...], descr: str) -> bytes:
+    head = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head
+
+
+@pytest.mark.parametrize(("samples", "labels"), [((1 << 25, 1), 1 << 25), ((2, 1 << 28), 2)])
+def test_a_packed_npz_that_fills_the_memory(tmp_path: Path, samples: tuple[int, int], labels: int) -> None:
+    with zipfile.ZipFile(tmp_path / "train.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed:
+        for name, head, size in (
+            ("samples", _npy(samples, "<f2"), 2 * samples[0] * samples[1]), ("labels", _npy((labels,), "<i8"), 8 * labels)
+        ):  # fmt: skip
+            with packed.open(f"{name}.npy", "w", force_zip64=True) as member:
+                member.write(head)
+                for _ in range(0, size, 1 << 24):
+                    member.write(bytes(min(size, 1 << 24)))
+    with cheap(), pytest.raises(UserError, match=r"train.npz.* at most \d+ are"):
+        sources.stream(Data(source="arrays", root=str(tmp_path))).gathered()
 
 
 def _sparse(path: Path) -> None:

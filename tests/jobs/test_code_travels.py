@@ -508,7 +508,11 @@ def test_a_bomb_a_cut_off_archive_and_no_archive_are_refused(monkeypatch: pytest
     assert len(bomb) < 10_000
     with pytest.raises(UserError, match="holds more than 1 MiB"):
         archive.read(bomb, "0" * 64)
-    for data, told in ((bomb[:50], "is cut off"), (b"no archive", "cannot be read"), (b"", "is cut off")):
+    for data, told in (
+        (bomb[:50], "is cut off"),
+        (b"no archive", "cannot read the code's archive"),
+        (b"", "is cut off"),
+    ):
         with pytest.raises(UserError, match=told):
             archive.read(data, "0" * 64)
 

@@ -39,7 +39,7 @@ def test_only_the_files_of_the_range_are_opened(made: Manifest) -> None:
         (made.directory / shard.file).unlink()
     first = made.splits["train"][0].count
     assert len(Samples.open(made, "train", 0, first)) == first
-    with pytest.raises(UserError, match=r"cannot open .*train-00001"):
+    with pytest.raises(UserError, match=r"cannot read .*train-00001"):
         Samples.open(made, "train", 0, first + 1)
 
 

@@ -133,12 +133,10 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
 
 def load(path: Path) -> Any:
     """The state tree of a checkpoint, tensors on the CPU. Verify it first. Raises `CorruptCheckpoint`."""
-    try:
+    with files.reading(path, CorruptCheckpoint):
         plain = json.loads(files.read(path / STATE, MAX_STATE_BYTES))
         with safetensors.safe_open(path / TENSORS, framework="pt") as file:
             return layout.join(plain, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it has no other way
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from None
 
 
 @dataclass(slots=True)

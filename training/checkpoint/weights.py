@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickletools  # reads opcodes, and runs none
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,20 +30,13 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         UserError: the file is missing, or holds anything but named tensors.
     """
-    try:
-        with files.regular(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that are refused a line later
+    with files.reading(path), files.regular(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about files that are refused a line later
+        with files.reading(path, then=": it is not a file of plain weights"):
             if path.suffix == SAFETENSORS:
                 return safetensors.torch.load_file(path)
-            _refuse_packed(file, path)
+            _refuse_bombs(file, path)
             value = torch.load(file, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception as error:  # noqa: BLE001 - a hostile file makes torch's parser raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path} is not a file of plain weights: {reason}") from None
     named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
     if not named or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         raise UserError(
@@ -50,16 +45,42 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return dict(value)
 
 
-def _refuse_packed(file: BinaryIO, path: Path) -> None:
-    """torch writes its archives unpacked; a packed one of a megabyte can fill the memory. Raises `UserError`."""
-    if zipfile.is_zipfile(file):
+def _refuse_bombs(file: BinaryIO, path: Path) -> None:
+    """Raises `UserError` for a small file that would fill the memory.
+
+    torch writes its archives unpacked; one of a megabyte that is packed can hold gigabytes. What a pickle names may be called
+    with any size: `bytearray(1 << 40)` and a `Tensor` of lists within lists are among what `weights_only` allows.
+    """
+    zipped = file.read(4) == b"PK\3\4"  # as torch tells
+    file.seek(0)
+    if zipped:
         with zipfile.ZipFile(file) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
-        if size > os.fstat(file.fileno()).st_size:
-            raise UserError(
-                f"{path} is compressed ({size} bytes unpacked): save it with torch.save, which does not compress"
-            )
+            if size > os.fstat(file.fileno()).st_size:
+                raise UserError(
+                    f"{path} is compressed ({size} bytes unpacked): save it with torch.save, which does not compress"
+                )
+            names = {
+                name
+                for entry in archive.infolist()
+                if entry.filename.endswith(".pkl")
+                for name in _names(io.BytesIO(archive.read(entry)), 1)
+            }
+    else:
+        names = set(_names(file, 5))
+    if names & {"builtins bytearray", "__builtin__ bytearray", "torch Tensor"}:
+        raise UserError(
+            f"{path} holds more than tensors, and is not a file of plain weights: save the state dict alone"
+        )
     file.seek(0)
+
+
+def _names(file: BinaryIO, pickles: int) -> Iterator[str]:
+    """What the first pickles of a file name. Of the opcodes that do so, torch follows this one alone."""
+    for _ in range(pickles):
+        for code, argument, _ in pickletools.genops(file):
+            if code.name == "GLOBAL":
+                yield str(argument)
 
 
 def load_into(model: nn.Module, path: Path) -> None:
@@ -89,7 +110,10 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
         if weights[name].shape != tensor.shape:
             shapes = f"{list(weights[name].shape)}, the model {list(tensor.shape)}"
             raise UserError(f"{path}: {name} has shape {shapes}{hint}")
-    model.load_state_dict(weights)
+        if not torch.can_cast(weights[name].dtype, tensor.dtype):
+            raise UserError(f"{path}: {name} is {weights[name].dtype}, the model's {tensor.dtype}")
+    with files.reading(path):  # of some types, float4 for example, torch has tensors and no arithmetic
+        model.load_state_dict(weights)
 
 
 def from_run(
@@ -108,7 +132,7 @@ def from_run(
             store.verify(path)
         return evaluated_weights(checked(store.load(path))), store.step_of(path)
     except (store.CorruptCheckpoint, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from error
 
 
 def _chosen(paths: list[Path], wanted: int | Rule, run_dir: Path) -> Path | None:

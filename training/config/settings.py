@@ -89,12 +89,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_text(path: Path) -> str:
     """The text of a YAML file. Raises `UserError` where it is missing, unreadable, too large or not UTF-8."""
-    try:
+    with files.reading(path):
         return files.read(path, MAX_YAML_BYTES).decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: {_first_line(error)}") from None
 
 
 def mapping(text: str, where: str) -> dict[str, Any]:

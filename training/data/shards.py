@@ -367,10 +367,8 @@ def verify(manifest: Manifest, splits: Sequence[str], part: int, parts: int) -> 
 
 
 def _verify(path: Path, shard: Shard) -> None:
-    try:
+    with files.reading(path, CorruptShard, f": {_MEND}"):
         different = manifests.difference(path, shard.sha256)
-    except OSError as error:
-        raise CorruptShard(f"cannot open {path} ({error}): {_MEND}") from None
     if different:
         raise CorruptShard(f"{path} {different}: {_MEND}")
 
@@ -379,13 +377,11 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped,
     path, mend = manifest.directory / shard.file, _MEND
     if verify:
         _verify(path, shard)
-    try:
+    with files.reading(path, CorruptShard, f": {mend}"):
         files.regular(path).close()
         with safetensors.safe_open(path, framework="pt") as file:
             # What the library gives is checked; ours is the same bytes, which can be given back.
             images, labels = file.get_tensor("images"), file.get_tensor("labels").clone()
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None
     if images.dtype != manifest.dtype or images.shape != (shard.count, *manifest.shape):
         raise CorruptShard(f"{path} holds {images.dtype} {list(images.shape)}, not what its manifest says: {mend}")
     if labels.dtype != torch.int64 or labels.shape != (shard.count,):
@@ -394,7 +390,5 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped,
         )
     if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
         raise CorruptShard(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
-    try:
+    with files.reading(path, CorruptShard, f": {mend}"):
         return Mapped(path, "images", manifest.dtype), labels
-    except (OSError, ValueError, KeyError) as error:
-        raise CorruptShard(f"cannot open {path} ({error}): {mend}") from None

@@ -175,7 +175,6 @@ def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarr
             f"{where} has labels of {labels.dtype} {list(labels.shape)} for {len(samples)} samples, "
             "expected whole numbers, one for each sample"
         )
-    labels = labels.astype(np.int64)
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 1 << 16:
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 1 << 16:  # before a cast can wrap them
         raise UserError(f"{where} has labels {labels.min()} … {labels.max()}, expected 0 … 65535")
-    return samples, labels
+    return samples, labels.astype(np.int64)

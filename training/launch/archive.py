@@ -71,7 +71,7 @@ def read(data: bytes, expected: str) -> list[File]:
     Raises:
         UserError: a link, a device, a path that leaves the folder, more than the limits, other files, or no archive.
     """
-    try:
+    with files.reading("the code's archive", then=": submit the job again"):
         unzip = zlib.decompressobj(wbits=31)
         plain = unzip.decompress(data, _TAR_LIMIT)
         if unzip.unconsumed_tail:
@@ -80,8 +80,6 @@ def read(data: bytes, expected: str) -> list[File]:
             raise UserError("the code's archive is cut off: submit the job again")
         with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
             entries = list(_members(tar))
-    except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
-        raise UserError(f"the code's archive cannot be read ({error}): submit the job again") from None
     if (other := identity(entries)) != expected:
         raise UserError(f"the archive holds the code {other[:12]}, expected {expected[:12]}: submit the job again")
     return entries

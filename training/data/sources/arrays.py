@@ -6,11 +6,9 @@ and no more than a piece of the samples is in memory.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +27,15 @@ from training.data.sources.decoding import Share
 from training.data.sources.raw import Piece, Stream, rows_of_a_piece
 
 MOST_SAMPLES = 1 << 28
+MOST_SAMPLE = 256 << 20
+"""Bytes of one sample: some are in memory at once."""
 MOST_PACKED = 16 << 30
-"""Bytes of an array in a compressed .npz, unpacked: a file of 16 MB can claim as much."""
+"""Bytes of the samples in a compressed .npz, unpacked: a file of 16 MB can claim as much."""
+MOST_PACKED_LABELS = 128 << 20
+"""The same of the labels, which are in memory as a whole: a file of 128 kB can claim as much."""
 _SAMPLES = ("samples", "images")
+_KINDS = ("U8", "F16", "F32", "F64")
+"""Of samples in a safetensors file."""
 _KEY = 0x5EED0001
 """Of the draw that holds samples out."""
 
@@ -65,11 +69,11 @@ class _Table:
 
 def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: ARG001 - there is nothing to decode
     """Raises `UserError` for a file that is missing, damaged or of another kind."""
-    with _read_errors(root / options.train):
+    with files.reading(root / options.train):
         train = _open(root, options.train, options.train_labels)
     test = None
     if options.test is not None:
-        with _read_errors(root / options.test):
+        with files.reading(root / options.test):
             test = _open(root, options.test, options.test_labels)
     held = held_out(len(train.labels), options.held_out if test is None else 0)
     if test is None and not 0 < held.sum() < len(held):
@@ -81,7 +85,7 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: 
     def pieces(split: str) -> Generator[Piece, None, None]:
         table, name = (test, options.test) if split == "test" and test is not None else (train, options.train)
         low = 0
-        with _read_errors(root / str(name)):
+        with files.reading(root / str(name)):
             for samples in table.pieces(rows_of_a_piece(table.sample_bytes)):
                 labels = table.labels[low : low + len(samples)]
                 if test is None:
@@ -103,21 +107,6 @@ def files_of(root: Path, options: Options) -> list[Path]:
 def held_out(count: int, share: float) -> np.ndarray:
     """bool [n]: which rows test. A row's draw depends on its number alone, so rows that are added change no other's."""
     return (mix(torch.arange(count) ^ _KEY) < int(share * 2**32)).numpy()
-
-
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    """What a damaged file makes the libraries raise, as one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (
-        OSError, EOFError, ValueError, KeyError, NotImplementedError, RuntimeError, SyntaxError, TypeError, zipfile.BadZipFile, zlib.error,
-        safetensors.SafetensorError,
-    ) as error:  # fmt: skip
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise UserError(f"cannot read {path}: {reason or type(error).__name__}") from None
 
 
 def _open(root: Path, name: str, labels: str | None) -> _Table:
@@ -144,7 +133,7 @@ def _open(root: Path, name: str, labels: str | None) -> _Table:
 def _npz(path: Path) -> _Table:
     files.regular(path).close()
 
-    def opened(archive: zipfile.ZipFile, names: tuple[str, ...]) -> tuple[IO[bytes], int]:
+    def opened(archive: zipfile.ZipFile, names: tuple[str, ...], most: int) -> tuple[IO[bytes], int]:
         inside = archive.namelist()
         member = next((f"{name}.npy" for name in names if f"{name}.npy" in inside), None)
         if member is None:
@@ -152,24 +141,24 @@ def _npz(path: Path) -> _Table:
                 f"{path} has no array {names[0]!r}: expected `samples` and `labels`, it has {sorted(inside)[:10]}"
             )
         about = archive.getinfo(member)
-        if about.compress_type != zipfile.ZIP_STORED and about.file_size > MOST_PACKED:
+        if about.compress_type != zipfile.ZIP_STORED and about.file_size > most:
             raise UserError(
-                f"{path}: {member} has {about.file_size} bytes unpacked, at most {MOST_PACKED} are: use np.savez, or .npy"
+                f"{path}: {member} has {about.file_size} bytes unpacked, at most {most} are: use np.savez, or .npy"
             )
         return archive.open(about), about.file_size
 
     def pieces(rows: int) -> Iterator[np.ndarray]:
-        with zipfile.ZipFile(path) as archive, opened(archive, _SAMPLES)[0] as file:
+        with zipfile.ZipFile(path) as archive, opened(archive, _SAMPLES, MOST_PACKED)[0] as file:
             yield from _rows(file, *_head(file, None, path), rows)
 
     with zipfile.ZipFile(path) as archive:
-        samples, size = opened(archive, _SAMPLES)
+        samples, size = opened(archive, _SAMPLES, MOST_PACKED)
         with samples:
             shape, dtype = _head(samples, size, path)
-        file, size = opened(archive, ("labels",))
+        file, size = opened(archive, ("labels",), MOST_PACKED_LABELS)
         with file:
             labels = _labels(file, size, len_of(shape, path), path)
-    return _Table(shape, _bytes(shape, dtype), labels, pieces)
+    return _table(shape, dtype, labels, pieces, path)
 
 
 def _npy(path: Path, labels_path: Path) -> _Table:
@@ -181,7 +170,7 @@ def _npy(path: Path, labels_path: Path) -> _Table:
         shape, dtype = _head(file, os.fstat(file.fileno()).st_size, path)
     with files.regular(labels_path) as file:
         labels = _labels(file, os.fstat(file.fileno()).st_size, len_of(shape, path), labels_path)
-    return _Table(shape, _bytes(shape, dtype), labels, pieces)
+    return _table(shape, dtype, labels, pieces, path)
 
 
 def _safetensors(path: Path) -> _Table:
@@ -198,6 +187,8 @@ def _safetensors(path: Path) -> _Table:
         name = next((known for known in _SAMPLES if known in inside), "")
         if not name or "labels" not in inside:
             raise UserError(f"{path}: expected tensors `samples` and `labels`, it has {sorted(inside)[:10]}")
+        if (kind := file.get_slice(name).get_dtype()) not in _KINDS:
+            raise UserError(f"{path} has samples of {kind}, expected one of {', '.join(_KINDS)}")
         shape = tuple(file.get_slice(name).get_shape())
         count = len_of(shape, path)
         if file.get_slice("labels").get_shape() != [count]:
@@ -206,7 +197,7 @@ def _safetensors(path: Path) -> _Table:
             )
         labels = file.get_tensor("labels")
         dtype = file.get_slice(name)[0:1].dtype if count else np.dtype(np.uint8)
-    return _Table(shape, _bytes(shape, dtype), labels, pieces)
+    return _table(shape, dtype, labels, pieces, path)
 
 
 def len_of(shape: tuple[int, ...], path: Path) -> int:
@@ -214,6 +205,13 @@ def len_of(shape: tuple[int, ...], path: Path) -> int:
     if not shape or shape[0] > MOST_SAMPLES:
         raise UserError(f"{path} has samples {list(shape)}: expected [n, h, w, c] or [n, f], n at most {MOST_SAMPLES}")
     return shape[0]
+
+
+def _table(shape: tuple[int, ...], dtype: np.dtype[Any], labels: np.ndarray, pieces: Any, path: Path) -> _Table:
+    """Raises `UserError` where a single sample is too large to be read."""
+    if (size := _bytes(shape, dtype)) > MOST_SAMPLE:
+        raise UserError(f"{path} has samples of {size} bytes each, at most {MOST_SAMPLE} are read")
+    return _Table(shape, size, labels, pieces)
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

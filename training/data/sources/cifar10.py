@@ -56,10 +56,8 @@ def _cifar10_binary(folder: Path) -> Raw:
         path = folder / name
         if not path.exists():
             raise UserError(f"{path} is missing: CIFAR-10 has data_batch_1.bin … data_batch_5.bin and test_batch.bin")
-        try:
+        with files.reading(path):
             data = np.frombuffer(bytearray(files.read(path, _MOST_BYTES)), np.uint8)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
         if len(data) == 0 or len(data) % _RECORD:
             raise UserError(
                 f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off, or not CIFAR-10"
@@ -80,10 +78,8 @@ def _cifar10_python(folder: Path) -> Raw:
 
     def read(name: str, md5: str) -> tuple[np.ndarray, np.ndarray]:
         path = folder / name
-        try:
+        with files.reading(path):
             data = files.read(path, _MOST_BYTES)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
         actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
         if actual != md5:
             raise UserError(

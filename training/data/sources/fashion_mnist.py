@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -86,22 +85,23 @@ def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None)
         raise UserError(
             f"{folder / name}[.gz] is missing: Fashion-MNIST has four idx files, images and labels of both splits"
         )
-    try:
-        with files.regular(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
-            head = file.read(4 + 4 * dimensions)
-            if head[:4] != bytes([0, 0, _UINT8, dimensions]) or len(head) < 4 + 4 * dimensions:
-                raise UserError(
-                    f"{path} is not an idx file of uint8 in {dimensions} dimensions: it is corrupt or another file"
-                )
-            shape = [int(size) for size in np.frombuffer(head, ">i4", offset=4)]
-            size = math.prod(shape)
-            if min(shape) < 0 or size > _LIMIT:
-                raise UserError(f"{path} says it holds {shape} bytes; at most {_LIMIT} are read: it is corrupt")
-            if count is not None and shape[0] != count:
-                raise UserError(f"{path} says it holds {shape[0]} labels, and there are {count} images: it is corrupt")
-            data = file.read(size + 1)  # one more, to see whether it ends there; a packed file cannot fill the memory
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    with (
+        files.reading(path),
+        files.regular(path) as packed,
+        gzip.open(packed) if path.suffix == ".gz" else packed as file,
+    ):
+        head = file.read(4 + 4 * dimensions)
+        if head[:4] != bytes([0, 0, _UINT8, dimensions]) or len(head) < 4 + 4 * dimensions:
+            raise UserError(
+                f"{path} is not an idx file of uint8 in {dimensions} dimensions: it is corrupt or another file"
+            )
+        shape = [int(size) for size in np.frombuffer(head, ">i4", offset=4)]
+        size = math.prod(shape)
+        if min(shape) < 0 or size > _LIMIT:
+            raise UserError(f"{path} says it holds {shape} bytes; at most {_LIMIT} are read: it is corrupt")
+        if count is not None and shape[0] != count:
+            raise UserError(f"{path} says it holds {shape[0]} labels, and there are {count} images: it is corrupt")
+        data = file.read(size + 1)  # one more, to see whether it ends there; a packed file cannot fill the memory
     if len(data) != size:
         actual = "more" if len(data) > size else len(data)
         raise UserError(

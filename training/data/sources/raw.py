@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from training.contract import UserError
+from training.data.spool import checked
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 """(samples, labels [n]): some of a split, in its order."""
@@ -58,7 +59,7 @@ class Stream:
         splits = []
         for split in ("train", "test"):
             with contextlib.closing(self.pieces(split)) as pieces:
-                arrays = [(np.array(samples), np.asarray(labels, np.int64)) for samples, labels in pieces]
+                arrays = [checked(np.array(samples), labels, f"the split {split}") for samples, labels in pieces]
             if not arrays:
                 raise UserError(f"the data has no sample for the split {split}")
             samples, labels = zip(*arrays)
