@@ -8,11 +8,6 @@ from typing import Any
 from training.contract import printable, tell_beside
 
 
-def clean(text: str) -> str:
-    """One line of it, control codes made visible: a log line must not move the cursor or rename the window."""
-    return printable(text).replace("\n", "\\x0a")
-
-
 def show(value: Any) -> None:
     """One JSON value on standard output. Control codes are escaped by JSON itself."""
     print(json.dumps(value, indent=1, ensure_ascii=True), flush=True)
@@ -20,12 +15,12 @@ def show(value: Any) -> None:
 
 def say(text: str) -> None:
     """Prints one line, control codes made visible."""
-    print(clean(text), flush=True)
+    print(printable(text), flush=True)
 
 
 def note(text: str) -> None:
     """Beside the answer, so on stderr."""
-    tell_beside(clean(text))
+    tell_beside(text)
 
 
 def warn(text: str) -> None:
@@ -34,7 +29,7 @@ def warn(text: str) -> None:
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Prints columns as wide as their widest cell, control codes made visible."""
-    cells = [tuple(clean(cell) for cell in row) for row in [head, *rows]]
+    cells = [tuple(printable(cell) for cell in row) for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

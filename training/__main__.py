@@ -23,6 +23,7 @@ from typing import NoReturn
 from training import extras
 from training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
 from training.contract import (
+    ENV_DEBUG,
     ENV_RESTARTS,
     EXIT_DONE,
     EXIT_NO_READER,
@@ -30,8 +31,9 @@ from training.contract import (
     REPORT_FILE,
     UserError,
     check_words,
+    printable,
     rank_of,
-    tell_beside,
+    tell_error,
 )  # fmt: skip
 from training.files import keep_out_others, publish
 from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
@@ -50,6 +52,7 @@ _RECIPE = "a recipe's name, or the path of a YAML file"
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="What runs inside the job, one process a rank.")
+    parser.add_argument("--debug", action="store_true", help=f"show tracebacks, too (as {ENV_DEBUG}=1 does)")
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -200,7 +203,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
     tensors, step = weights.from_run(args.target, wanted=wanted)
     weights.write(weights.published(tensors, getattr(config, "model", "")), args.out)
-    print(f"{args.out}: {len(tensors)} tensors of step {step}")
+    print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
     return EXIT_DONE
 
 
@@ -209,7 +212,7 @@ def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
     out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
     report.write(args.runs, out)
-    print(out)
+    print(printable(str(out)))
     return EXIT_DONE
 
 
@@ -229,8 +232,10 @@ def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa:
 
 
 def _command(argv: list[str]) -> list[str]:
-    """The command and its arguments, without what torch.distributed.launch puts before them."""
-    return argv[1:] if argv and argv[0].startswith(("--local-rank=", "--local_rank=")) else argv
+    """The command and its arguments, without `--debug` and what torch.distributed.launch puts before them."""
+    while argv and (argv[0] == "--debug" or argv[0].startswith(("--local-rank=", "--local_rank="))):
+        argv = argv[1:]
+    return argv
 
 
 def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) -> int:
@@ -238,6 +243,8 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     end_with_launcher(env)
+    if "--debug" in argv[: len(argv) - len(_command(argv))]:
+        os.environ[ENV_DEBUG] = "1"  # the ranks that a launcher starts have it, too
     try:
         check_words(argv)
         keep_out_others()
@@ -251,7 +258,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
             return action(args, env)
     except UserError as error:
         if not error.shared or rank_of(env) == "0":
-            tell_beside(f"error: {error}")
+            tell_error(error)
         return EXIT_USAGE
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ ENV_EXEC = "LOCKSTEP_EXEC"
 """Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
 OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE, ENV_SESSION, ENV_RUN_DIR, ENV_EXEC)
 """What marks the processes of a job; one that they submit does not inherit it."""
+ENV_DEBUG = "LOCKSTEP_DEBUG"
+"""With any value, an error of one line has its traceback before it. `--debug` sets it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""
 
@@ -75,10 +78,10 @@ RUN_ENVIRONMENT = (
 
 
 def printable(text: str) -> str:
-    """Control codes made visible: a name in somebody's file must not move the cursor or rename the window."""
+    """One line, control codes made visible: a name in somebody's file must not move the cursor, rename the window or end the line."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in "\t\n" else _visible(letter) for letter in text)
+    return "".join(letter if letter.isprintable() or letter == "\t" else _visible(letter) for letter in text)
 
 
 def _visible(letter: str) -> str:
@@ -93,12 +96,21 @@ def rank_of(env: Mapping[str, str]) -> str:
 
 
 def tell_beside(text: str) -> None:
-    """Prints a line on standard error. It changes no exit code where that is closed, full, or without a reader."""
+    """Prints one line on standard error, control codes made visible. It changes no exit code where that is closed, full, or
+    without a reader."""
     try:
         if sys.stderr is not None:  # print(file=None) would write into the answer
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python would try once more at its end, and end with 120
+
+
+def tell_error(error: UserError) -> None:
+    """Prints what was wrong, one line; before it the traceback, where `LOCKSTEP_DEBUG` asks for it."""
+    if os.environ.get(ENV_DEBUG):
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            tell_beside(line)
+    tell_beside(f"error: {error}")
 
 
 @contextlib.contextmanager
@@ -108,7 +120,7 @@ def user_errors() -> Iterator[None]:
         yield
     except UserError as error:
         if not error.shared or rank_of(os.environ) == "0":
-            tell_beside(f"error: {error}")
+            tell_error(error)
         sys.exit(EXIT_USAGE)
 
 

@@ -15,10 +15,18 @@ import typer
 
 from jobs.cli import files, inside, names, project, top
 from jobs.status import EXIT_UNREACHABLE, Unreachable
-from jobs.terminal import clean
 from training import extras
 from training.cli import COMMANDS, INSIDE, answering
-from training.contract import EXIT_USAGE, VERSION, UserError, check_words, search_path, tell_beside
+from training.contract import (
+    ENV_DEBUG,
+    EXIT_USAGE,
+    VERSION,
+    UserError,
+    check_words,
+    search_path,
+    tell_beside,
+    tell_error,
+)
 from training.files import keep_out_others
 from training.launch.handed import Handed
 
@@ -37,7 +45,10 @@ app = typer.Typer(
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, too (as {ENV_DEBUG}=1 does).")] = False,
 ) -> None:
+    if debug:
+        os.environ[ENV_DEBUG] = "1"
     if context.invoked_subcommand is None and not version:
         print(context.get_help())
     if version:
@@ -171,7 +182,7 @@ def _main() -> NoReturn:
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
             code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
-        tell_beside(f"error: {clean(str(error))}")
+        tell_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
@@ -180,6 +191,6 @@ def _main() -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise
-        tell_beside(f"error: {clean(error.format_message())}")
+        tell_beside(f"error: {error.format_message()}")
         sys.exit(EXIT_USAGE)
     sys.exit(code if isinstance(code, int) else 0)

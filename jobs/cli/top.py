@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.cli.options import Json
-from jobs.terminal import clean, say, show
+from jobs.terminal import say, show
 from jobs.terminal import table as plain_table
-from training.contract import UserError
+from training.contract import UserError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +105,7 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int 
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
     accuracy = f", accuracy {first.accuracy:.4f}" if first.accuracy is not None else ""
-    title = f"{clean(str(run))}: step {first.step}{planned}, {images:.0f} images/s{accuracy}"
+    title = f"{printable(str(run))}: step {first.step}{planned}, {images:.0f} images/s{accuracy}"
     # As text: a [/x] in a path is no markup.
     shown_ranks = fitting(ranks, max((height or shutil.get_terminal_size().lines) - AROUND, 1))
     left = len(ranks) - len(shown_ranks)

@@ -24,7 +24,7 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn, TypeVar
 
 from training import contract, files
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, tell_beside
 from training.launch.carried import environment
 from training.launch.handed import Handed
 
@@ -78,7 +78,7 @@ class TrainingTask:
         if code == EXIT_DONE:
             self._note(here, code, "")
             if here.rank == 0 and (unused := Handed.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
-                print(f"warning: {unused}", file=sys.stderr, flush=True)
+                tell_beside(f"warning: {unused}")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
         reason = _last_error(here.logs, begun)
         self._note(here, code, reason)
@@ -177,7 +177,7 @@ class TrainingTask:
         try:
             files.replace_json(note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
         except OSError as error:
-            print(f"warning: cannot note the end of rank {here.rank}: {error.strerror}", file=sys.stderr, flush=True)
+            tell_beside(f"warning: cannot note the end of rank {here.rank}: {error.strerror}")
 
     def _leave(self, here: _Here, code: int, reason: str) -> NoReturn:
         """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
@@ -239,9 +239,7 @@ class _Here:
         try:
             note(self.folder, self.job_id, f"saved_{self.restarts}").touch()
         except OSError as error:
-            print(
-                f"warning: cannot note that the job saved, so it counts: {error.strerror}", file=sys.stderr, flush=True
-            )
+            tell_beside(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
 
     @property
     def cancelled(self) -> bool:
@@ -263,10 +261,10 @@ def _requeue(here: _Here, code: int) -> None:
             done = _scontrol("requeue", here.job_id)
             if done.returncode == 0:
                 ended = "saved" if code == EXIT_PREEMPTED else f"rank {here.rank} ended with {code}"
-                print(f"{ended}; SLURM starts job {here.job_id} again", file=sys.stderr, flush=True)
+                tell_beside(f"{ended}; SLURM starts job {here.job_id} again")
                 _hold(HOLD_SECONDS)
                 return
-            print(f"scontrol requeue: {done.stderr.strip()}", file=sys.stderr, flush=True)
+            tell_beside(f"scontrol requeue: {done.stderr.strip()}")
         if note(here.folder, here.job_id, "cancelled").exists():
             return
         time.sleep(1)

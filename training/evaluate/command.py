@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from training import config as configuration
 from training import models
 from training.checkpoint import weights
 from training.config import Config, settings
-from training.contract import UserError
+from training.contract import UserError, tell_beside
 from training.data import sources
 from training.data.augment import check_settings
 from training.data.shards import Manifest, prepare, verify
@@ -69,7 +68,7 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
     """Scores RUN or FILE on the test split. Collective. Raises `UserError`."""
 
     def warn(message: str) -> None:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        tell_beside(f"warning: {message}")
 
     with failing_together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)

@@ -39,6 +39,7 @@ from training.contract import (
     EXIT_USAGE,
     MASTER_PORT,
     UserError,
+    tell_beside,
 )  # fmt: skip
 from training.launch import carried, codes, failures, lines, rendezvous, scratch
 from training.launch.attempts import Attempts
@@ -163,7 +164,7 @@ class Agent(TorchAgent):
             # Another node's agent saw a newcomer first and asked its ranks to leave; ours left with them.
             return RunResult(state=WorkerState.HEALTHY)
         for line in codes.deaths(result, self.signalled, failed, self.ours):
-            print(f"launch: {line}", file=sys.stderr, flush=True)
+            tell_beside(f"launch: {line}")
         final = not ended.isdisjoint(codes.FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
@@ -292,7 +293,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         with scratch.folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
             code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
-        print(f"launch: {error}: giving up", file=sys.stderr, flush=True)
+        tell_beside(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
     carried.leave(args, code)
@@ -366,7 +367,7 @@ def _run(
         raise NotMet(f"the nodes did not meet at {parameters.endpoint} within {args.join_timeout:g} s") from None
     except RendezvousError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}", file=sys.stderr, flush=True)
+        tell_beside(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
     return code, agent.ending
 

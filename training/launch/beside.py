@@ -30,6 +30,7 @@ from training.contract import (
     EXIT_USAGE,
     UserError,
     rank_of,
+    tell_beside,
 )
 
 NOT_HERE = 3
@@ -191,12 +192,12 @@ def _exactly(count: int) -> bytes:
 
 def _not_started(command: list[str], error: OSError) -> int:
     """As a shell has it: 127 where there is no such program, 126 where it cannot be run."""
-    print(f"error: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+    tell_beside(f"error: cannot start {command[0]!r}: {error.strerror}")
     return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def _refuse(why: str) -> int:
-    print(f"error: {why}", file=sys.stderr, flush=True)
+    tell_beside(f"error: {why}")
     return EXIT_USAGE
 
 

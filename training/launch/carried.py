@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from training import files
-from training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, UserError
+from training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, UserError, tell_beside
 from training.launch import archive
 from training.launch.handed import Handed
 
@@ -63,7 +63,7 @@ def enter(args: argparse.Namespace) -> None:
 def leave(args: argparse.Namespace, code: int) -> None:
     """Warns where the ranks have ended well without a look at what they were handed."""
     if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
-        print(f"launch: warning: {warning}", file=sys.stderr, flush=True)
+        tell_beside(f"launch: warning: {warning}")
 
 
 def environment(folder: Path, identity: str, env: dict[str, str], launcher_path: str = "") -> dict[str, str]:
