@@ -1,0 +1,68 @@
+"""An error of a script's own names its own rank, whatever words it is made of; its traceback is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.own.job import script
+
+SCRIPT = """
+import socket, sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from lockstep import Session
+
+class Slow(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if RANK == 1 and index % 8 == 5: time.sleep(60)
+        return torch.ones(4), 0
+
+def loader_times_out():
+    for x, _ in DataLoader(Slow(), 4, num_workers=1, timeout=1): pass
+
+def plain(error):
+    def raises():
+        raise error
+    return raises
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x
+    @staticmethod
+    def backward(ctx, grad): raise RuntimeError("socket of the renderer timed out: connection closed")
+
+def in_backward():
+    Backward.apply(torch.ones(1, requires_grad=True)).sum().backward()
+
+KINDS = {
+    "loader": loader_times_out, "timed out": plain(RuntimeError("the gloo of my own timed out: Broken pipe")),
+    "socket": plain(socket.timeout("timed out")), "pipe": plain(BrokenPipeError(32, "Broken pipe")), "backward": in_backward,
+}
+with Session(sys.argv[1], "collective_timeout=20") as run:
+    RANK = run.rank
+    model = run.replicate(nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    data = [(torch.ones(4), torch.zeros(2)) for _ in range(64)]
+    for epoch in run.epochs(1):
+        for number, (x, y) in enumerate(run.batches(data, 8)):
+            if number == 3 and RANK == 1:
+                KINDS[sys.argv[2]]()
+            run.step(((model(x) - y) ** 2).mean())
+"""
+SAYS = {
+    "loader": "RuntimeError: DataLoader timed out", "timed out": "RuntimeError: the gloo of my own timed out",
+    "socket": "TimeoutError: timed out", "pipe": "BrokenPipeError", "backward": "socket of the renderer timed out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAYS)
+def test_an_error_of_the_scripts_own_blames_nobody_else(kind: str, tmp_path: Path) -> None:
+    done = script(2, SCRIPT, tmp_path / "run", kind)
+    assert done.code == 1 and SAYS[kind] in done.output and "Traceback" in done.output, done.output
+    assert "rank 0 did not arrive" not in done.output, done.output
+    assert "rank 1 did not arrive" in done.output, done.output  # says the other, whose collective has failed
+    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 1
