@@ -308,7 +308,7 @@ def _sorted(nodes: Nodes) -> Nodes:
 
 
 def _value(data: bytes) -> Any:
-    """Of a JSON text; None where it is none."""
+    """Of a JSON text; None if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
