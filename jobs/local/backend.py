@@ -53,11 +53,20 @@ class LocalBackend(Backend):
 
     def find(self, name: str) -> Found | None:
         check_name(name)
-        if self.folder.exists():
+        try:
             private.check(self.folder)
+        except FileNotFoundError:
+            return None
+        return self._found(name)
+
+    def _found(self, name: str) -> Found | None:
+        """`find`, in the folder that was checked."""
+        check_name(name)
         plain = files.read_json(self.folder / name / JOB)
         if plain is None:
             return None
+        with contextlib.suppress(FileNotFoundError):  # being replaced
+            private.own(self.folder / name)
         record = records.parse(plain, records.LocalJob)
         if record is None:
             raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
@@ -277,14 +286,15 @@ class LocalBackend(Backend):
         return status
 
     def list(self) -> list[Listed]:
-        if not self.folder.exists():
+        try:
+            private.check(self.folder)
+        except FileNotFoundError:
             return []
-        private.check(self.folder)
         jobs = []
         for name in sorted(entry.name for entry in self.folder.iterdir() if (entry / JOB).exists()):
             try:
-                found = self.require(name)
-                jobs.append((found, self._before(found)))
+                if (found := self._found(name)) is not None:
+                    jobs.append((found, self._before(found)))
             except UserError as error:
                 warn(str(error))
         rows, looks = [], Looks()  # one look at the processes for all of them

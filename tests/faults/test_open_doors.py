@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import json
 import os
+import pwd
 import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jobs import private
 from tests.events import events
+from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, require, run, started
 from tests.ranks import training
 from tests.runs import Job
@@ -188,3 +193,110 @@ def test_two_fresh_starts_at_once_never_share_a_directory(tmp_path: Path) -> Non
             assert [process.wait(30) for process in both] == [0, 0]
         lines = (folder / "said").read_text().splitlines()
         assert "mine True" in lines and "mine False" not in lines, lines
+
+
+NOBODY = 65534
+SWAP = """
+import os, sys, time
+team, planted = sys.argv[1:]
+os.setgid(65534); os.setuid(65534)
+print("ready", flush=True)
+while True:  # in turn the owner's folder and the planted one have the name
+    try:
+        os.rename(team + "/home", team + "/aside")
+        os.rename(planted, team + "/home")
+        os.rename(team + "/home", planted)
+        os.rename(team + "/aside", team + "/home")
+    except OSError:
+        time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Path]:
+    """A folder that everybody can reach."""
+    require(os.geteuid() == 0, "needs root, to act as another user")
+    with tempfile.TemporaryDirectory(prefix="lockstep-team-") as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+def _lockstep(home: Path, *words: str) -> tuple[int, str]:
+    done = lockstep(home.parent.parent, *words, LOCKSTEP_HOME=str(home))
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_who_may_rename_above_the_jobs_runs_no_code(team: Path, tmp_path: Path) -> None:
+    """Another user owns the folder above LOCKSTEP_HOME, and swaps in a folder of records: none of them is run or ended."""
+    shared, went_off = team / "shared", tmp_path / "went-off"
+    shared.mkdir()
+    job = tmp_path / "job.yaml"
+    job.write_text("name: own\ncommand: [python, -c, 'print(1)']\nmax_restarts: 0\n")
+    assert _lockstep(shared / "home", "submit", "local", str(job))[0] == 0
+    assert _lockstep(shared / "home", "wait", "local", "own", "--timeout", "60")[0] == 0
+    planted = shared / "planted"
+    shutil.copytree(shared / "home", planted)
+    record = planted / "local/own/job.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "command": ["touch", str(went_off)]}))
+    for path in (shared, planted, *planted.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    with subprocess.Popen(
+        [PYTHON, "-c", SWAP, str(shared), str(planted)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as other:  # fmt: skip
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+            for _ in range(5):
+                for words in (["submit", "local", str(job), "--replace"], ["status", "local", "own"], ["list", "local"],
+                              ["cancel", "local", "own"], ["logs", "local", "own"]):  # fmt: skip
+                    code, told = _lockstep(shared / "home", *words)
+                    refused = code == 2 and f"{shared} belongs to user {NOBODY}" in told and told.count("\n") == 1
+                    assert refused, (words, code, told)
+        finally:
+            other.kill()
+    assert not went_off.exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "told"),
+    [(0o777, 0, "can be changed by other users (mode 777)"), (0o770, 0, "can be changed by other users (mode 770)"),
+     (0o2775, 0, "can be changed by other users (mode 2775)"), (0o755, NOBODY, f"belongs to user {NOBODY}"),
+     (0o1777, NOBODY, f"belongs to user {NOBODY}"), (0o1777, 0, ""), (0o755, 0, "")],
+)  # fmt: skip
+def test_each_folder_above_the_jobs_is_judged(team: Path, mode: int, owner: int, told: str) -> None:
+    """Also the one that a link leads through. A folder of a team is one that root has made, or has the sticky bit."""
+    shared = team / "shared"
+    (shared / "mine").mkdir(parents=True)
+    (team / "link").symlink_to(shared / "mine")
+    os.chown(shared, owner, owner)
+    shared.chmod(mode)
+    for home in (shared / "mine/home", team / "link/home"):
+        if told:
+            with pytest.raises(UserError) as caught:
+                private.make(home / "slurm")
+            assert (
+                told in str(caught.value) and str(shared) in str(caught.value) and "LOCKSTEP_HOME" in str(caught.value)
+            )
+            assert not home.exists()
+        else:
+            private.make(home / "slurm")
+            private.check(home / "slurm")
+            assert home.stat().st_mode & 0o777 == 0o700, "what is made on the way is ours alone"
+    planted = team / "planted"
+    planted.symlink_to(shared / "mine")
+    os.chown(planted, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(UserError, match=f"belongs to user {NOBODY}"):
+        private.make(planted / "home/slurm")
+
+
+def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each user has one, folders are made with 775."""
+    me = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
+    for members, name, mine in ([], "ann", True), (["ann"], "ann", True), (["ben"], "ann", False), ([], "staff", False):
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, found=(name, "x", 1000, members): grp.struct_group(found))
+        assert private._is_mine(1000, 1000) is mine
+    assert not private._is_mine(1001, 1000)
+    private.judge_step(Path("/home/ann"), 1000, 0o775, 1000, group_is_mine=True)
+    for mode, group_is_mine in ((0o775, False), (0o777, True)):
+        with pytest.raises(UserError, match="can be changed by other users"):
+            private.judge_step(Path("/home/ann"), 1000, mode, 1000, group_is_mine)

@@ -227,6 +227,13 @@ def test_folders_are_private(way: Way) -> None:
     (way.seen / "link").symlink_to("deep")
     with pytest.raises(UserError, match="is not a plain folder"):
         way.transport.check(way.there / "link")
+    (way.seen / "deep/own").chmod(0o700)
+    way.transport.check(way.there / "link/own")
+    (way.seen / "deep").chmod(0o777)
+    for place in (way.there / "deep/own", way.there / "link/own"):
+        with pytest.raises(UserError, match=r"(deep|link) can be changed by other users \(mode 777\)"):
+            way.transport.check(place)
+    (way.seen / "deep").chmod(0o755)
     if os.geteuid() == 0:
         os.chown(way.seen / "deep/own", 12345, 12345)
         with pytest.raises(UserError, match="belongs to user 12345"):

@@ -85,8 +85,12 @@ exit $code
 CHECK = """
 kind=other
 if [ -L "$1" ]; then kind=link; elif [ -d "$1" ]; then kind=directory; fi
-stat -c "$kind|%u|%a" -- "$1" && id -u
+stat -c "$kind|%u|%a" -- "$1" && id -u && place=$(cd -P -- "$1" && pwd) || exit 1
+for place in "$1" "$place"; do
+  while [ "$place" != / ]; do place=$(dirname -- "$place"); stat -L -c '%u|%a|%n' -- "$place"; done
+done
 """
+"""$1: an absolute path. What it is, who asks, and the folders above it: by its name, and where they really are."""
 MAKE = f'umask 077; mkdir -p -m 700 -- "$1" || exit 1\n{CHECK}'
 
 LOGIN = """

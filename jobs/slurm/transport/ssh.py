@@ -243,15 +243,17 @@ class Ssh(Transport):
         self._judge(folder, self.shell(scripts.CHECK, folder))
 
     def _judge(self, folder: Name, told: Answer) -> None:
-        words = told.stdout.decode(errors="replace").replace("\n", "|").split("|")
-        if told.returncode or len(words) < 4:
+        lines = told.stdout.decode(errors="replace").splitlines()
+        if told.returncode or len(lines) < 2:
             reason = failure(told, str(folder)).strerror
             raise UserError(f"cannot keep jobs in {folder} {self.where}: {reason}; set LOCKSTEP_HOME there")
-        kind, owner, mode, me = words[:4]
         try:
-            private.judge(PurePosixPath(folder), kind == "directory", int(owner), int(mode, 8), int(me))
+            me, (kind, owner, mode) = int(lines[1]), lines[0].split("|")
+            private.judge(PurePosixPath(folder), kind == "directory", int(owner), int(mode, 8), me)
+            for owner, mode, place in (line.split("|", 2) for line in lines[2:]):
+                private.judge_step(PurePosixPath(place), int(owner), int(mode, 8), me)
         except ValueError:
-            raise UserError(f"cannot tell who may write {folder} {self.where}: got {words[:4]}") from None
+            raise UserError(f"cannot tell who may write {folder} {self.where}: got {lines[:4]}") from None
 
     @contextlib.contextmanager
     def locked(self, folder: Name, seconds: float) -> Iterator[None]:
