@@ -27,7 +27,6 @@ from training.contract import (
     ENV_RESTARTS,
     EXIT_DONE,
     EXIT_NO_READER,
-    EXIT_USAGE,
     REPORT_FILE,
     UserError,
     check_words,
@@ -259,7 +258,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     except UserError as error:
         if not error.shared or rank_of(env) == "0":
             tell_error(error)
-        return EXIT_USAGE
+        return error.code
 
 
 def leave(code: int) -> NoReturn:

@@ -121,7 +121,7 @@ def user_errors() -> Iterator[None]:
     except UserError as error:
         if not error.shared or rank_of(os.environ) == "0":
             tell_error(error)
-        sys.exit(EXIT_USAGE)
+        sys.exit(error.code)
 
 
 def search_path(env: Mapping[str, str]) -> str:
@@ -146,6 +146,8 @@ class UserError(Exception):
     """
 
     shared = False
+    code = EXIT_USAGE
+    """What the process ends with."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

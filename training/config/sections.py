@@ -97,7 +97,7 @@ class Data(Section):
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
-    """Seconds to wait for another process that prepares the same data."""
+    """Seconds to wait for another process, or another node, that prepares the same data."""
     verify: Free[bool] = True
     """Check the sha256 of every shard that a rank opens."""
     shuffle: Literal["global", "shard", "none"] = "global"

@@ -16,6 +16,7 @@ from training.evaluate.evaluator import Evaluator, Score
 from training.models.arithmetic import real_type
 from training.observe.rundir import recipe_of
 from training.parallel.agreement import failing_together
+from training.parallel.patience import waiting_for_all
 from training.parallel.world import World
 
 
@@ -72,7 +73,9 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
 
     with failing_together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = Manifest.read(prepare(config.data))
+    with failing_together(world):
         check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:
             raise UserError(f"{manifest.directory} holds other data than {target} was trained on: restore it")

@@ -30,6 +30,7 @@ from training.optim.ema import Ema
 from training.optim.loss_scaler import LossScaler
 from training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
 from training.parallel.exchange import broadcast_tree, gather_trees
+from training.parallel.patience import waiting_for_all
 from training.parallel.world import World
 from training.run.context import Opened, RunContext, opened
 from training.run.resume import load, misfits_explained, newest_here, newest_of_all
@@ -82,8 +83,9 @@ def _prepare(config: Config, world: World, place: Opened) -> Prepared:
     run, exporter = place.run, place.exporter
     with failing_together(world):
         own_checkpoint = newest_here(run, world, exporter.metrics)
-    with failing_together(world):
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = Manifest.read(prepare_shards(config.data))
+    with failing_together(world):
         check_settings(config, manifest.shape)
     identity = (
         (run.attempt, run.saved and run.saved["global_batch_size"], run.saved and run.saved["data"]) if run else None
