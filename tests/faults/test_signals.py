@@ -113,6 +113,25 @@ def test_a_disk_that_hangs_keeps_a_rank_no_longer_than_its_grace(job: Job, undis
     _continue(job, undisturbed)
 
 
+def test_a_disk_that_hangs_for_everybody_keeps_no_rank_longer_than_its_grace(
+    job: Job, undisturbed: Undisturbed
+) -> None:
+    """Every fsync from the first save on, also that of status.json."""
+    job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]
+    held = job.run_dir.parent / "held"
+    fate = {"LOCKSTEP_TEST_WRITE": "7:HANGALL", "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    with started(job.command(), job.env(**fate)) as launcher:
+        poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "the disk did not answer within the grace period of 3 s" in output, output
+    assert "could not save" in output and "Traceback" not in output, output
+    assert time.monotonic() - began < 3 + 9, "the rest is the ranks' and the launcher's end"
+    job.assert_gone()
+    _continue(job, undisturbed)
+
+
 def test_a_signal_during_start_up_does_not_wait_for_a_peer_that_has_died(job: Job) -> None:
     """Rank 1 died while it was importing; rank 0 has come as far as waiting for it."""
     with started(job.command(), job.env()) as launcher:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,14 @@ def test_the_launcher_is_killed(tmp_path: Path) -> None:
     assert_same(disturbed, calm)
 
 
-def test_a_disk_that_hangs_does_not_outlive_the_grace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", ["0:HANG", "7:HANGALL"], ids=["of checkpoints", "every fsync"])
+def test_a_disk_that_hangs_does_not_outlive_the_grace(write: str, tmp_path: Path) -> None:
     """No launcher is there to end the process. Its interpreter must not wait for the thread that writes."""
     alone = OwnJob(tmp_path / "run", 1, "batches", "preempt.grace_seconds=2", "checkpoint.every_steps=100")
-    fate = {"LOCKSTEP_TEST_WRITE": "0:HANG", "LOCKSTEP_TEST_FATE": "0:9:TERM"}
+    fate = {"LOCKSTEP_TEST_WRITE": write, "LOCKSTEP_TEST_FATE": "0:9:TERM"}
+    began = time.monotonic()
     done = run([PYTHON, *alone.words], clean_env(**alone.variables, **fate), 60)
+    assert time.monotonic() - began < 40, done.output
     assert done.code == 1 and "the disk did not answer within the grace period of 2 s" in done.output, done.output
 
 

@@ -25,6 +25,7 @@ from training import config as configuration
 from training import contract, files
 from training.contract import UserError
 from training.launch.lines import say
+from training.observe.background import SECONDS
 from training.observe.metrics import Metrics
 from training.observe.server import Server
 from training.parallel.world import World
@@ -125,15 +126,20 @@ class Exporter:
         self._closed.set()
         self.metrics.ended(code)
         if self.enabled:
-            if self._begun or self.metrics.found_corrupt:  # a start that was refused writes nothing
-                self._write_textfiles(last=True)
-            with contextlib.suppress(OSError):
-                if self._target is not None:
-                    self._target.unlink(missing_ok=True)
-                self._endpoint.unlink(missing_ok=True)
-                self._endpoint.parent.rmdir()  # succeeds for the last rank
+            last = threading.Thread(target=self._last_files, name="textfile", daemon=True)
+            last.start()
+            last.join(SECONDS)  # no disk that hangs keeps the run from its end
         if self._server is not None:
             self._server.stop()
+
+    def _last_files(self) -> None:
+        if self._begun or self.metrics.found_corrupt:  # a start that was refused writes nothing
+            self._write_textfiles(last=True)
+        with contextlib.suppress(OSError):
+            if self._target is not None:
+                self._target.unlink(missing_ok=True)
+            self._endpoint.unlink(missing_ok=True)
+            self._endpoint.parent.rmdir()  # succeeds for the last rank
 
 
 ANY_ADDRESS = "any"

@@ -33,7 +33,11 @@ from training import contract, files
 from training.config import Config, RunSettings, settings
 from training.contract import UserError
 from training.launch.lines import say
+from training.observe.background import Background
 from training.parallel.world import World
+
+START_SECONDS = 30.0
+"""For `run.yaml`, without which no run begins."""
 
 
 class RunDirectory:
@@ -43,6 +47,7 @@ class RunDirectory:
         self.path, self.saved = path, saved
         self._lock = lock
         self._warned = False
+        self.disk = Background("run-directory", lambda: self._warn("the disk does not answer"))
         status = files.read_json(path / contract.STATUS_FILE)
         before = (
             {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
@@ -127,24 +132,36 @@ class RunDirectory:
             **({"fresh": self.fresh_word} if self.fresh_word else {}),
             "environment": {name: os.environ[name] for name in contract.RUN_ENVIRONMENT if name in os.environ},
         }
-        path = self.path / contract.RUN_FILE
-        try:
-            files.replace(path, yaml.safe_dump(value, sort_keys=False, allow_unicode=True).encode())
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        path, refused = self.path / contract.RUN_FILE, [f"the disk has not answered for {START_SECONDS:.0f} s"]
+
+        def write() -> None:
+            try:
+                files.replace(path, yaml.safe_dump(value, sort_keys=False, allow_unicode=True).encode())
+                refused.clear()
+            except OSError as error:
+                refused[:] = [str(error.strerror)]
+
+        self.disk.run(write, seconds=START_SECONDS)
+        if refused:
+            raise UserError(f"cannot write {path}: {refused[0]}")
 
     def event(self, kind: str, **values: Any) -> None:
         """Appends a line to events.jsonl, and gives the same event to the listeners.
 
-        A disk that refuses does not end the run: that is said once. A line that a kill has cut off is ended first.
+        A disk that refuses or hangs does not end the run: that is said once. A line that a kill has cut off is ended first.
         """
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        try:
-            with (self.path / contract.EVENTS_FILE).open("ab+") as file:
-                torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-                file.write(b"\n" * torn + files.json_text(entry).encode() + b"\n")
-        except OSError as error:
-            self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
+        line = files.json_text(entry).encode() + b"\n"
+
+        def append() -> None:
+            try:
+                with (self.path / contract.EVENTS_FILE).open("ab+") as file:
+                    torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+                    file.write(b"\n" * torn + line)
+            except OSError as error:
+                self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
+
+        self.disk.run(append)
         for listener in self.listeners:
             listener(entry)
 
@@ -163,10 +180,13 @@ class RunDirectory:
         self._replace(contract.SUMMARY_FILE, values)
 
     def _replace(self, name: str, value: Any) -> None:
-        try:
-            files.replace_json(self.path / name, value)
-        except OSError as error:
-            self._warn(f"cannot write {name}: {error.strerror}")
+        def write() -> None:
+            try:
+                files.replace_json(self.path / name, value)
+            except OSError as error:
+                self._warn(f"cannot write {name}: {error.strerror}")
+
+        self.disk.run(write, name)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
@@ -177,6 +197,7 @@ class RunDirectory:
         """Calls what is in `at_close`, and gives the lock back."""
         while self.at_close:
             self.at_close.pop()()
+        self.disk.stop()
         self._lock.release()
 
 

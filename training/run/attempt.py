@@ -44,6 +44,8 @@ EACH_ALONE = (
     "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
     "replicate() returned, and change weights alike on all ranks"
 )
+REPORT_SECONDS = 60.0
+"""For the report, at the end of a run."""
 STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
@@ -348,11 +350,16 @@ def _leave_together(world: World, last: Callable[[], None]) -> None:
 
 def _write_report(context: RunContext) -> None:
     """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
-    if context.run is None or not context.world.leader or not context.config.log.report:
+    run = context.run
+    if run is None or not context.world.leader or not context.config.log.report:
         return
-    try:
-        from training.observe import report
 
-        report.write([context.run.path], context.run.path / contract.REPORT_FILE)
-    except Exception as error:  # noqa: BLE001
-        context.console.warn(f"no {contract.REPORT_FILE}: {error}")
+    def write() -> None:
+        try:
+            from training.observe import report
+
+            report.write([run.path], run.path / contract.REPORT_FILE)
+        except Exception as error:  # noqa: BLE001
+            context.console.warn(f"no {contract.REPORT_FILE}: {error}")
+
+    run.disk.run(write, seconds=REPORT_SECONDS)
