@@ -46,6 +46,9 @@ ENV_SESSION = "LOCKSTEP_SESSION"
 """What a job hands the `Session` of its program (`training.launch.handed`)."""
 ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
 """The run directory of the job, for a command that `lockstep exec` runs beside one of its ranks."""
+ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
+"""The same on all nodes of a job, and nobody else's: by it the launchers tell what a node has said from what others write.
+The ranks do not get it."""
 ENV_EXEC = "LOCKSTEP_EXEC"
 """Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
 OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_CODE, ENV_SESSION, ENV_RUN_DIR, ENV_EXEC)

@@ -72,11 +72,11 @@ def elastic(subject: Subject) -> Iterator[str]:
 
 @rule("LS022")
 def network_policy(subject: Subject) -> Iterator[str]:
-    """c10d's rendezvous unpickles what reaches its port: only the job's own pods may reach it."""
+    """The ports of ranks and launchers ask nobody who he is: only the job's own pods may reach them."""
     policies = [item for item in subject.objects if item.get("kind") == "NetworkPolicy"]
     selectors = [get(item, "spec", "podSelector", "matchLabels") for item in policies]
     if {JOB: subject.spec.name, HASH: subject.spec.hash()} not in selectors:
-        yield "no NetworkPolicy selects the job's pods: anyone who reaches the rendezvous port can run code in them"
+        yield "no NetworkPolicy selects the job's pods: anyone who reaches their ports can stop the job"
 
 
 @rule("LS026")

@@ -92,7 +92,7 @@ def _replicas(spec: JobSpec, submission: str) -> Manifest:
 
 
 def network_policy(spec: JobSpec) -> Manifest:
-    """Only the job's own pods reach its ports (c10d unpickles what arrives), and Prometheus the metrics ports."""
+    """Only the job's own pods reach its ports (which ask nobody who he is), and Prometheus the metrics ports."""
     own = {"matchLabels": {JOB: spec.name, HASH: spec.hash()}}
     ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
     prometheus = {"matchLabels": {"kubernetes.io/metadata.name": k8s(spec).prometheus_namespace}}

@@ -53,10 +53,10 @@ def _held(job: Job, command: list[str]) -> Iterator[None]:
 
 
 def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
-    """The agent's store and the ranks' unpickle what they are sent; gloo and the metrics are nobody else's either."""
+    """The ranks' store and gloo ask nobody who he is; the metrics are nobody else's either."""
     with _held(job, job.command()):
         found = _listening(job.pids())
-    assert len(found) >= 4, found  # the agent's store, the ranks' store, metrics of two ranks
+    assert len(found) == 5, found  # the ranks' store; gloo and metrics of two ranks; of the launcher none
     assert {address for address, _ in found} == {"127.0.0.1"}, found
 
 

@@ -32,6 +32,7 @@ from training.cli import PROGRAM, Parser
 from training.contract import (
     ENV_LAUNCHER,
     ENV_RESTARTS,
+    ENV_SECRET,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
@@ -45,6 +46,7 @@ from training.launch import carried, codes, failures, lines, rendezvous, scratch
 from training.launch.attempts import Attempts
 from training.launch.ending import Ending
 from training.launch.lifeline import FORWARDED
+from training.launch.nodes import Several
 from training.launch.rendezvous import NotMet
 from training.launch.torch_agent import TorchAgent
 from training.parallel.world import cores
@@ -78,7 +80,8 @@ class Agent(TorchAgent):
             super()._rendezvous(worker_group)
         store, nodes, node = worker_group.store, worker_group.group_world_size, worker_group.group_rank
         assert store is not None and nodes is not None and node is not None
-        self.ending = Ending(handler, store, nodes, node, self.serves) if nodes > 1 else None
+        if isinstance(handler, Several) and nodes > 1:
+            self.ending = Ending(handler, store, nodes, node, self.serves)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
@@ -271,7 +274,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     env = os.environ if env is None else env
     args, command = _parse(argv, env)
     ranks = rank_count(args.ranks, command)
-    parameters = rendezvous.parameters(args)
+    parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
+    os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
     carried.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: {_why_not(command[0])}")

@@ -8,21 +8,23 @@ that is started again (its ranks then start again, too), and for the exit code o
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import Store
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from training.contract import EXIT_PREEMPTED
-from training.launch import rendezvous
+from training.launch.nodes import Several
 from training.launch.rendezvous import NotMet
+from training.launch.signed import SignedStore
 
-DONE, FAILED, ENDED = "lockstep/done", "lockstep/failed", "lockstep/ended"
-LAST, HEARD = "lockstep/last", "lockstep/heard"
+DONE, ENDED, HEARD = "done", "ended", "heard"
+"""Said by each node for itself."""
+FAILED, LAST = "failed", "last"
+"""Said by one node for all."""
 ANSWER_SECONDS = 20.0
 SAVING_SECONDS = 20.0
 """How long the node with the store waits for nodes that save. Less than the margin that clusters add to the grace period."""
@@ -43,7 +45,7 @@ class Ending:
         serves: the store is in this process.
     """
 
-    def __init__(self, handler: RendezvousHandler, store: Store, nodes: int, node: int, serves: bool) -> None:
+    def __init__(self, handler: Several, store: SignedStore, nodes: int, node: int, serves: bool) -> None:
         self._serves = serves
         self._handler, self._nodes, self._node = handler, nodes, node
         self.done = False
@@ -55,7 +57,8 @@ class Ending:
         self.final = False
         """Whether the failure is final: the cluster must not start this node again."""
         # Asked in threads: torch waits for a server that is gone.
-        self._answers = rendezvous.own_connection(handler, store)
+        self._answers = store.other_connection()
+        self._heard: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
         self._alone = False
@@ -70,27 +73,25 @@ class Ending:
             NotMet: a node is gone, and no other has come in its place.
         """
         try:
-            if not self.done:
-                self.done = True
-                self._add(DONE, 1)
-            self.over = self._add(DONE) >= self._nodes
-            if not self.over and self._check(FAILED):
-                code, final = str(self._ask(lambda: self._answers.get(FAILED).decode())).split()
-                self.verdict, self.final = int(code), final == "final"
-                self._add(HEARD, 1)
+            self.done = True
+            self._say(DONE)  # again and again: others may write to the store, and what they write over it is lost
+            self.over = self._count(DONE) >= self._nodes
+            if not self.over and (said := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
+                self.verdict, self.final = int(said[1]), said[2] == "final"
+                self._say(HEARD)
         except RuntimeError as error:
             raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
         if self.over or self.verdict is not None:
             return True
-        present = rendezvous.present(self._handler)
+        present = self._handler.present
         if present >= self._nodes or self._handler.num_nodes_waiting() > 0:  # one that starts again has left the round
             self._missing_since = None
             return False
-        if present >= self._handler.settings.min_nodes:  # type: ignore[attr-defined]
+        if present >= self._handler.settings.min_nodes:
             self.lost = True
             return True
         self._missing_since = self._missing_since or time.monotonic()
-        timeout = self._handler.settings.timeout.join.total_seconds()  # type: ignore[attr-defined]
+        timeout = self._handler.settings.timeout.join.total_seconds()
         if time.monotonic() - self._missing_since > timeout:
             raise NotMet(
                 f"{self._nodes - present} of {self._nodes} nodes were lost before their end, {timeout:g} s ago"
@@ -106,28 +107,28 @@ class Ending:
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
             if self.verdict is None:  # else another node has reported a failure already
                 self._tell(code, final)
-            self._add(ENDED, 1)
+            self._say(ENDED)
             if code == EXIT_PREEMPTED:
                 self._stay_for_who_saves()
 
     def _tell(self, code: int, final: bool) -> None:
         self._ask(lambda: self._answers.set(FAILED, f"{code} {'final' if final else 'retry'}"))
         # Launchers whose ranks ended at the same moment report it when they next check.
-        _until(lambda: self._add(DONE) > 0, LOOK_SECONDS)
-        waiting = self._add(DONE)
+        _until(lambda: self._count(DONE) > 0, LOOK_SECONDS)
+        waiting = self._count(DONE)
         self._alone = waiting == 0
         self._stay_for(waiting)
 
     def interrupted(self) -> None:
         """A signal ends this node before the others have ended."""
         with contextlib.suppress(RuntimeError):
-            self._add(ENDED, 1)
+            self._say(ENDED)
             self._stay_for_who_saves()
 
     def _stay_for_who_saves(self) -> None:
         """Nodes that need longer to save would be cut off: the store goes with the node that serves it."""
         if self._serves:
-            _until(lambda: self._add(ENDED) >= self._nodes, SAVING_SECONDS)
+            _until(lambda: self._count(ENDED) >= self._nodes, SAVING_SECONDS)
 
     def leave(self, linger: float) -> None:
         """Returns when this node may leave: the others `linger` seconds after rank 0's, also where they have failed late."""
@@ -141,8 +142,8 @@ class Ending:
             if self._node == 0:
                 self._ask(lambda: self._answers.set(LAST, "1"))
             else:
-                _until(lambda: self._check(LAST), LAST_SECONDS)
-            self._add(HEARD, 1)
+                _until(lambda: self._read(LAST) is not None, LAST_SECONDS)
+            self._say(HEARD)
             self._stay_for(self._nodes)
         except RuntimeError:
             pass  # the node that serves it was lost
@@ -150,13 +151,21 @@ class Ending:
     def _stay_for(self, nodes: int) -> None:
         """Returns when `nodes` nodes have read the result: the store ends with the node that serves it."""
         if self._serves:
-            _until(lambda: self._add(HEARD) >= nodes, HEARD_SECONDS)
+            _until(lambda: self._count(HEARD) >= nodes, HEARD_SECONDS)
 
-    def _add(self, key: str, amount: int = 0) -> int:
-        return int(self._ask(lambda: self._answers.add(key, amount)))
+    def _say(self, what: str) -> None:
+        self._ask(lambda: self._answers.set(f"{what}/{self._node}", "1"))
 
-    def _check(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._answers.check([key])))
+    def _count(self, what: str) -> int:
+        """How many nodes have said it."""
+        heard = self._heard[what]
+        missing = set(range(self._nodes)) - heard
+        heard |= self._ask(lambda: {node for node in missing if self._answers.read(f"{what}/{node}") is not None})
+        return len(heard)
+
+    def _read(self, key: str) -> str | None:
+        found: str | None = self._ask(lambda: self._answers.read(key))
+        return found
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The store's answer. Raises `RuntimeError` without an answer in time. Signals are handled during the wait."""

@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet: torch's own rendezvous, which waits for a late node until the join timeout.
+"""Where the nodes of a job meet: torch's rules, which wait for a late node until the join timeout. One node alone meets nobody.
 
 A pod that pulls its image for twenty minutes is no failure of the others, so neither the connection nor the join
 counts as one: both are tried until `join_timeout`, and a line a minute says how many nodes are missing.
@@ -16,22 +16,25 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from training.contract import MASTER_PORT, UserError
+from training.contract import ENV_SECRET, MASTER_PORT, UserError
 from training.launch.lines import say
+from training.launch.nodes import Alone, Several
+from training.launch.signed import Secret
 from training.parallel import stores
 
 SAID_EVERY = 60.0
 """Seconds between two lines about nodes that are missing."""
 READ_SECONDS = 60.0
 """Bound on a question to the store."""
+
+UNSIGNED = (
+    f"{ENV_SECRET} is not set: whoever reaches {{}} can stop the job or have its ranks meet elsewhere. "
+    "Set it to the same long random word on every node"
+)
 
 
 class NotMet(Exception):
@@ -46,7 +49,7 @@ def node_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def parameters(args: argparse.Namespace) -> RendezvousParameters:
+def parameters(args: argparse.Namespace, secret: str) -> RendezvousParameters:
     """Of the launcher's flags. Raises `UserError`."""
     low, high = node_range(args.nodes)
     endpoint, host = args.rendezvous, args.serve
@@ -57,7 +60,7 @@ def parameters(args: argparse.Namespace) -> RendezvousParameters:
         endpoint, host = "127.0.0.1:0", True
     options = {"is_host": str(host).lower()} if host is not None else {}
     return RendezvousParameters(
-        backend="c10d", endpoint=endpoint, run_id=job_id, min_nodes=low, max_nodes=high,
+        backend="lockstep", secret=secret.strip(), endpoint=endpoint, run_id=job_id, min_nodes=low, max_nodes=high,
         local_addr="127.0.0.1" if high == 1 else args.address,
         join_timeout=args.join_timeout, last_call_timeout=3 if low < high else 1,
         read_timeout=max(1, int(min(args.join_timeout, READ_SECONDS))), **options,
@@ -90,8 +93,12 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
         NotMet: no node has served it within the join timeout.
         RendezvousError: this node should serve it, and cannot.
     """
+    if wanted.max_nodes == 1:
+        return Alone(wanted.run_id, wanted.local_addr or "127.0.0.1")
     timeout = float(wanted.get("join_timeout"))
     host, port = _endpoint(wanted)
+    if served_here and not wanted.get("secret"):
+        say(f"launch: warning: {UNSIGNED.format(wanted.endpoint)}", sys.stderr)
     began = time.monotonic()
     last_report = began
     problem = ""
@@ -120,44 +127,32 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
 
 
 def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bool) -> RendezvousHandler:
-    """torch's own rendezvous, but its store listens on the one address that was named."""
-    if not served_here:
-        return get_rendezvous_handler(wanted)
+    """The store listens on the one address that was named."""
+    seconds, secret = float(wanted.get("read_timeout")), Secret(wanted.get("secret"))
+    if served_here:
+        try:
+            return Several(wanted, stores.tcp_store(host, port, serves=True, seconds=seconds), secret)
+        except (ValueError, RuntimeError) as error:
+            if wanted.get_as_bool("is_host") is not None:  # else only the name matched; another process serves
+                raise RendezvousError(str(error)) from error
     try:
-        store = stores.tcp_store(host, port, serves=True, seconds=float(wanted.get("read_timeout")))
+        return Several(wanted, stores.tcp_store(host, port, serves=False, seconds=seconds), secret)
     except (ValueError, RuntimeError) as error:
-        if wanted.get_as_bool("is_host") is None:  # only the name matched; another process serves
-            return get_rendezvous_handler(wanted)
-        raise RendezvousError(str(error)) from error
-    return create_handler(store, C10dRendezvousBackend(store, wanted.run_id), wanted)
-
-
-def present(handler: RendezvousHandler) -> int:
-    """Nodes that have joined this round and were alive when it was last asked about."""
-    return len(handler._state_holder.state.participants)  # type: ignore[attr-defined]
-
-
-def own_connection(handler: RendezvousHandler, store: Store) -> Store:
-    """Another connection to the store of this round: an unanswered question there keeps no other question waiting."""
-    if hasattr(store, "clone"):
-        return store.clone()
-    # torch 2.6, perhaps 2.7 and 2.8. It does not tell the prefix of `store` either, so this one has its own for each round.
-    served = stores.without_prefix(store)
-    assert isinstance(served, TCPStore)
-    timeout = store.timeout  # type: ignore[attr-defined]
-    client = TCPStore(served.host, served.port, None, False, timeout, wait_for_workers=False)
-    return PrefixStore(f"lockstep/round/{handler._state_holder.state.round}", client)  # type: ignore[attr-defined]
+        raise RendezvousConnectionError(str(error).splitlines()[0]) from error
 
 
 @contextlib.contextmanager
 def reporting_missing(handler: RendezvousHandler) -> Iterator[None]:
     """Inside the block, a line a minute says how many nodes are missing."""
-    wanted, timeout = handler.settings.min_nodes, handler.settings.timeout.join.total_seconds()  # type: ignore[attr-defined]
+    if not isinstance(handler, Several):
+        yield
+        return
+    wanted, timeout = handler.settings.min_nodes, handler.settings.timeout.join.total_seconds()
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not over.wait(SAID_EVERY):
-            joined = present(handler)
+            joined = handler.present
             if joined < wanted:
                 more = _waiting(time.monotonic() - began, timeout)
                 say(f"launch: {joined} of {wanted} nodes are here, {wanted - joined} missing: {more}", sys.stderr)

@@ -1,7 +1,7 @@
 """Where ranks and nodes meet: key-value stores that listen on one address, not on every address of the machine.
 
-torch's TCPStore listens everywhere, and what it is sent by the agents is unpickled: whoever reaches the port runs code.
-Given a socket that is bound already it listens there alone.
+torch's TCPStore listens everywhere, and asks nobody who he is: whoever reaches the port reads, writes and deletes. Given a socket
+that is bound already it listens there alone. What comes out of a store is never unpickled, and what is shown of it is `said`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import sys
 import time
@@ -19,6 +20,9 @@ import torch.distributed as dist
 
 BACKLOG = 4096
 """Connections that may wait; a large job's ranks all come at once."""
+
+SAID = 300
+"""Characters of a text in a store that is shown to somebody."""
 
 LISTEN_SECONDS = 3.0
 """How long a rank looks by itself whether the store is there. torch looks again only after half a second, and then ever less."""
@@ -93,6 +97,12 @@ def _bound(host: str, port: int) -> socket.socket | None:
 def ended(rank: int) -> str:
     """The key, in the store without a prefix, under which the launcher says how a rank has ended."""
     return f"lockstep/ended/{rank}"
+
+
+def said(store: dist.Store, key: str, shape: str) -> str:
+    """What stands under a key that is there, if it is a text of that shape (a regular expression); "" for anything else."""
+    text = store.get(key).decode(errors="replace")
+    return text if len(text) <= SAID and re.fullmatch(shape, text) else ""
 
 
 def without_prefix(store: dist.Store) -> dist.Store:

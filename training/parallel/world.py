@@ -377,7 +377,7 @@ def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -
     store.set(f"lockstep/gpu/{world.rank}", uuid)
     if world.leader:
         store.set("lockstep/gpus", _shared([store.get(f"lockstep/gpu/{rank}") for rank in range(world.size)]))
-    message = store.get("lockstep/gpus").decode()
+    message = stores.said(store, "lockstep/gpus", _SHARED.format(r"\d+", r"\d+"))
     if not message:
         return
     if store.add("lockstep/gpus/heard", 1) == world.size:
@@ -388,10 +388,13 @@ def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -
     raise UserError(message)
 
 
+_SHARED = "ranks {} and {} share one GPU: start one rank a GPU"
+
+
 def _shared(uuids: list[bytes]) -> str:
     """The sentence about the first rank whose GPU an earlier one has; empty where each has its own."""
     owners: dict[bytes, int] = {}
     for rank, uuid in enumerate(uuids):
         if (first := owners.setdefault(uuid, rank)) != rank:
-            return f"ranks {first} and {rank} share one GPU: start one rank a GPU"
+            return _SHARED.format(first, rank)
     return ""

@@ -160,8 +160,9 @@ def _missing(world: World, step: int, report_name: str) -> list[str]:
             time.sleep(0.05)
         if not reported:
             seen = f"lockstep/step/{rank}"
-            last = f"last seen at step {store.get(seen).decode()}" if store.check([seen]) else "no step recorded"
-            how = f": {launchers.get(ended).decode()}" if launchers.check([ended]) else ""
+            at = stores.said(store, seen, r"\d{1,18}") if store.check([seen]) else ""
+            how = stores.said(launchers, ended, r"[ -~]+") if launchers.check([ended]) else ""
+            last, how = f"last seen at step {at}" if at else "no step recorded", f": {how}" if how else ""
             missing.append(f"rank {rank} did not arrive{how} ({last})")
     _stay_until_all_know(store, f"lockstep/{report_name}/know", world, world.size - len(missing))
     return missing

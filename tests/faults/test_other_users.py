@@ -1,0 +1,219 @@
+"""Another user of the same machine writes what he likes into every port of a run: it ends right, or in a line, and runs no code of his."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import Undisturbed
+from tests.faults.test_open_doors import _listening
+from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, require, started
+from tests.runs import Job, assert_same
+
+ATTACK = r"""
+import base64, contextlib, encodings.idna, json, os, pickle, socket, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+marker = sys.argv[1]
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, (f"id > {marker}",)
+
+bomb = pickle.dumps(Bomb())
+state = json.dumps([0, True, True, None, [["evil", 1, 0, "participant", 0, "2026-01-01T00:00:00+00:00"]]])
+values = [
+    bomb, base64.b64encode(bomb), state.encode(),
+    f"{'0' * 64} {state}".encode(), b"\xff\x00\x1b[2J", b"", b"9" * 5000, b"x" * (4 << 20),
+]
+known = ["torch.rendezvous.lockstep", "lockstep/nodes/lockstep", *(
+    f"{group}{name}/{number}" for group in ("", "default_pg/0/", "lockstep/nodes/lockstep/0/", "torch.rendezvous.lockstep.0/")
+    for name in ("done", "failed", "last", "ended", "lockstep/done", "lockstep/failed", "lockstep/ended", "lockstep/step",
+                 "torchelastic/role_info", "torchelastic/assigned_ranks") for number in range(2))]
+
+def raw(host, port):
+    for number in range(1000000):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 1) as plain:
+            plain.settimeout(0.1)
+            plain.sendall(values[number % len(values)][:70000] + os.urandom(64))
+            plain.recv(100)
+        struck[host, port] = number + 1
+        time.sleep(0.02)
+
+def keys(host, port):
+    # Where it is a store: a connection a round, and every key that is known or listed.
+    for number in range(1000000):
+        value = values[number % len(values)]
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = dist.TCPStore(host, port, None, False, timedelta(seconds=2), wait_for_workers=False)
+            listed = store.list_keys() if hasattr(store, "list_keys") else []
+            for key in {*known, *listed} if len(value) < 1 << 20 else known[:3]:
+                store.set(key, value)
+            for key in listed[::7]:
+                store.delete_key(key)
+            written[host, port] = number + 1
+        time.sleep(0.02)
+
+struck, written = {}, {}
+
+def count():
+    while True:
+        time.sleep(0.2)
+        print(min(struck.values(), default=0), min(written.values(), default=0), len(written), flush=True)
+
+threading.Thread(target=count, daemon=True).start()
+print("ready", flush=True)
+for line in sys.stdin:
+    host, port = line.split()
+    struck[host, int(port)] = 0
+    for each in (raw, keys):
+        threading.Thread(target=each, args=(host, int(port)), daemon=True).start()
+"""
+PAYLOADS = 8
+
+
+class Attacker:
+    """Strikes each port that these jobs listen on, from the moment that it is seen until the attacker is ended."""
+
+    def __init__(self, process: subprocess.Popen[str], jobs: list[Job]) -> None:
+        self._process, self._jobs = process, jobs
+        self._over = threading.Event()
+        self.rounds = self.writes = self.stores = 0
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._find, self._read)]
+
+    def _find(self) -> None:
+        seen: set[tuple[str, int]] = set()
+        assert self._process.stdin is not None
+        while not self._over.wait(0.02):
+            for host, port in _listening([pid for job in self._jobs for pid in job.pids()]) - seen:
+                seen.add((host, port))
+                host = "127.0.0.1" if host in ("*", "0.0.0.0") else host
+                with contextlib.suppress(OSError):
+                    print(host, port, file=self._process.stdin, flush=True)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self._process.stdout:
+                with contextlib.suppress(ValueError):  # torch's own lines are among them
+                    self.rounds, self.writes, self.stores = map(int, line.split())
+
+    @classmethod
+    @contextlib.contextmanager
+    def at(cls, marker: Path, *jobs: Job) -> Iterator[Attacker]:
+        with (
+            subprocess.Popen(
+                [PYTHON, "-c", ATTACK, str(marker)], env=clean_env(), cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            ) as process
+        ):  # fmt: skip
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            attacker = cls(process, list(jobs))
+            for thread in attacker._threads:
+                thread.start()
+            try:
+                yield attacker
+            finally:
+                attacker._over.set()
+                process.kill()
+                for thread in attacker._threads:
+                    thread.join()
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that the other user's code would create. He may write there, and so may we."""
+    require(os.geteuid() == 0, "needs root, to become another user")
+    folder = tmp_path / "everybodys"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder / "code-ran"
+
+
+def _ends(output: str, code: int | None) -> None:
+    """Well, or with words: no traceback of ours."""
+    assert code == 0 or "launch: " in output or "error: " in output or " did not arrive" in output, output
+    assert "Traceback" not in output, output
+
+
+def _two_nodes(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
+    port = free_port()
+    return [
+        (
+            [PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
+             "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10",
+             "--join-timeout", "30", *job.words],
+            job.env(**env),
+        )
+        for number in range(2)
+    ]  # fmt: skip
+
+
+def _one_node(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
+    words = ["run", "smoke", "--ranks", "2", *job.words[2:]]
+    return [([PYTHON, "-c", "from jobs.cli.main import main; main()", *words], job.env(**env))]
+
+
+def _submitted(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
+    settings = dict(word.split("=", 1) for word in job.words[5:])
+    file = job.run_dir.parent / "job.yaml"
+    spec = {"name": "attacked", "recipe": "smoke", "ranks_per_node": 2, "run_dir": str(job.run_dir)}
+    overrides = {name: yaml.safe_load(value) for name, value in settings.items()}
+    file.write_text(yaml.safe_dump({**spec, "overrides": overrides}))
+    words = ["submit", "local", str(file), "--wait", "200"]
+    home = str(job.run_dir.parent / "home")
+    return [([PYTHON, "-c", "from jobs.cli.main import main; main()", *words], job.env(LOCKSTEP_HOME=home, **env))]
+
+
+@pytest.mark.parametrize("start", [_one_node, _two_nodes, _submitted])
+def test_what_another_user_writes_into_the_ports_of_a_run_changes_nothing(
+    job: Job, marker: Path, undisturbed: Undisturbed, tmp_path: Path, start: object
+) -> None:
+    """He strikes while the run trains."""
+    held = tmp_path / "held"
+    held.touch()
+    fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
+    commands = start(job, **fate)  # type: ignore[operator]
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(started(words, env)) for words, env in commands]
+        poll(lambda: (job.run_dir / "checkpoints/step-00000004").exists(), 200, "the run on its way")
+        with Attacker.at(marker, job) as attacker:
+            # The ranks' store, and that of several nodes.
+            poll(lambda: attacker.stores >= len(commands), 90, "the stores")
+            poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 90, "each payload at each port")
+            held.unlink()
+            output = [process.communicate(timeout=200)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * len(running), output
+    assert not marker.exists()
+    assert_same(job.run_dir, undisturbed(2))
+    job.assert_gone()
+
+
+@pytest.mark.parametrize(("start", "secret"), [(_one_node, ""), (_two_nodes, "the job's own"), (_two_nodes, "")])
+def test_another_user_who_strikes_from_the_start_runs_no_code(
+    tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed, start: object, secret: str
+) -> None:
+    """Before the ranks have met he can keep them from it; without a secret the nodes, too."""
+    job = Job(tmp_path / "run", data_root, 2, collective_timeout=20)
+    commands = start(job, LOCKSTEP_SECRET=secret)  # type: ignore[operator]
+    with Attacker.at(marker, job), contextlib.ExitStack() as stack:
+        running = [stack.enter_context(started(words, env)) for words, env in commands]
+        begun = time.monotonic()
+        output = [process.communicate(timeout=max(1, 300 - (time.monotonic() - begun)))[0] for process in running]
+    for process, text in zip(running, output):
+        _ends(text, process.returncode)
+    assert not marker.exists()
+    if all(process.returncode == 0 for process in running):
+        assert_same(job.run_dir, undisturbed(2))
+    job.assert_gone()
