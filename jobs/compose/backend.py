@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import secrets
 import threading
 import uuid
 from collections.abc import Iterator
@@ -88,10 +90,10 @@ class ComposeBackend(Cluster):
     def where(self, found: Found) -> str:
         return self._where(found.name)
 
-    def attach(self, found: Found, spec: JobSpec) -> Submitted:  # noqa: ARG002 - Compose finds the containers itself
+    def attach(self, found: Found, spec: JobSpec) -> Submitted:
         self.check_secrets(spec)
         engine.check_built(spec.image)
-        self._up(spec)  # brings a node back that was lost
+        self._up(spec, found.record)  # brings a node back that was lost
         return Submitted(spec.name, False, self._where(spec.name))
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
@@ -101,12 +103,13 @@ class ComposeBackend(Cluster):
         self._remove_code(spec.name)  # a submission that was interrupted leaves some
         return self._up(spec)
 
-    def _up(self, spec: JobSpec) -> Submitted:
+    def _up(self, spec: JobSpec, there: Nodes | None = None) -> Submitted:
         file = rendering.render(spec)
         self._make_volumes(file)
         self._bring_code(spec)
         name = rendering.project(spec.name)
-        engine.compose(name, to_yaml([file]), "up", "--detach", "--no-build", "--no-recreate", "--pull", "missing")
+        engine.compose(name, to_yaml([file]), "up", "--detach", "--no-build", "--no-recreate", "--pull", "missing",
+                       env={contract.ENV_SECRET: _secret(there or [])})  # fmt: skip
         return Submitted(spec.name, True, self._where(spec.name))
 
     @staticmethod
@@ -316,3 +319,10 @@ def _value(data: bytes) -> Any:
 
 
 BACKEND = ComposeBackend
+
+
+def _secret(there: Nodes) -> str:
+    """By what the nodes know each other: the one that those have which are there, else the user's, else a new one."""
+    marks = [str(word) for node in there for word in get(node, "Config", "Env") or ()]
+    found = [value for name, _, value in (mark.partition("=") for mark in marks) if name == contract.ENV_SECRET]
+    return next(filter(None, [*found, os.environ.get(contract.ENV_SECRET)]), "") or secrets.token_hex(32)

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs import command as commands
@@ -35,17 +35,21 @@ class EngineDown(EngineError, Unreachable):
     """The engine does not answer."""
 
 
-def docker(*words: str, stdin: str | bytes | None = None, timeout: float = TIMEOUT) -> str:
-    """Standard output of `docker WORDS`. Raises `EngineError`."""
-    return _run(words, stdin, timeout).decode(errors="replace")
+def docker(
+    *words: str, stdin: str | bytes | None = None, timeout: float = TIMEOUT, env: Mapping[str, str] | None = None
+) -> str:
+    """Standard output of `docker WORDS`. `env`: variables beside this process's own. Raises `EngineError`."""
+    return _run(words, stdin, timeout, env).decode(errors="replace")
 
 
-def _run(words: Sequence[str], stdin: str | bytes | None, timeout: float) -> bytes:
+def _run(
+    words: Sequence[str], stdin: str | bytes | None, timeout: float, env: Mapping[str, str] | None = None
+) -> bytes:
     data = stdin.encode() if isinstance(stdin, str) else stdin
     try:
         done = subprocess.run(
             ["docker", *words], input=data, capture_output=True, timeout=timeout,
-            stdin=subprocess.DEVNULL if stdin is None else None, check=False,
+            stdin=subprocess.DEVNULL if stdin is None else None, check=False, env={**os.environ, **(env or {})},
         )  # fmt: skip
     except FileNotFoundError:
         raise EngineError("docker is not installed: install Docker with its compose plugin") from None
@@ -105,9 +109,11 @@ def check_built(name: str | None) -> None:
         raise UserError(not_built(name))
 
 
-def compose(name: str, file: str, *words: str, timeout: float = UP_SECONDS) -> str:
-    """`docker compose WORDS` on a file that is sent through standard input. Raises `EngineError`."""
-    return docker("compose", "-p", name, "-f", "-", "--progress", "quiet", *words, stdin=file, timeout=timeout)
+def compose(
+    name: str, file: str, *words: str, timeout: float = UP_SECONDS, env: Mapping[str, str] | None = None
+) -> str:  # fmt: skip
+    """`docker compose WORDS` on a file that is sent through standard input. `env` as in `docker`. Raises `EngineError`."""
+    return docker("compose", "-p", name, "-f", "-", "--progress", "quiet", *words, stdin=file, timeout=timeout, env=env)
 
 
 def containers(*labels: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
 from jobs.spec.code import CODE_PARTS
 from jobs.spec.model import JobSpec
 from jobs.spec.types import size_in_bytes
-from training.contract import ENV_METRICS_PORT, MASTER_PORT, METRICS_PORT, UserError
+from training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
 
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""
@@ -128,7 +128,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
 
 
 def environment(spec: JobSpec) -> dict[str, Any]:
-    """The variables of the job. A secret's value is None: Compose takes it from its own environment."""
+    """The variables of the job. A secret's value is None: Compose takes it from its own environment, the nodes' among them."""
     values: dict[str, str | None] = {
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
@@ -148,7 +148,8 @@ def environment(spec: JobSpec) -> dict[str, Any]:
             own_port
         )  # the recipe's wins in the ranks: the image's health check must ask there
     values = {name: None if value is None else _literal(value) for name, value in values.items()}
-    return dict(sorted({**values, **dict.fromkeys(spec.secrets)}.items()))
+    secrets = [*spec.secrets, *([ENV_SECRET] if spec.nodes > 1 or spec.elastic is not None else [])]
+    return dict(sorted({**values, **dict.fromkeys(secrets)}.items()))
 
 
 def _serves_health(spec: JobSpec) -> bool:

@@ -361,3 +361,29 @@ def test_doctor(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: 
     monkeypatch.setenv("TOKEN_OF_TEST", "x")
     found = {item.name: item for item in compose_doctor.check(copy.deepcopy(spec_of(memory="1Mi", cpus=1)))}
     assert found["memory"].result == "ok"
+
+
+def test_several_nodes_get_a_secret_that_stands_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it the launchers know each other; a node that is brought back gets the one of those that are there."""
+    sent: list[tuple[str, str]] = []
+
+    def up(name: str, file: str, *words: str, env: dict[str, str]) -> str:
+        sent.append((file, env["LOCKSTEP_SECRET"]))
+        return ""
+
+    monkeypatch.delenv("LOCKSTEP_SECRET", raising=False)
+    monkeypatch.setattr(client, "compose", up)
+    monkeypatch.setattr(client, "docker", lambda *words: "")
+    backend, spec = ComposeBackend(), spec_of(nodes=2)
+    backend._up(spec)
+    backend._up(spec)
+    backend._up(spec, [{"Config": {"Env": ["A=1", f"LOCKSTEP_SECRET={sent[0][1]}"]}}])
+    monkeypatch.setenv("LOCKSTEP_SECRET", "the user's")
+    backend._up(spec)
+    secrets = [secret for _, secret in sent]
+    assert len(secrets[0]) == 64 and secrets[1] != secrets[0] == secrets[2] and secrets[3] == "the user's"
+    assert not any(secret in file for file, secret in sent)
+    nodes = yaml.safe_load(sent[0][0])["services"].values()
+    assert [node["environment"]["LOCKSTEP_SECRET"] for node in nodes] == [None, None]
+    (alone,) = compose.render(spec_of(nodes=1))["services"].values()
+    assert "LOCKSTEP_SECRET" not in alone["environment"]
