@@ -25,13 +25,13 @@ class Nodes:
         self.start = ["-m", "training", "launch"]
 
     @contextlib.contextmanager
-    def node(self, number: int, program: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    def node(self, number: int, program: str, *flags: str, secret: str = "") -> Iterator[subprocess.Popen[str]]:
         words = [
             PYTHON, *self.start, "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{self.port}",
             "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10", *self.flags, *flags,
             "--", "sh", "-c", f"cd {self.folder}; {program}",
         ]  # fmt: skip
-        with started(words, clean_env()) as process:
+        with started(words, clean_env(LOCKSTEP_SECRET=secret)) as process:
             yield process
 
     def seen(self, name: str) -> None:
@@ -256,3 +256,26 @@ def test_a_killed_rank_is_named_on_the_other_node_and_both_start_again(tmp_path:
     assert code == other == 0, output
     assert "rank 1 did not arrive: ended by SIGKILL, by hand or because the memory was used up (last seen" in output
     assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
+
+
+def test_a_node_with_another_secret_is_refused_and_the_ranks_see_none(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    program = f"touch here-$RANK; test -z $LOCKSTEP_SECRET || exit 3; {WAIT}"
+    with nodes.node(0, program, secret="ours") as first:
+        with nodes.node(1, program, secret="another") as stranger:
+            code, output = _end(stranger)
+            assert code == 1 and "set LOCKSTEP_SECRET to the same value on every node" in output, output
+        with nodes.node(1, program, secret="ours") as second:
+            nodes.seen("here-0")
+            nodes.seen("here-1")
+            (tmp_path / "go").touch()
+            (code, output), (other, _) = _end(first), _end(second)
+    assert code == other == 0 and "LOCKSTEP_SECRET" not in output, output
+
+
+def test_nodes_without_a_secret_say_who_can_disturb_them(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    with nodes.node(0, "true") as first, nodes.node(1, "true") as second:
+        (code, output), (other, said) = _end(first), _end(second)
+    assert code == other == 0
+    assert output.count("warning: LOCKSTEP_SECRET is not set") == 1 and "LOCKSTEP_SECRET" not in said, output

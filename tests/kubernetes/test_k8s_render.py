@@ -360,3 +360,11 @@ def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
     assert JobSpec.of(spec.plain()).hash() == spec.hash() != JobSpec.of({**spec.plain(), "k8s": {}}).hash()
     context["runAsUser"] = 0
     assert "LS015" in {item.id for item in RULES.apply(spec, objects)}
+
+
+def test_the_nodes_secret_comes_from_a_secret_of_the_users_own() -> None:
+    """By it the launchers know each other. It stands in no manifest."""
+    _, job = render(JobSpec.of({**GPU, "secrets": {"LOCKSTEP_SECRET": {"secret": "team", "key": "nodes"}}}))
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (item,) = [one for one in pod["containers"][0]["env"] if one["name"] == "LOCKSTEP_SECRET"]
+    assert item == {"name": "LOCKSTEP_SECRET", "valueFrom": {"secretKeyRef": {"name": "team", "key": "nodes"}}}
