@@ -27,6 +27,7 @@ from training.config.sections import (
     Loss,
     Metrics,
     Optim,
+    OwnSync,
     Preempt,
     Sync,
 )  # fmt: skip
@@ -159,6 +160,8 @@ class OwnSettings(RunSettings):
 
     script: str
     """Name of the program, in the metrics."""
+    sync: OwnSync = Field(default_factory=OwnSync)
+    """Gradient synchronisation."""
     config: Plain = Field(default_factory=dict)
     """The settings of the script itself. A start with other settings than the run directory has is refused."""
 

@@ -198,15 +198,23 @@ class Ema(Section):
     """Steps between two updates of the average, each with decay ** every."""
 
 
+Strategy = Literal[
+    "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
+]
+
+
 class Sync(Section):
-    name: Literal[
-        "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
-    ] = "ddp"
+    name: Strategy = "ddp"
     """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
     bucket_mb: PositiveNumber = 25.0
     """Megabytes (10⁶ bytes) of gradient per collective, overlapped with the backward pass."""
     options: Plain = Field(default_factory=dict)
     """Settings of the strategy, e.g. `{rank: 2}` for `powersgd`."""
+
+
+class OwnSync(Sync):
+    name: Strategy = "flat"
+    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
 
 
 class Evaluate(Section):

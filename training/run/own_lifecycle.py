@@ -28,6 +28,7 @@ from training.launch.lifeline import end_with_launcher
 from training.observe import trackers
 from training.observe.clock import step_clock
 from training.observe.console import Console
+from training.observe.rundir import begun_with
 from training.parallel.agreement import failing_together
 from training.parallel.exchange import broadcast_tree
 from training.parallel.world import World, detect, joined
@@ -78,10 +79,13 @@ class Lifecycle:
             if self._signals is not None:
                 self._signals.meeting = False
             restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+            fresh = self._handed.fresh or (self._fresh and not restarted)
+            if "name" not in self.settings.sync.model_fields_set:
+                # What is `flat` today was `ddp` before: a run that was begun with it goes on with it.
+                begun = broadcast_tree(begun_with(self.run_dir, fresh) if world.leader else None, world)
+                self.settings.sync.name = "ddp" if begun == "ddp" else self.settings.sync.name
             self._opening = stack.enter_context(contextlib.ExitStack())
-            self._place: Opened = self._opening.enter_context(
-                opened(self.settings, world, self.run_dir, self._handed.fresh or (self._fresh and not restarted))
-            )
+            self._place: Opened = self._opening.enter_context(opened(self.settings, world, self.run_dir, fresh))
             self._stack = stack.pop_all()
         # Alike on all ranks: an order that the script draws is the same one everywhere.
         generators.seed(self.settings.seed)
