@@ -27,7 +27,8 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 SBATCH = """#!/bin/sh
-cp "$1" "$RECORD" && echo "Submitted batch job 7"
+for script; do :; done # the last argument
+cp "$script" "$RECORD" && echo "Submitted batch job 7"
 """
 IMAGE = "registry.example/lockstep@sha256:" + "0" * 64
 Done = subprocess.CompletedProcess[str]
