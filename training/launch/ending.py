@@ -58,6 +58,7 @@ class Ending:
         """Whether the failure is final: the cluster must not start this node again."""
         # Asked in threads: torch waits for a server that is gone.
         self._answers = store.other_connection()
+        self._said: dict[str, str] = {}
         self._heard: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
@@ -73,12 +74,13 @@ class Ending:
             NotMet: a node is gone, and no other has come in its place.
         """
         try:
-            self.done = True
-            self._say(DONE)  # again and again: others may write to the store, and what they write over it is lost
-            self.over = self._count(DONE) >= self._nodes
+            if not self.done:
+                self.done = True
+                self._say(f"{DONE}/{self._node}")
+            self.over = self._count(DONE) >= self._nodes or self._read(LAST) is not None
             if not self.over and (said := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
                 self.verdict, self.final = int(said[1]), said[2] == "final"
-                self._say(HEARD)
+                self._say(f"{HEARD}/{self._node}")
         except RuntimeError as error:
             raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
         if self.over or self.verdict is not None:
@@ -107,12 +109,12 @@ class Ending:
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
             if self.verdict is None:  # else another node has reported a failure already
                 self._tell(code, final)
-            self._say(ENDED)
+            self._say(f"{ENDED}/{self._node}")
             if code == EXIT_PREEMPTED:
                 self._stay_for_who_saves()
 
     def _tell(self, code: int, final: bool) -> None:
-        self._ask(lambda: self._answers.set(FAILED, f"{code} {'final' if final else 'retry'}"))
+        self._say(FAILED, f"{code} {'final' if final else 'retry'}")
         # Launchers whose ranks ended at the same moment report it when they next check.
         _until(lambda: self._count(DONE) > 0, LOOK_SECONDS)
         waiting = self._count(DONE)
@@ -122,7 +124,7 @@ class Ending:
     def interrupted(self) -> None:
         """A signal ends this node before the others have ended."""
         with contextlib.suppress(RuntimeError):
-            self._say(ENDED)
+            self._say(f"{ENDED}/{self._node}")
             self._stay_for_who_saves()
 
     def _stay_for_who_saves(self) -> None:
@@ -140,10 +142,10 @@ class Ending:
     def _part(self) -> None:
         try:
             if self._node == 0:
-                self._ask(lambda: self._answers.set(LAST, "1"))
+                self._say(LAST)
             else:
                 _until(lambda: self._read(LAST) is not None, LAST_SECONDS)
-            self._say(HEARD)
+            self._say(f"{HEARD}/{self._node}")
             self._stay_for(self._nodes)
         except RuntimeError:
             pass  # the node that serves it was lost
@@ -153,18 +155,33 @@ class Ending:
         if self._serves:
             _until(lambda: self._count(HEARD) >= nodes, HEARD_SECONDS)
 
-    def _say(self, what: str) -> None:
-        self._ask(lambda: self._answers.set(f"{what}/{self._node}", "1"))
+    def _say(self, key: str, text: str = "1") -> None:
+        self._said[key] = text
+        self._ask(self._repeat)
+
+    def _repeat(self) -> None:
+        """With each question: whoever reaches the store may have written something else there, or have deleted it."""
+        for key, text in list(self._said.items()):
+            self._answers.set(key, text)
 
     def _count(self, what: str) -> int:
         """How many nodes have said it."""
         heard = self._heard[what]
         missing = set(range(self._nodes)) - heard
-        heard |= self._ask(lambda: {node for node in missing if self._answers.read(f"{what}/{node}") is not None})
+
+        def ask() -> set[int]:
+            self._repeat()
+            return {node for node in missing if self._answers.read(f"{what}/{node}") is not None}
+
+        heard |= self._ask(ask)
         return len(heard)
 
     def _read(self, key: str) -> str | None:
-        found: str | None = self._ask(lambda: self._answers.read(key))
+        def ask() -> str | None:
+            self._repeat()
+            return self._answers.read(key)
+
+        found: str | None = self._ask(ask)
         return found
 
     def _ask(self, question: Callable[[], Any]) -> Any:
