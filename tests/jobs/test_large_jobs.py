@@ -58,6 +58,6 @@ def test_few_ranks_are_all_shown(large: Path) -> None:
 def test_a_list_of_a_thousand_jobs_looks_through_no_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large_run.local_jobs(tmp_path / "home", 1000)
     looks: list[str] = []
-    monkeypatch.setattr(processes, "_look", lambda job, _: looks.append(job) or [])
+    monkeypatch.setattr(processes, "_of", lambda look, job, _: looks.append(job) or [])
     rows = LocalBackend(tmp_path / "home" / "local").list()
     assert len(rows) == 1000 and {row.state for row in rows} == {"succeeded"} and not looks

@@ -133,6 +133,12 @@ class Decision:
     """The weights of this boundary have the best score so far."""
 
 
+_STOP, _SAVE, _BEST, _NONE = 1, 2, 4, 8
+_FLAGS = 4
+"""Bits of these wishes; a fingerprint of 56 bits is behind them."""
+_MASK = (1 << 56) - 1
+
+
 class Consensus:
     """Collects the wishes of all ranks.
 
@@ -177,27 +183,29 @@ class Consensus:
         """
         mine, self.fingerprint = self.fingerprint, 0
         best, none = bool(score) and self.world.leader, score is None
-        wishes = torch.tensor([int(self._wants_stop()), int(save_due), mine, -mine, int(best), int(none)])
+        stop = self._wants_stop()
         if self.world.size == 1:
-            return Decision(bool(wishes[0]), bool(wishes[1]), best)
+            return Decision(stop, save_due, best)
+        flags = stop * _STOP | save_due * _SAVE | best * _BEST | none * _NONE
+        # Two numbers: with more of them, gloo's messages grow with the square of the ranks.
+        wishes = torch.tensor([flags | mine << _FLAGS, ~mine & _MASK if mine else 0])
         before, self._pending = self._pending, None
-        work = dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True)
+        work = dist.all_reduce(wishes, dist.ReduceOp.BOR, async_op=True)
         assert work is not None
         self._pending = (wishes, work)
         if score is not None:
             work.wait()
-            best = bool(wishes[4]) and not bool(wishes[5])
-            self.some_without_score |= bool(wishes[4]) and bool(wishes[5])
-        if before is None:
-            return Decision(best=best)
-        stop, save, *_ = self._read(before)
-        return Decision(bool(stop), bool(save), best)
+            wished = int(wishes[0])
+            best = bool(wished & _BEST) and not wished & _NONE
+            self.some_without_score |= bool(wished & _BEST) and bool(wished & _NONE)
+        wished = 0 if before is None else self._read(before)
+        return Decision(bool(wished & _STOP), bool(wished & _SAVE), best)
 
-    def _read(self, pending: tuple[torch.Tensor, dist.Work]) -> list[int]:
+    def _read(self, pending: tuple[torch.Tensor, dist.Work]) -> int:
         pending[1].wait()
-        values: list[int] = pending[0].tolist()
-        self.replicas_differ |= values[2] != -values[3]  # the largest, and minus the smallest
-        return values
+        wished, complement = pending[0].tolist()
+        self.replicas_differ |= bool(wished >> _FLAGS & complement)  # a bit that is set on one rank and not on another
+        return int(wished)
 
     def look(self) -> bool:
         """`replicas_differ`, with what is under way, which the next `poll` gives all the same."""
