@@ -99,7 +99,8 @@ class RecipeAttempt(Attempt):
         self.note_score(score)
         prepared.event("epoch", **values)
         every_epoch = config.checkpoint.every_steps == 0
-        if self.context.scores.asks(step) or last or every_epoch or self.saver.due_by_step():
+        unscored = score is not None and self.saver.last_step == step  # an earlier start left during this evaluation
+        if self.context.scores.asks(step) or last or every_epoch or unscored or self.saver.due_by_step():
             self.save()
 
     def note_score(self, score: Score | None) -> None:
