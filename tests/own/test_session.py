@@ -200,7 +200,7 @@ WRONG = {
     "the steps of a script without a Session": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n"
         "        for x, y in run.batches(DATA, 16): F.cross_entropy(m(x), y).backward(); o.step()",
-        "RuntimeError: the epoch ends and no step was made: call run.step(loss)",
+        "RuntimeError: a backward() came whose step before had no run.update(): call run.step(loss)",
     ),
     "an optimizer that is none": (
         "run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda p: None)",
@@ -208,7 +208,11 @@ WRONG = {
     ),
     "the loop of a script without a Session": (
         "m, o = make(run)\n    for _ in run.epochs(1):\n"
-        "        for x, y in [DATA[:8], DATA[8:16]]: F.cross_entropy(m(x), y).backward(); o.step()",
+        "        for x, y in [DATA[:8], DATA[8:16]]: o.zero_grad(); F.cross_entropy(m(x), y).backward(); o.step()",
+        "RuntimeError: a backward() came whose step before had no run.update(): call run.step(loss)",
+    ),
+    "one batch of a script without a Session": (
+        "m, o = make(run)\n    for _ in run.epochs(1): F.cross_entropy(m(DATA[:8][0]), DATA[:8][1]).backward(); o.step()",
         "RuntimeError: the epoch ends and no step was made: call run.step(loss)",
     ),
     "a second loop in an epoch": (
@@ -227,7 +231,8 @@ WRONG = {
         "RuntimeError: update() was called before the last micro-batch of accumulate()",
     ),
     "an update before the batch": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for n, (x, y) in enumerate(run.iterate([DATA[:8]] * 4)):\n"
+        "run.settings.sync.name = 'ddp'; m, o = make(run)\n"
+        "    for _ in run.epochs(1):\n        for n, (x, y) in enumerate(run.iterate([DATA[:8]] * 4)):\n"
         "            if n == 2: run.update()\n            run.backward(F.cross_entropy(m(x), y), samples=8)",
         "RuntimeError: update() was called for earlier batches before this batch's backward()",
     ),

@@ -37,9 +37,10 @@ from training.run.attempt import Attempt, Ended, Ending, conclude, failed
 from training.run.context import Opened, opened
 from training.run.own import OwnRun, Replica
 from training.run.own_loop import OwnLoop
-from training.run.own_step import Step
+from training.run.own_step import STEPS, Step
 from training.run.resume import load, misfits_explained, newest_here, newest_of_all
 from training.sync.base import GradientSync
+from training.sync.buckets import SentAlready
 
 
 class Lifecycle:
@@ -237,6 +238,8 @@ def _ending(loop: OwnLoop, error: BaseException | None, began: float) -> Ending:
             return loop.own.finish(loop.attempt, began)
     except Ended as ended:
         return ended.ending
+    except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
+        raise RuntimeError(f"a backward() came whose step before had no run.update(): {STEPS}") from sent
 
 
 class _FurtherOptimizer:

@@ -25,6 +25,7 @@ from training.sync.base import NotSummed
 from training.sync.buckets import SentAlready
 
 T = TypeVar("T")
+STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
 
 
 class Step:
@@ -113,8 +114,7 @@ class Step:
         """
         if (self._given > 1 or self.own.state.cursor.epoch or what == "epoch") and not self.own.kept.steps:
             raise RuntimeError(
-                f"the {what} ends and no step was made: call run.step(loss) in place of loss.backward() and "
-                "optimizer.step(), or run.backward(loss) and run.update(). What makes no step belongs before run.epochs()"
+                f"the {what} ends and no step was made: {STEPS}. What makes no step belongs before run.epochs()"
             )
         if self.pending:
             raise RuntimeError(
@@ -245,9 +245,9 @@ class Step:
             own.state.losses[0] += self._loss_sum
             own.state.losses[1] += self._samples
         if scaler is not None:
-            before = scaler.get_scale()
+            before = scaler.get_scale() if scale_is_kept or sync.remembers else None  # waits for the device
             scaler.update(before if scale_is_kept else None)
-            if (after := scaler.get_scale()) != before:
+            if sync.remembers and (after := scaler.get_scale()) != before:
                 sync.gradients_rescaled(after / before)
         sync.zero_grad()
         self._end_stand_in()

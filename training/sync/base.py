@@ -55,6 +55,8 @@ class GradientSync(ABC):
     """Whether a step with this strategy can be recorded in a CUDA graph."""
     replicas: bool = True
     """Whether every rank holds all parameters."""
+    remembers: bool = False
+    """Whether it stores something of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
     watch: GradientWatch | None = None
     """When the rank's own gradients were complete, where a strategy waits for other ranks before `synchronize`."""
 

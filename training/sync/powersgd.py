@@ -40,6 +40,7 @@ class PowerSgdOptions(DdpOptions):
 
 class PowerSgd(Ddp):
     Options = PowerSgdOptions
+    remembers = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         if example is None:  # a later warm-up would change the start of the approximation
