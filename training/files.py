@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.contract import UserError
+from training.contract import UserError, printable
 
 
 def keep_out_others() -> None:
@@ -170,7 +170,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-    return reason[:300] or type(error).__name__
+    return printable(reason[:300]) or type(error).__name__
 
 
 def sha256(path: Path) -> str:

@@ -90,13 +90,13 @@ def _members(tar: tarfile.TarFile) -> Iterator[File]:
     for member in tar:
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
             raise UserError(
-                f"the code's archive holds {member.name!r}, which is not a plain file: it was not made by Lockstep"
+                f"the code's archive holds {member.name[:MAX_PATH]!r}, which is not a plain file: it was not made by Lockstep"
             )
         check_path(member.name)
         total += member.size
         if member.name in seen or total > MAX_BYTES or len(seen) >= MAX_FILES:
             raise UserError(
-                f"the code's archive holds more than is allowed, at {member.name!r}: it was not made by Lockstep"
+                f"the code's archive holds more than is allowed, at {member.name[:MAX_PATH]!r}: it was not made by Lockstep"
             )
         seen.add(member.name)
         content = tar.extractfile(member)
@@ -108,7 +108,7 @@ def check_path(path: str) -> None:
     """Raises `UserError` for a path that may not be unpacked."""
     parts = path.split("/")
     if not path or len(path.encode()) > MAX_PATH or "\0" in path or {"", ".", ".."} & set(parts):
-        raise UserError(f"{path!r} is not a path inside the code")
+        raise UserError(f"{path[:MAX_PATH]!r} is not a path inside the code")
 
 
 def unpack(entries: Iterable[File], target: Path) -> Path:
