@@ -117,7 +117,9 @@ def local_jobs(home: Path, count: int) -> None:
             "time_limit": 3600.0, "grace": 60.0, "created": "2026-11-23T08:00:00+00:00", "job": job, "host": here(),
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(record))
-        (folder / "ended.json").write_text(json.dumps({"code": 0, "reason": "complete", "timed_out": False, "job": job}))
+        (folder / "ended.json").write_text(
+            json.dumps({"code": 0, "reason": "complete", "timed_out": False, "job": job})
+        )
         (folder / "log.txt").write_text("")
 
 
