@@ -280,3 +280,33 @@ def test_one_process_needs_no_group_and_one_of_several_says_so() -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     one_of_two = run([PYTHON, "-c", ALONE], {**clean_env(), **launched})
     assert one_of_two.code == 1 and "init_process_group" in one_of_two.output.splitlines()[-1]
+
+
+OPEN = """
+import atexit, os, sys, weakref
+last = []
+atexit.register(lambda: print("dropped" if last[0]() is None else "in gloo's hands"))  # called after all others
+import torch
+import torch.distributed as dist
+from training.exercises.collectives import gather_objects
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+for task in os.listdir("/proc/self/task"):
+    if open(f"/proc/self/task/{task}/comm").read().startswith("pt_gloo"):
+        os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))  # as on a busy machine
+sys.setswitchinterval(1000)  # whoever waits for Python's lock waits until it is given away
+for _ in range(100000):
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    last[:] = [weakref.ref(tensor)]
+    del tensor
+    if last[0]() is not None:  # a thread of gloo's has it still
+        break
+"""
+
+
+def test_a_script_that_leaves_its_group_open_ends_when_gloo_is_done() -> None:
+    """A gloo thread that drops a tensor while Python ends aborts the process: "terminate called without an active exception"."""
+    done = run([PYTHON, "-c", OPEN], clean_env(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"))
+    assert done.code == 0 and done.output == "dropped\n", done

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors
-from training.parallel import stores
+from training.parallel import leaving, stores  # noqa: F401 - leaving: what it registers for the end of the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
