@@ -1,12 +1,16 @@
 """`from lockstep import Session`: your own training loop with what Lockstep promises (docs/own-training.md).
 
-Importing the package loads nothing. torch is imported with the first name that needs it.
+Importing the package loads nothing heavy, and a rank that does so ends with its launcher from then on. torch is imported
+with the first name that needs it.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+from training.launch.lifeline import end_with_launcher
 
 if TYPE_CHECKING:
     from jobs import Job as Job
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "JobSpec", "Session", "submit"]
 _PLACES = {"Session": "training.session", "Job": "jobs", "JobSpec": "jobs", "submit": "jobs"}
+
+end_with_launcher(os.environ)  # what a script imports next may take as long as it likes
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.conftest import Undisturbed
 from tests.events import events
-from tests.processes import PYTHON, ROOT, clean_env, poll, run, started
+from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, run, started
 from tests.runs import Job, assert_same
 from training.launch.codes import cluster_code, deaths, exit_code, too_early
 
@@ -297,3 +297,56 @@ def test_a_restart_at_another_world_size_through_the_launcher(job: Job) -> None:
     job.ranks = 3
     done = job.launch()
     assert done.code == 0 and "3 ranks on cpu" in done.output, done.output
+
+
+IMPORTING = """
+import pathlib, os
+import lockstep
+pathlib.Path(os.environ["RANK"]).touch()
+import time
+time.sleep(60)  # other imports
+"""
+
+
+@pytest.mark.parametrize("launcher", ["launch", "torch.distributed.run"])
+def test_a_launcher_that_is_killed_takes_ranks_that_still_import_with_it(launcher: str, tmp_path: Path) -> None:
+    """From the first line of ours on, under torchrun, too, which tells its ranks nothing about itself."""
+    (tmp_path / "train.py").write_text(IMPORTING)
+    mark = Job(tmp_path, tmp_path)
+    if launcher == "launch":
+        command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--", PYTHON, "train.py"]
+    else:
+        command = [PYTHON, "-m", launcher, "--nproc-per-node", "2", "--master-port", str(free_port()), "train.py"]
+    with started(command, clean_env(LOCKSTEP_TEST_MARK=mark.mark), tmp_path) as process:
+        poll(lambda: all((tmp_path / rank).exists() for rank in "01"), what="two ranks that import")
+        process.kill()
+        process.wait(10)
+        poll(lambda: not mark.pids(), 5, "the end of the ranks")
+
+
+def test_a_recipe_whose_torchrun_is_killed_ends_when_it_has_imported(job: Job) -> None:
+    """It holds signals back until then; 45 s and more it waited for its peers."""
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    with started([*command, "-m", "training", *job.words], job.env()) as process:
+        poll(
+            lambda: all(_blocks_term(pid) for rank in (0, 1) if (pid := job.rank_pid(rank) or os.getpid())),
+            what="ranks",
+        )
+        process.kill()
+        process.wait(10)
+        poll(lambda: not job.pids(), 25, "the end of the ranks")
+
+
+def test_a_rank_whose_torchrun_died_before_its_first_line_ends(tmp_path: Path) -> None:
+    """Its parent is init then, which is no torchrun."""
+    marks = {"TORCHELASTIC_RUN_ID": "gone", "RANK": "0"}
+    program = "import os, time\nwhile os.getppid() == PARENT: time.sleep(0.01)\nimport lockstep\nopen('alive', 'w')\ntime.sleep(60)"
+    parent = f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {program!r}.replace('PARENT', str(os.getpid()))], " \
+             f"env=os.environ | {marks!r})"  # fmt: skip
+    mark = Job(tmp_path, tmp_path)
+    assert run([PYTHON, "-c", parent], clean_env(LOCKSTEP_TEST_MARK=mark.mark), cwd=tmp_path).code == 0
+    try:
+        poll(lambda: not mark.pids(), 10, "the end of the rank")
+    finally:
+        mark.assert_gone()
+    assert not (tmp_path / "alive").exists()
