@@ -142,6 +142,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     signals = Signals(config.preempt.signals, meeting=True)
     from training.parallel import world
+    from training.resilience import hang
     from training.run import recipe
 
     me = world.detect(env)
@@ -153,6 +154,12 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
             fresh = args.fresh_once or (args.fresh and not restarted)
             return recipe.train(config, joined, run_dir, fresh, signals, _BEGAN)
+    except Exception as error:
+        if not hang.is_collective(error):  # those of the training's own steps have been told by now
+            raise
+        lost = UserError(f"the ranks could not start together, one of them or the way to it was lost: {error}")
+        lost.code = EXIT_FAILED
+        raise lost from error
     finally:
         signals.ignore()  # until the process is gone: the default would end it by a signal, with another exit code
 
