@@ -26,6 +26,7 @@ from training.contract import (
     ENV_DEBUG,
     ENV_RESTARTS,
     EXIT_DONE,
+    EXIT_FAILED,
     EXIT_NO_READER,
     REPORT_FILE,
     UserError,
