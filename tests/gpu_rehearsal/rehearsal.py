@@ -52,7 +52,11 @@ class Rank:
 
     @functools.cached_property
     def found(self) -> dict[str, dict[str, int]]:
-        return json.loads((self.folder / f"found.{self.number}").read_text())
+        found: dict[str, dict[str, int]] = json.loads((self.folder / f"found.{self.number}").read_text())
+        compared = [what for what in found["step"] if "closeness.py:fingerprint" in what]
+        # Once a start, not once a step, the replicas are compared.
+        assert all(found["step"].pop(what) == 1 for what in compared), compared
+        return found
 
     def lines(self, what: str) -> list[str]:
         return [line for line in self.log if line.split(" ")[0] == what]

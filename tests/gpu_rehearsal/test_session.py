@@ -42,7 +42,8 @@ def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_go_on_to_
     tmp_path: Path,
 ) -> None:
     words = {
-        device: [str(tmp_path / device / "run"), "batches", f"device={device}", *SETTINGS] for device in ("cpu", "cuda")
+        device: [str(tmp_path / device / "run"), "batches", "sync.name=ddp", f"device={device}", *SETTINGS]
+        for device in ("cpu", "cuda")
     }
     calm = rehearsed(tmp_path / "cpu", words["cpu"], devices=0, program=OWN)
     scale = calm.ranks[0].output.partition("scale ")[2].split()[0]
