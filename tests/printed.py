@@ -21,6 +21,7 @@ HARDWARE = {
     "from DATA, or the internet": "a data set",
     "needs a GPU": "a GPU",
     "minutes": "minutes of time",
+    "by the administrator": "root, and the users of a cluster",
     "by hand": "a terminal, and a person who types: tests/exercises/test_printed_during_runs.py",
     "during a run": "a second terminal: tests/exercises/test_printed_during_runs.py",
     "needs promtool": "promtool: tests/prometheus/test_rules.py",

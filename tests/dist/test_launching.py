@@ -126,7 +126,7 @@ def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[st
     done = training("shard", "smoke", "--out", str(out), "--set", *tiny)
     assert done.code == 0 and "192 training and 50 test images in 4 files" in done.output, done.output
     assert training("shard", "smoke", "--out", str(out), "--set", *tiny).code == 2
-    words = ["data.root=/nonexistent", f"data.shards={out}"]
+    words = ["data.root=/no-such-folder", f"data.shards={out}"]
     done = gang(2, "run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, *words)
     assert done.code == 0, done.output
     accuracy = f"{_summary(run_dir)['accuracy']:.4f}"
@@ -134,7 +134,7 @@ def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[st
     assert done.code == 0 and f"accuracy {accuracy} (" in done.output, done.output
     moved = out.rename(tmp_path / "elsewhere")
     words_of_a_run = ("evaluate", str(run_dir), "--trust-model", "--set")
-    assert training(*words_of_a_run, "data.root=/nonexistent").code == 2
+    assert training(*words_of_a_run, "data.root=/no-such-folder").code == 2
     done = training(*words_of_a_run, f"data.shards={moved}")
     assert done.code == 0 and f"accuracy {accuracy} (" in done.output, done.output
     done = training(*words_of_a_run, "lr=1")
@@ -182,7 +182,7 @@ BAD = {
     "unknown command": (["rum"], {}, "invalid choice"),
     "unknown setting": (["run", "smoke", "--set", "lrr=1"], {}, "unknown setting 'lrr'"),
     "ill-typed setting": (["run", "smoke", "--set", "lr=fast"], {}, "optim.lr must be a number"),
-    "missing data": (["run", "bag_of_tricks", "--set", "data.root=/nonexistent/x", "download=false"], {}, "/nonexistent"),
+    "missing data": (["run", "bag_of_tricks", "--set", "data.root=/no-such-folder/x", "download=false"], {}, "/no-such-folder"),
     "RANK alone": (["run", "smoke"], {"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
     "the container forgot the launcher": (["run", "smoke"], {"PET_NPROC_PER_NODE": "2"}, "training launch"),
     "an impossible rank": (["run", "smoke"], {"RANK": "5", "WORLD_SIZE": "4"}, "RANK=5 but WORLD_SIZE=4"),
@@ -193,12 +193,12 @@ BAD = {
     "unknown model": (["run", "smoke", "--set", "model=nothing:Net"], {}, "cannot import model"),
     "a model of other classes": (
         ["run", "smoke", "--set", "model=torch.nn:LazyLinear", "model_options={out_features: 7}"], {}, "expected [n, 10]"),
-    "no weights": (["run", "smoke", "--set", "init_from=/nonexistent.pth"], {}, "cannot read /nonexistent.pth"),
+    "no weights": (["run", "smoke", "--set", "init_from=/no-such-folder.pth"], {}, "cannot read /no-such-folder.pth"),
     "run dir is a file": (["run", "smoke", "--run-dir", "Makefile"], {}, "Makefile: File exists"),
     "nothing to launch": (["launch", "--ranks", "2"], {}, "nothing to launch"),
     "launch of nonsense": (["launch", "--ranks", "two", "run", "smoke"], {}, "--ranks must be a number"),
     "nodes without a meeting point": (["launch", "--nodes", "2", "run", "smoke"], {}, "needs --rendezvous"),
-    "evaluate nothing": (["evaluate", "/nonexistent"], {}, "there is no such run or file"),
+    "evaluate nothing": (["evaluate", "/no-such-folder"], {}, "there is no such run or file"),
 }  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_bad_input_is_one_line_and_exit_2(name: str, tmp_path: Path, data_root: 
     assert done.code == 2, done.output
     lines = [line for line in done.output.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], done.output
-    assert not Path("/nonexistent").exists()
+    assert not Path("/no-such-folder").exists()
     left = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").is_dir() else set()
     assert left <= {".lock", "status.json"}
     if "status.json" in left:  # what backends trust above exit codes

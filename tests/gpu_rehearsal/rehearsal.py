@@ -54,8 +54,8 @@ class Rank:
     def found(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = json.loads((self.folder / f"found.{self.number}").read_text())
         compared = [what for what in found["step"] if "closeness.py:fingerprint" in what]
-        # Once a start, not once a step, the replicas are compared.
-        assert all(found["step"].pop(what) == 1 for what in compared), compared
+        # The replicas are compared once a start, and at a save before that; not at every step.
+        assert all(found["step"].pop(what) <= 2 for what in compared), compared
         return found
 
     def lines(self, what: str) -> list[str]:

@@ -94,7 +94,9 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             backend.cancel(row.name)
         return
     if request.param == "compose":
-        with composed(request.getfixturevalue("cpu_image").name, tmp_path) as found:
+        volume = tmp_path / "volume"
+        volume.mkdir()
+        with composed(request.getfixturevalue("cpu_image").name, volume) as found:
             yield found
         return
     with ApiServer() as server:

@@ -68,8 +68,8 @@ def test_a_test_file_and_shards_of_ours(tmp_path: Path) -> None:
     images, labels = Samples.open(made, "test", 0, 20).all()
     assert np.array_equal(images.numpy(), IMAGES[100:]) and np.array_equal(labels.numpy(), LABELS[100:])
     os.utime(tmp_path / "val.safetensors", ns=(1, 1))
-    before = (made.directory / "manifest.json").stat().st_ino
-    assert (_made(tmp_path, test="val.safetensors").directory / "manifest.json").stat().st_ino != before
+    before = (made.directory / "manifest.json").stat().st_mtime_ns
+    assert (_made(tmp_path, test="val.safetensors").directory / "manifest.json").stat().st_mtime_ns != before
 
 
 class _Bomb:
