@@ -1,7 +1,7 @@
 """`from lockstep import Session`: your own training loop with what Lockstep promises (docs/own-training.md).
 
-Importing the package loads nothing heavy, and a rank that does so ends with its launcher from then on. torch is imported
-with the first name that needs it.
+Importing the package loads nothing. A rank that does so ends with its launcher from then on, and keeps early signals for its
+Session. torch is imported with the first name that needs it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from training.launch.lifeline import end_with_launcher
-
 if TYPE_CHECKING:
     from jobs import Job as Job
     from jobs import JobSpec as JobSpec
     from jobs import submit as submit
     from training.session import Session as Session
 
+if "LOCKSTEP_LAUNCHER" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # in a rank, from its first line
+    from training.launch import early, lifeline
+
+    lifeline.end_with_launcher(os.environ)
+    early.keep_for_session(os.environ)
+
 __all__ = ["Job", "JobSpec", "Session", "submit"]
 _PLACES = {"Session": "training.session", "Job": "jobs", "JobSpec": "jobs", "submit": "jobs"}
-
-end_with_launcher(os.environ)  # what a script imports next may take as long as it likes
 
 
 def __getattr__(name: str) -> Any:

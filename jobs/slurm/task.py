@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from training import contract, files
 from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, tell_beside
+from training.launch import early
 from training.launch.carried import environment
 from training.launch.handed import Handed
 
@@ -127,7 +128,7 @@ class TrainingTask:
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
         signal.pthread_sigmask(signal.SIG_BLOCK, held)
-        early = signal.sigpending() & held
+        came = signal.sigpending() & held
         if not ours:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         if self.code and not os.path.isdir(self.code_folder):
@@ -141,12 +142,18 @@ class TrainingTask:
         except OSError as error:
             self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
         if ours:
-            early |= signal.sigpending() & held
+            came |= signal.sigpending() & held
             signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
-        for number in early:  # they came before the rank was there; later ones SLURM sends to every process
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(number)
+        waiting = early.Held()
+        for number in came:  # before the rank was there; later ones SLURM sends to every process
+            waiting.send([child.pid], number)
+        while waiting.release() and child.poll() is None:
+            time.sleep(0.1)
         code = child.wait()
+        if not ours and -code in heard:
+            name = signal.Signals(-code).name
+            tell_beside(f"error: rank {here.rank} was ended by {name}, which it did not catch")
+            return (EXIT_PREEMPTED if self._checkpoint()[1] else EXIT_FAILED), True
         return 128 - code if code < 0 else code, not heard.isdisjoint(ASKING)
 
     def _environment(self, here: _Here, ours: bool) -> dict[str, str]:

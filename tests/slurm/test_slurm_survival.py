@@ -226,6 +226,18 @@ sys.exit(75 if start == 2 else 7)
     assert (found.state, found.reason, found.ranks[0].restarts) == ("failed", "rank 0 on node1: exit code 7", 3), found
 
 
+def test_a_signal_that_a_program_does_not_catch_yet_is_told(bench: Bench) -> None:
+    """As while it imports. SLURM's signals reach it past the task, so nobody can hold them back there."""
+    begun = bench.folder / "begun"
+    program = f"import time; open({str(begun)!r}, 'w').close(); time.sleep(60)"
+    bench.backend.submit(bench.command("own", program, ranks_per_node=1, max_restarts=0))
+    poll(begun.exists, 60, "the start")
+    bench.cluster.ask("scancel", "--signal=USR2", bench.backend.job_id("own"))
+    found = bench.wait("own", 90)
+    said = "rank 0 was ended by SIGUSR2, which it did not catch"
+    assert (found.state, found.code) == ("failed", 1) and said in found.reason, found
+
+
 def test_without_scontrol_the_script_asks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container there is no scontrol: rank 0 leaves a note, and the script has the job started again, once."""
     _stand_in(bench, monkeypatch, f"PATH={bench.folder}/bin")

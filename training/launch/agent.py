@@ -42,7 +42,7 @@ from training.contract import (
     UserError,
     tell_beside,
 )  # fmt: skip
-from training.launch import carried, codes, failures, lines, rendezvous, scratch
+from training.launch import carried, codes, early, failures, lines, rendezvous, scratch
 from training.launch.attempts import Attempts
 from training.launch.ending import Ending
 from training.launch.lifeline import FORWARDED
@@ -64,6 +64,8 @@ class Agent(TorchAgent):
     caught: tuple[signal.Signals, ...]
     """Without signals that the launcher ignores (nohup): the ranks ignore them, too."""
     finish_lines: Callable[[], None]
+    held: early.Held
+    """Signals for ranks that are starting."""
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
     serves: bool
@@ -88,6 +90,7 @@ class Agent(TorchAgent):
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.finish_lines()  # what killed ranks began
         self.starts += 1  # a change of membership counts here, and not as a restart
+        self.held = early.Held(self.grace)
         # Ours take signals from the moment they catch them, and inherit that they wait until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
         try:
@@ -120,11 +123,7 @@ class Agent(TorchAgent):
             return
         if self._pcontext is None or self._waits:
             raise SignalException(f"signal {number}", signal.Signals(number))
-        for pid in self._pcontext.pids().values():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+        self.held.send(self._pcontext.pids().values(), number)
 
     def limit(self, seconds: float) -> None:
         """Ends the ranks after `seconds`: with TERM, so that they can save, and with KILL after the grace."""
@@ -158,6 +157,7 @@ class Agent(TorchAgent):
         """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
+        self.held.release()
         failures.tell(worker_group, failures.failed(worker_group, self._pcontext))
         failed = failures.failed(worker_group, self._pcontext)  # more may have ended meanwhile
         result = super()._monitor_workers(worker_group)
@@ -166,8 +166,12 @@ class Agent(TorchAgent):
         if ended == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
             # Another node's agent saw a newcomer first and asked its ranks to leave; ours left with them.
             return RunResult(state=WorkerState.HEALTHY)
+        if self.signalled is None and result.is_failed():
+            self.signalled = self.held.ending(ended)  # one that no rank has used for itself
         for line in codes.deaths(result, self.signalled, failed, self.ours):
             tell_beside(f"launch: {line}")
+        if not self.ours and (name := codes.too_early(result, self.signalled)):
+            tell_beside(f"launch: the ranks were ended by {name}, which they did not catch")
         final = not ended.isdisjoint(codes.FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0

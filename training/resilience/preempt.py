@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from training.contract import EXIT_PREEMPTED
+from training.launch import early
 from training.launch.lines import say
 from training.parallel.world import World
 
@@ -52,13 +53,19 @@ class Signals:
         numbers = [signal.Signals[f"SIG{name}"] for name in names]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
             numbers = [number for number in numbers if number != signal.SIGHUP]
-        self._before = {number: signal.signal(number, _nothing) for number in numbers}
         self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _nothing) for number in numbers}
+        before, came = early.taken()  # while the program was starting
+        self._before |= {number: handler for number, handler in before.items() if number in self._before}
+        for number in before.keys() - self._before.keys():
+            signal.signal(number, before[number])
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         # Whoever started us may have held signals back, so that none is lost while torch is being imported.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in ASKING])
+        for one in came:
+            signal.raise_signal(one)
 
     @property
     def since(self) -> float | None:

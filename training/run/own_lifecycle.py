@@ -23,6 +23,7 @@ from training.config import OwnSettings
 from training.config.own import own_settings
 from training.contract import ENV_RESTARTS, EXIT_DONE, VERSION, UserError, user_errors
 from training.files import keep_out_others
+from training.launch import early
 from training.launch.handed import Handed
 from training.launch.lifeline import end_with_launcher
 from training.observe import trackers
@@ -74,6 +75,8 @@ class Lifecycle:
             if self._handles and threading.current_thread() is threading.main_thread():
                 self._signals = Signals(self.settings.preempt.signals, meeting=True)
                 stack.callback(self._signals.restore)
+            elif threading.current_thread() is threading.main_thread():
+                early.give_back()
             world = stack.enter_context(
                 joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
             )

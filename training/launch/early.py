@@ -1,0 +1,140 @@
+"""Signals that come while a rank is still starting. Nobody loses one, and none ends a program that would save in a moment.
+
+A recipe inherits a mask and takes what has come when it is ready (`training.__main__`). Of a program of the user's own
+nobody knows whether it ever opens a Session, so nothing is blocked. Whoever starts it holds back what it would hand on
+(`Held`), until the program catches signals, or has had time for that. From `import lockstep` on the program itself keeps
+what comes for its Session (`keep_for_session`). Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from training.contract import ENV_LAUNCHER
+from training.launch.lifeline import FORWARDED
+
+HOLD_SECONDS = 20.0
+"""For a rank's imports, from its start; then for what comes before its Session, from the signal on."""
+ONCE_SECONDS = 2.0
+"""The same signal, later than that, is meant: it waits no longer. Launchers and clusters send one twice."""
+
+
+def starting(pid: int, number: int) -> bool:
+    """Whether this is a Python program that does nothing about such a signal so far. Python always catches INT. Only Linux says
+    what a process does; elsewhere nothing is held back."""
+    about = Path(f"/proc/{pid}")
+    try:
+        if "python" not in os.path.basename(os.readlink(about / "exe")):
+            return False
+        said = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
+        handled = int(said["SigCgt"], 16) | int(said["SigBlk"], 16) | int(said["SigIgn"], 16)
+    except (OSError, KeyError, ValueError):
+        return False
+    return not any(handled >> (one - 1) & 1 for one in {number, signal.SIGTERM} - {signal.SIGINT})
+
+
+class Held:
+    """The signals for one start of some ranks.
+
+    Args:
+        grace: seconds that a rank has after a signal; half of them are left for saving.
+    """
+
+    def __init__(self, grace: float = 2 * HOLD_SECONDS) -> None:
+        self._until = time.monotonic() + min(HOLD_SECONDS, grace / 2)
+        self._waiting: dict[tuple[int, int], float] = {}
+        """(process, signal) → when it came."""
+        self._handed: set[int] = set()
+
+    def send(self, pids: Iterable[int], number: int) -> None:
+        """Hands it on to those who can take it, and keeps it for the others."""
+        now, pids = time.monotonic(), list(pids)
+        if any(now - came > ONCE_SECONDS for (_, one), came in self._waiting.items() if one == number):
+            self._until = now
+        for pid in pids:
+            if number != signal.SIGKILL and now < self._until and starting(pid, number):
+                self._waiting.setdefault((pid, number), now)
+            else:
+                self._hand_on(pid, number)
+        self.release()
+
+    def release(self) -> bool:
+        """Call it again and again: hands on what need not wait any more. Whether something waits still."""
+        for pid, number in list(self._waiting):
+            ready = time.monotonic() >= self._until or not starting(pid, number)
+            if ready and self._waiting.pop((pid, number), None) is not None:  # a handler may have been here meanwhile
+                self._hand_on(pid, number)
+        return bool(self._waiting)
+
+    def _hand_on(self, pid: int, number: int) -> None:
+        self._handed.add(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def ending(self, codes: Iterable[int]) -> int | None:
+        """The signal that has ended these ranks (exit codes as Python gives them), or that one has not had when it ended."""
+        ended = next((-code for code in codes if -code in self._handed), None)
+        return ended or next((number for _, number in self._waiting), None)
+
+
+_before: dict[signal.Signals, Any] = {}
+"""The handlers that were there, for as long as `_keep` is in their place."""
+_came: dict[int, float] = {}
+
+
+def keep_for_session(env: Mapping[str, str]) -> None:
+    """In a rank that Lockstep's launcher or SLURM's task has started: what comes from here on waits for the Session."""
+    if env.get(ENV_LAUNCHER) != str(os.getppid()) or threading.current_thread() is not threading.main_thread():
+        return
+    for number in sorted(FORWARDED, key=signal.SIGTERM.__eq__):  # TERM last: who catches it catches all (`starting`)
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            _before[number] = signal.signal(number, _keep)
+    os.register_at_fork(after_in_child=give_back)
+
+
+def taken() -> tuple[dict[signal.Signals, Any], list[int]]:
+    """The handlers that were there before, and the signals that have come: they are the caller's now."""
+    before, came = dict(_before), list(_came)
+    _before.clear()
+    _came.clear()
+    return before, came
+
+
+def give_back() -> None:
+    """For a program that handles signals itself, and for a child that it has forked."""
+    before, came = taken()
+    for number, handler in before.items():
+        if signal.getsignal(number) is _keep:
+            signal.signal(number, handler)
+    for one in came:
+        signal.raise_signal(one)
+
+
+def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
+    if number not in _before:
+        return
+    now = time.monotonic()
+    if now - _came.get(number, now) > ONCE_SECONDS:
+        give_back()
+        signal.raise_signal(number)
+    elif number not in _came:
+        _came[number] = now
+        # Not `threading`: its locks may be held by what this handler interrupts.
+        _thread.start_new_thread(_end_without_session, (number,))
+
+
+def _end_without_session(number: int) -> None:
+    time.sleep(HOLD_SECONDS)
+    if number in _before and signal.getsignal(number) is _keep:
+        ctypes.CDLL(None).signal(number, 0)  # the default; Python's own call is for its main thread, which may be busy
+        os.kill(os.getpid(), number)
