@@ -90,6 +90,8 @@ class Held:
 _before: dict[signal.Signals, Any] = {}
 """The handlers that were there, for as long as `_keep` is in their place."""
 _came: dict[int, float] = {}
+_parent = os.getppid()
+"""The launcher or the task, where this is a rank."""
 
 
 def keep_for_session(env: Mapping[str, str]) -> None:
@@ -124,7 +126,8 @@ def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the h
     if number not in _before:
         return
     now = time.monotonic()
-    if now - _came.get(number, now) > ONCE_SECONDS:
+    # The kernel sends a TERM, too, when the launcher dies: nobody waits for this rank any more.
+    if now - _came.get(number, now) > ONCE_SECONDS or os.getppid() != _parent:
         give_back()
         signal.raise_signal(number)
     elif number not in _came:
