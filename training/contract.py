@@ -92,6 +92,34 @@ def _visible(letter: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
+def variables_of(pid: int) -> dict[str, str]:
+    """The environment of a process of this user (Linux); {} where it has ended, or is another user's.
+
+    Any process may name any job, rank and launcher in its environment, and what to load besides.
+    """
+    try:
+        folder = os.open(
+            f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY
+        )  # of this very process, also when its id is taken again
+    except OSError:
+        return {}
+    try:
+        status, environ = (_of_process(folder, name) for name in ("status", "environ"))
+    except OSError:
+        return {}
+    finally:
+        os.close(folder)
+    users = next((line.split()[1:] for line in status.split(b"\n") if line.startswith(b"Uid:")), [])
+    if set(users) != {str(os.geteuid()).encode()}:  # real, effective, saved, of the file system
+        return {}
+    return dict(os.fsdecode(entry).split("=", 1) for entry in environ.split(b"\0") if b"=" in entry)
+
+
+def _of_process(folder: int, name: str) -> bytes:
+    with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as file:
+        return file.read()
+
+
 def rank_of(env: Mapping[str, str]) -> str:
     """The rank that the launcher gave this process, to choose the rank that prints. `world.detect` checks the value."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

@@ -201,8 +201,13 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = 4 << 20) -> Any:
-    """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON."""
+    """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON.
+
+    Half a surrogate pair is no text either: JSON can escape it, and nothing can write it.
+    """
     try:
-        return json.loads(read(path, limit))
+        value = json.loads(read(path, limit))
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (OSError, ValueError, RecursionError, MemoryError):
         return None

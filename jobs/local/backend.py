@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import os
 import shutil
 import signal
@@ -154,7 +155,7 @@ class LocalBackend(Backend):
         if ended is not None and ended["job"] != record["job"]:
             ended = None  # of an earlier submission
         if ended is None and record["host"] != here():
-            return answer("running", f"runs on {record['host'].split()[0]}: ask there")
+            return answer("running", f"runs on {record['host'].partition(' ')[0]}: ask there")
         if ended is None and supervised:
             if (folder / RUNNING).exists():
                 said = records.said(Path(record["run_dir"]), record["job"])
@@ -211,7 +212,7 @@ class LocalBackend(Backend):
     @staticmethod
     def _last_line(folder: Path) -> str:
         try:
-            with (folder / "log.txt").open("rb") as file:
+            with files.regular(folder / "log.txt") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
                 lines = file.read().decode(errors="replace").split("\n")
         except OSError:
@@ -224,7 +225,8 @@ class LocalBackend(Backend):
 
     def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:  # noqa: ARG002
         mark = f"[rank {rank}] ".encode() if rank is not None else b""
-        start, _ = begin(self._log(found), count, lambda head: head.startswith(mark))
+        with files.reading(self._log(found)):
+            start, _ = begin(self._log(found), count, lambda head: head.startswith(mark))
         return self._lines(found, rank, follow, start)
 
     def _log(self, found: Found) -> Path:
@@ -232,7 +234,9 @@ class LocalBackend(Backend):
 
     def _lines(self, found: Found, rank: int | None, follow: bool, start: int) -> Iterator[str]:
         """The log from a byte on at which a line begins."""
-        with self._log(found).open(encoding="utf-8", errors="replace") as file:
+        with files.reading(self._log(found)):
+            log = files.regular(self._log(found))
+        with io.TextIOWrapper(log, encoding="utf-8", errors="replace") as file:
             file.seek(start)
             pieces = Pieces("\n", PREFIX)
             while True:
@@ -248,7 +252,7 @@ class LocalBackend(Backend):
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
         record = found.record
         if record["host"] != here():
-            raise UserError(f"{found.name} runs on {record['host'].split()[0]}: run the command there")
+            raise UserError(f"{found.name} runs on {record['host'].partition(' ')[0]}: run the command there")
         launcher = self._process(self.folder / found.name / RUNNING)
         marks = {contract.ENV_JOB: record["job"], contract.ENV_LAUNCHER: str(launcher)}
         words = commands.beside(sys.executable, rank, command, record["run_dir"])
@@ -257,7 +261,7 @@ class LocalBackend(Backend):
     def stop(self, found: Found) -> Status:
         record, folder = found.record, self.folder / found.name
         if record["host"] != here():
-            raise UserError(f"{found.name} runs on {record['host'].split()[0]}: cancel it there")
+            raise UserError(f"{found.name} runs on {record['host'].partition(' ')[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]

@@ -103,12 +103,8 @@ def _of(look: _Look, job: str, ancestors: Sequence[int]) -> list[int]:
 
 
 def _job(pid: int) -> str:
-    """The job that a process's environment names; "" where it names none, or is not ours to read."""
-    mark = f"{contract.ENV_JOB}=".encode()
-    for value in _read(pid, "environ").split(b"\0"):
-        if value.startswith(mark):
-            return value.removeprefix(mark).decode(errors="replace")
-    return ""
+    """The job that a process's environment names; "" where it names none, or is another user's."""
+    return contract.variables_of(pid).get(contract.ENV_JOB, "")
 
 
 def _another_job(pid: int, job: str) -> bool:

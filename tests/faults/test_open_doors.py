@@ -256,6 +256,64 @@ def test_who_may_rename_above_the_jobs_runs_no_code(team: Path, tmp_path: Path) 
     assert not went_off.exists()
 
 
+FORGED = """
+import os, sys
+os.setgid(65534); os.setuid(65534)
+os.execve("/bin/sh", ["sh", "-c", "echo ready; sleep 120"], dict(word.split("=", 1) for word in sys.argv[1:]))
+"""
+
+
+def test_another_users_process_with_the_marks_of_a_job_is_none_of_it(team: Path, tmp_path: Path) -> None:
+    """`exec` does not take its environment, `cancel` does not wait for it, and the job ends."""
+    job, went_off = tmp_path / "job.yaml", tmp_path / "went-off"
+    program = "import os, time; open('started', 'w').write(str(os.getppid())); time.sleep(300)"
+    job.write_text(
+        f"name: own\ncommand: [python, -c, {json.dumps(program)}]\nmax_restarts: 0\nranks_per_node: 1\ngrace_seconds: 5\n"
+    )
+    home, marks = tmp_path / "home", {}
+    assert _lockstep(home, "submit", "local", str(job))[0] == 0
+    try:
+        poll((home.parent.parent / "started").exists, what="a rank")
+        record = json.loads((home / "local/own/job.json").read_text())
+        marks = {
+            "RANK": "0", "LOCAL_RANK": "0", "LOCKSTEP_JOB": record["job"], "PATH": os.environ["PATH"], "FORGED": "1",
+            "LOCKSTEP_LAUNCHER": (home.parent.parent / "started").read_text(), "BASH_ENV": "/dev/null",
+        }  # fmt: skip
+        words = [f"{name}={value}" for name, value in marks.items()]
+        with subprocess.Popen([PYTHON, "-c", FORGED, *words], stdout=subprocess.PIPE) as other:
+            try:
+                assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+                begun = Path(f"/proc/{other.pid}/stat").read_text()
+                code, told = _lockstep(home, "exec", "local", "own", "--", "env")
+                assert code == 0 and "FORGED" not in told, (begun, told)
+                began = time.monotonic()
+                code, told = _lockstep(home, "cancel", "local", "own")
+                assert code == 0 and time.monotonic() - began < 60, told
+                assert "cancelled" in _lockstep(home, "status", "local", "own")[1]
+                assert other.poll() is None, "it was not ended either"
+                code, told = _lockstep(home, "exec", "local", "own", "--", "touch", str(went_off))
+                assert code == 2 and not went_off.exists(), told
+            finally:
+                other.kill()
+    finally:
+        _lockstep(home, "cancel", "local", "own")
+
+
+def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path: Path) -> None:
+    require(os.geteuid() == 0, "needs root, to act as another user")
+    victim = tmp_path / "victim"
+    victim.write_text("mine\n")
+    for name in ("events.jsonl", "metrics", "checkpoints"):
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        link = job.run_dir / name
+        link.symlink_to(victim if name == "events.jsonl" else tmp_path)
+        os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+        done = job.go()
+        assert done.code == 2 and f"{link} is a link of user {NOBODY}" in done.output, done.output
+        link.unlink()
+    assert victim.read_text() == "mine\n"
+
+
 @pytest.mark.parametrize(
     ("mode", "owner", "told"),
     [(0o777, 0, "can be changed by other users (mode 777)"), (0o770, 0, "can be changed by other users (mode 770)"),

@@ -229,6 +229,43 @@ def test_a_record_in_which_anything_is_missing_breaks_that_job_alone(backend: Lo
         file.write_text(json.dumps(whole))
 
 
+@pytest.mark.parametrize("value", ["", " ", "\ud800", "\0", "\x1b[2J"], ids=ascii)
+def test_no_text_in_a_record_hides_other_jobs(backend: LocalBackend, tmp_path: Path, value: str) -> None:
+    """Nor half a surrogate pair, which JSON can say and nothing can write."""
+    for job in ("done", "other"):
+        backend.submit(_spec(job))
+        assert backend.wait(job, BOUND).state == "succeeded"
+    record = json.loads((backend.folder / "done/job.json").read_text())
+    for name in ("host", "job", "run_dir", "created", "hash"):
+        (backend.folder / "done/job.json").write_text(json.dumps({**record, name: value}))
+        (backend.folder / "done/ended.json").unlink(missing_ok=True)
+        rows = {row.name: row.state for row in backend.list()}
+        assert rows["other"] == "succeeded", (name, rows)
+    (backend.folder / "done/job.json").write_text(json.dumps({**record, "run_dir": str(tmp_path / "run")}))
+    (tmp_path / "run").mkdir()
+    said = {"code": 1, "step": 1, "attempt": 1, "reason": value, "job": record["job"]}
+    (tmp_path / "run/status.json").write_text(json.dumps(said))
+    (backend.folder / "done/ended.json").unlink(missing_ok=True)
+    assert {row.name for row in backend.list()} == {"done", "other"}
+    done = lockstep(tmp_path, "status", "local", "done", LOCKSTEP_HOME=str(tmp_path / "home"))
+    assert "Traceback" not in done.stderr and "\x1b" not in done.stdout, done
+
+
+@pytest.mark.parametrize("kind", ["folder", "loop", "fifo", "zeros"])
+def test_a_log_that_is_none_ends_in_a_line(backend: LocalBackend, tmp_path: Path, kind: str) -> None:
+    backend.submit(_spec("done", "raise SystemExit(3)"))
+    assert backend.wait("done", BOUND).state == "failed"
+    log = backend.folder / "done/log.txt"
+    log.unlink()
+    {"folder": log.mkdir, "loop": lambda: log.symlink_to("log.txt"), "fifo": lambda: os.mkfifo(log),
+     "zeros": lambda: log.symlink_to("/dev/zero")}[kind]()  # fmt: skip
+    assert [row.state for row in backend.list()] == ["failed"]
+    for words in (["status"], ["logs"], ["logs", "--tail", "3"], ["cancel"]):
+        done = lockstep(tmp_path, words[0], "local", "done", *words[1:], LOCKSTEP_HOME=str(tmp_path / "home"))
+        assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1, (words, done)
+        assert done.returncode == 2 or words[0] != "logs", (words, done)
+
+
 @pytest.mark.parametrize("kind", ["ended", "broken", "damaged"])
 def test_500_jobs_are_listed_within_a_second(backend: LocalBackend, kind: str) -> None:
     """Of those whose processes are gone without a word, too: the processes of the machine are looked at once for all."""

@@ -31,6 +31,7 @@ from training.contract import (
     UserError,
     rank_of,
     tell_beside,
+    variables_of,
 )
 
 NOT_HERE = 3
@@ -41,12 +42,10 @@ _FROM_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZ
 
 
 def processes() -> Iterator[tuple[int, dict[str, str]]]:
-    """Id and environment of every process of this node whose environment may be read."""
+    """Id and environment of every process of this user on this node."""
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                variables = os.fsdecode(Path("/proc", entry, "environ").read_bytes()).split("\0")
-                yield int(entry), dict(variable.split("=", 1) for variable in variables if "=" in variable)
+        if entry.isdigit() and (env := variables_of(int(entry))):
+            yield int(entry), env
 
 
 def find(rank: int, own_env: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:

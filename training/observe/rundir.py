@@ -85,6 +85,7 @@ class RunDirectory:
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
             raise UserError(f"cannot use the run directory {path}: {getattr(error, 'strerror', error)}") from None
         try:
+            _refuse_links_of_others(path)
             files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
             if saved is not None:
@@ -248,6 +249,16 @@ def _locked(path: Path, seconds: float) -> filelock.FileLock:
             if path.stat().st_ino == waited_for:
                 return lock
         lock.release()
+
+
+def _refuse_links_of_others(path: Path) -> None:
+    """Whoever made the directory may have put a link where a run writes. One of the user's own, or of root, is meant."""
+    for entry in os.scandir(path):
+        owner = entry.stat(follow_symlinks=False).st_uid
+        if entry.is_symlink() and owner not in (0, os.geteuid()):
+            raise UserError(
+                f"{entry.path} is a link of user {owner} to {os.readlink(entry.path)}: remove it, or choose another --run-dir"
+            )
 
 
 def _begun_otherwise(path: Path, word: str) -> bool:
