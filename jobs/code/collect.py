@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.code import listing, refusals
+from jobs.code.tree import Changed, Found, Tree, Unfit, seen
 from training.contract import UserError
 from training.launch import archive
 from training.launch.archive import MAX_BYTES, MAX_PACKED, File
@@ -54,20 +53,31 @@ def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
         _check_path(path)
         refusals.check_name(path, allow)
     refusals.check_names(paths)
-    sizes = {path: _status(folder, path).st_size for path in paths}
-    if sum(sizes.values()) > MAX_BYTES:
-        raise _too_large(sizes, f"{sum(sizes.values())} bytes", f"{MAX_BYTES >> 20} MiB")
-    read = [_read(folder, path) for path in paths]
-    for path, (_, seen) in zip(paths, read):
-        if _seen(_status(folder, path)) != seen:  # all files must be of one moment: a mixture may never have existed
-            raise _changed(path)
-    found = [file for file, _ in read]
+    try:
+        with Tree(folder) as tree:
+            found, sizes = _files(tree, paths)
+    except OSError as error:
+        raise UserError(f"code: {folder} cannot be read: {error.strerror}") from None
     for file in found:
         refusals.check_content(file.path, file.data, allow)
     packed = archive.pack(found)
     if len(packed) > MAX_PACKED:
         raise _too_large(sizes, f"{len(packed)} bytes in an archive", f"{MAX_PACKED >> 20} MiB")
     return Bundle(found, archive.identity(found), packed)
+
+
+def _files(tree: Tree, paths: list[str]) -> tuple[list[File], dict[str, int]]:
+    """The files, all of one moment, and their sizes."""
+    found = {path: _found(tree, path) for path in paths}
+    _check_links(found)
+    sizes = {path: status.st_size for path, (_, status) in found.items()}
+    if sum(sizes.values()) > MAX_BYTES:
+        raise _too_large(sizes, f"{sum(sizes.values())} bytes", f"{MAX_BYTES >> 20} MiB")
+    read = [_read(tree, path, found[path]) for path in paths]
+    for path in paths:
+        if not _same(tree, path, found[path]):  # all files must be of one moment: a mixture may never have existed
+            raise _changed(path)
+    return read, sizes
 
 
 def _check_path(path: str) -> None:
@@ -77,49 +87,36 @@ def _check_path(path: str) -> None:
         raise UserError(f"code: {error}") from None
 
 
-def _status(folder: Path, path: str) -> os.stat_result:
-    """Of the file, behind a link within the folder. Raises `UserError` for what cannot travel."""
-    place = folder / path
+def _found(tree: Tree, path: str) -> Found:
     try:
-        if place.is_symlink():
-            target = place.resolve(strict=True)
-            if not target.is_relative_to(folder.resolve()):
-                raise UserError(
-                    f"code: {path} is a link that leads out of the folder: name it in {listing.IGNORE_FILE}"
-                )
-            if target.is_dir():
-                raise UserError(f"code: {path} is a link to a folder: name it in {listing.IGNORE_FILE}")
-        status = place.stat()
-    except (OSError, RuntimeError) as error:  # before Python 3.13 links in a circle are a RuntimeError
-        dangling = (
-            " is a link to nothing" if place.is_symlink() else f" cannot be read ({getattr(error, 'strerror', '')})"
-        )
-        raise UserError(f"code: {path}{dangling}: name it in {listing.IGNORE_FILE}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(
-            f"code: {path} is not a regular file (a device, a pipe or a socket): name it in {listing.IGNORE_FILE}"
-        )
-    return status
+        return tree.find(path)
+    except Unfit as error:
+        raise UserError(f"code: {path} {error}: name it in {listing.IGNORE_FILE}") from None
 
 
-def _seen(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode
+def _check_links(found: dict[str, Found]) -> None:
+    """A link must not bring along what does not travel by itself: what git ignores, `.git/config`, the folder of jobs."""
+    for path, (target, _) in found.items():
+        if target not in found:
+            raise UserError(
+                f"code: {path} is a link to {target}, which does not travel: name it in {listing.IGNORE_FILE}"
+            )
 
 
-def _read(folder: Path, path: str) -> tuple[File, tuple[int, ...]]:
-    before = _status(folder, path)
+def _read(tree: Tree, path: str, found: Found) -> File:
     try:
-        descriptor = os.open((folder / path).resolve(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            data = file.read(before.st_size + 1)
-            after = os.fstat(descriptor)
+        return File(path, bool(found.status.st_mode & 0o100), tree.read(found))
+    except Changed:
+        raise _changed(path) from None
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-            raise _changed(path) from None
         raise UserError(f"code: {path} cannot be read: {error.strerror}") from None
-    if _seen(before) != _seen(after) or len(data) != after.st_size:
-        raise _changed(path)
-    return File(path, bool(after.st_mode & 0o100), data), _seen(after)
+
+
+def _same(tree: Tree, path: str, before: Found) -> bool:
+    with contextlib.suppress(Unfit):
+        now = tree.find(path)
+        return now.path == before.path and seen(now.status) == seen(before.status)
+    return False
 
 
 def _changed(path: str) -> UserError:

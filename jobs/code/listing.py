@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jobs import private
 from jobs.code import repository
+from jobs.code.tree import Changed, Tree, Unfit
 from training import files
 from training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from training.launch import archive
@@ -106,7 +107,20 @@ def _ignored(folder: Path, found: set[str]) -> set[str]:
         return set()
     from pathspec import GitIgnoreSpec
 
+    try:
+        with Tree(folder) as tree:
+            place = tree.find(IGNORE_FILE)
+            if place.status.st_size > _MAX_IGNORE_BYTES:
+                raise UserError(
+                    f"code: {IGNORE_FILE} has {place.status.st_size} bytes, at most {_MAX_IGNORE_BYTES} are read"
+                )
+            data = tree.read(place)
+    except Unfit as error:
+        raise UserError(f"code: {IGNORE_FILE} {error}: put the lines into the file itself") from None
+    except Changed:
+        raise UserError(f"code: {IGNORE_FILE} was changed while it was read: submit again") from None
     with files.reading(folder / IGNORE_FILE):
-        text = files.read(folder / IGNORE_FILE, _MAX_IGNORE_BYTES).decode()
-        lines = re.sub(r"\*{3,}", "*", text).splitlines()  # the same to git; a regular expression of 40 takes for ever
+        lines = re.sub(
+            r"\*{3,}", "*", data.decode()
+        ).splitlines()  # the same to git, and to a regular expression shorter
         return set(GitIgnoreSpec.from_lines(lines).match_files(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import os
 import shutil
@@ -20,7 +22,9 @@ from jobs.code import collect as collecting
 from jobs.code import refusals
 from jobs.code.collect import collect
 from jobs.code.listing import files_of
+from jobs.code.tree import Found, Tree
 from tests.jobs.helpers import lockstep
+from tests.processes import PYTHON, require
 from training.contract import UserError
 from training.launch import archive
 from training.launch.archive import File
@@ -341,6 +345,108 @@ def test_links_travel_as_what_they_mean_and_leave_no_folder(folder: Path, write:
     assert "code: d is a link that leads out of the folder" in refused(folder)
 
 
+def test_links_are_followed_within_the_folder_by_each_way(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("a.py", "one")
+    write("sub/deep/b.py", "two")
+    (folder / "ways").symlink_to("sub/deep")
+    write(".lockstepignore", "/ways\n")
+    (tmp_path / "other").symlink_to(folder)
+    for name, target in {
+        "1": "../own/a.py", "2": str(folder / "a.py"), "3": "ways/../../a.py", "sub/deep/4": "../../3", "5": "./sub//deep/../../1",
+        "6": "../../" + "/".join(folder.parts[-2:]) + "/sub/../a.py",
+    }.items():  # fmt: skip
+        (folder / name).symlink_to(target)
+    (folder / "7").symlink_to(tmp_path / "other/a.py")
+    found = {file.path: file.data for file in collect(tmp_path / "other").files}
+    assert [found.pop(path) for path in ("1", "2", "3", "sub/deep/4", "5", "6", "7")] == [b"one"] * 7
+    assert sorted(found) == [".lockstepignore", "a.py", "sub/deep/b.py"]
+    (folder / "0").symlink_to("ways/../a.py")
+    assert "code: 0 is a link to nothing" in refused(folder), "above `ways` lies sub"
+
+
+def test_a_folder_that_became_a_link_brings_nothing_along(folder: Path, write: Write, tmp_path: Path) -> None:
+    """git lists what was in it still, and is told not to list the link."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "shadow").write_text("the owner's")
+    write("train.py", "x")
+    write("d/shadow", "x")
+    write("job.yaml", "name: own\ncommand: [python, train.py]\ncode: .\n")
+    write("sub/shadow", "x")
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    write(".gitignore", "/d\n")
+    shutil.rmtree(folder / "d")
+    for target in (outside, "sub"):
+        (folder / "d").symlink_to(target)
+        for words in (
+            ["lint", "job.yaml", "--backend", "slurm"],
+            ["render", "slurm", "job.yaml"],
+            ["submit", "local", "job.yaml"],
+        ):
+            done = lockstep(folder, *words)
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert "error: code: d/shadow lies behind a link, not in a folder of the code" in done.stderr, done
+        (folder / "d").unlink()
+    assert not (tmp_path / "home/code").exists()
+
+
+EXCHANGE = """
+import ctypes, random, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+one, other = (name.encode() for name in sys.argv[1:])
+print("ready", flush=True)
+while True:
+    libc.renameat2(-100, one, -100, other, 2)
+    time.sleep(random.uniform(0, 0.001))
+"""
+
+
+def test_a_folder_and_a_link_that_are_exchanged_all_the_time_bring_nothing_along(
+    folder: Path, write: Write, tmp_path: Path
+) -> None:
+    require(hasattr(ctypes.CDLL(None), "renameat2"), "needs renameat2, of Linux")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a").write_text("the owner's")
+    write("d/a", "code's own")
+    (tmp_path / "link").symlink_to(outside)
+    command = [PYTHON, "-c", EXCHANGE, str(folder / "d"), str(tmp_path / "link")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "ready\n"
+            for _ in range(1000):
+                with contextlib.suppress(UserError):
+                    assert {file.data for file in collect(folder).files} == {b"code's own"}
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("target", ["local.yaml", ".git/config", ".lockstep/local/job.json", "notes/big.txt"])
+def test_a_link_brings_nothing_along_that_does_not_travel_by_itself(
+    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """A repository of somebody else's may hold a link to what git ignores, where its users keep what is theirs."""
+    monkeypatch.setenv("LOCKSTEP_HOME", str(folder / ".lockstep"))
+    write(".gitignore", "local.yaml\n")
+    write(".lockstepignore", "notes\n")
+    git(folder, "init", "-q")
+    for path in ("local.yaml", ".lockstep/local/job.json", "notes/big.txt", "a/b.py"):
+        write(path, "x")
+    (folder / "a/harmless.txt").symlink_to(f"../{target}")
+    assert f"code: a/harmless.txt is a link to {target}, which does not travel" in refused(folder)
+
+
+def test_the_ignore_file_is_no_link_out_of_the_folder_and_no_pipe(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("a.py", "x")
+    (tmp_path / "outside").write_text("a.py\n")
+    (folder / ".lockstepignore").symlink_to(tmp_path / "outside")
+    assert "code: .lockstepignore is a link that leads out of the folder" in refused(folder)
+    (folder / ".lockstepignore").unlink()
+    os.mkfifo(folder / ".lockstepignore")
+    assert "code: .lockstepignore is not a regular file" in refused(folder)
+
+
 def test_devices_and_pipes_are_refused(folder: Path, write: Write) -> None:
     write("a.py", "x")
     os.mkfifo(folder / "pipe")
@@ -400,12 +506,12 @@ def test_files_that_change_while_they_are_read_are_an_error(
     first, _ = write("a.py", "one"), write("b.py", "two")
     real = collecting._read
 
-    def read(own: Path, path: str) -> object:
+    def read(tree: Tree, path: str, found: Found) -> object:
         if path == "b.py" and when == "after it was read":
             first.write_text("three")
         if path == "b.py" and when == "gone":
-            (own / "b.py").unlink()
-        return real(own, path)
+            (folder / "b.py").unlink()
+        return real(tree, path, found)
 
     def open_(*words: object, **more: object) -> int:
         descriptor = os_open(*words, **more)  # type: ignore[arg-type]
