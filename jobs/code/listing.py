@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jobs import private
-from jobs.code import repository
-from jobs.code.tree import Changed, Tree, Unfit
+from jobs.code import repository, tree
 from training import files
 from training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from training.launch import archive
@@ -103,22 +102,11 @@ def _without_products(found: set[str]) -> set[str]:
 
 def _ignored(folder: Path, found: set[str]) -> set[str]:
     """What `.lockstepignore` takes away. It has gitignore's syntax, and adds nothing."""
-    if not os.path.lexists(folder / IGNORE_FILE):
+    data = tree.lines_of(folder, IGNORE_FILE, _MAX_IGNORE_BYTES)
+    if not data:
         return set()
     from pathspec import GitIgnoreSpec
 
-    try:
-        with Tree(folder) as tree:
-            place = tree.find(IGNORE_FILE)
-            if place.status.st_size > _MAX_IGNORE_BYTES:
-                raise UserError(
-                    f"code: {IGNORE_FILE} has {place.status.st_size} bytes, at most {_MAX_IGNORE_BYTES} are read"
-                )
-            data = tree.read(place)
-    except Unfit as error:
-        raise UserError(f"code: {IGNORE_FILE} {error}: put the lines into the file itself") from None
-    except Changed:
-        raise UserError(f"code: {IGNORE_FILE} was changed while it was read: submit again") from None
     with files.reading(folder / IGNORE_FILE):
         lines = re.sub(
             r"\*{3,}", "*", data.decode()

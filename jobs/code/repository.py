@@ -8,20 +8,26 @@ settings only those count that say what is kept.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
-import tempfile
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from jobs.code import tree
 from training import files
 from training.contract import UserError
+from training.launch import scratch
 
-_TAKEN = ("core.excludesfile", "core.ignorecase", "core.precomposeunicode")
-"""Settings that are taken over. None of them starts a program."""
+_TAKEN = ("core.ignorecase", "core.precomposeunicode")
+"""Settings that are taken over. None of them starts a program, or names a file."""
+_EXCLUDES = "core.excludesfile"
 _FORMAT = "extensions.objectformat"
-_SECONDS = 60
+_SECONDS = 10
+_MAX_CONFIG = 1 << 20
 _MAX_LINE = 1 << 12
 _MAX_EXCLUDE = 1 << 20
 
@@ -45,13 +51,12 @@ def top_of(folder: Path) -> Path | None:
 def opened(top: Path) -> Iterator[Ask]:
     """Questions to git about the working tree `top`. Raises `UserError`, as they do."""
     own, common = _folders(top)
-    with tempfile.TemporaryDirectory(prefix="lockstep-git-") as made:
+    with scratch.folder("lockstep-git-") as made:
         ours = Path(made)
         (ours / "refs").mkdir()
         (ours / "info").mkdir()
         (ours / "HEAD").write_text("ref: refs/heads/none\n")
-        with contextlib.suppress(FileNotFoundError):
-            (ours / "info/exclude").write_bytes(_read(common / "info/exclude", _MAX_EXCLUDE))
+        (ours / "info/exclude").write_bytes(tree.lines_of(common, "info/exclude", _MAX_EXCLUDE))
         for part in own.glob("sharedindex.*"):
             (ours / part.name).symlink_to(part.absolute())
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -65,16 +70,34 @@ def opened(top: Path) -> Iterator[Ask]:
             given = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
             return _run(folder, ["-C", str(folder), *given], words, env, made)
 
-        config = common / "config"
-        if config.is_file():
-            listed = ask(ours, "config", "--file", str(config.absolute()), "--no-includes", "--list", "-z")
+        usual = str(_usual_excludes())
+        named = ask(ours, "config", "--type=path", "--default", usual, "--get", _EXCLUDES).removesuffix("\n")
+        (ours / "excludes").write_bytes(_excluded(Path(named or os.devnull)))
+        settings[_EXCLUDES] = str(ours / "excludes")
+        with contextlib.suppress(FileNotFoundError):
+            (ours / "theirs").write_bytes(_read(common / "config", _MAX_CONFIG))
+            listed = ask(ours, "config", "--file", str(ours / "theirs"), "--no-includes", "--list", "-z")
             known = dict(entry.partition("\n")[::2] for entry in listed.split("\0"))
+            if _EXCLUDES in known:
+                raise UserError(
+                    f"code: the git repository {top} names its own file of what is ignored ({_EXCLUDES}), which may be anybody's: "
+                    f"put its lines into .git/info/exclude, and git config --unset {_EXCLUDES}"
+                )
             settings |= {name: known[name] for name in _TAKEN if name in known}
             if known.get(_FORMAT) == "sha256":  # git takes it from a file only
                 (ours / "config").write_text(
                     "[core]\nrepositoryformatversion = 1\n[extensions]\nobjectformat = sha256\n"
                 )
         yield ask
+
+
+def _usual_excludes() -> Path:
+    """Where git looks for what this user ignores everywhere, if no setting names another file."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "git/ignore"
+
+
+def _excluded(path: Path) -> bytes:
+    return _read(path, _MAX_EXCLUDE) if str(path) != os.devnull and path.exists() else b""
 
 
 def _folders(top: Path) -> tuple[Path, Path]:
@@ -107,14 +130,25 @@ def _read(path: Path, limit: int) -> bytes:
 
 def _run(folder: Path, options: list[str], words: tuple[str, ...], env: dict[str, str], here: str) -> str:
     try:
+        libc = ctypes.CDLL(None)  # not in the child: another thread may hold the loader's lock
+
+        def end_with_us() -> None:
+            if sys.platform == "linux":
+                libc.prctl(
+                    1, int(signal.SIGKILL), 0, 0, 0
+                )  # PR_SET_PDEATHSIG: one that waits for a pipe waits for ever
+
         done = subprocess.run(
             ["git", *options, *words], cwd=here, env=env, capture_output=True, timeout=_SECONDS, check=False,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, preexec_fn=end_with_us,
         )  # fmt: skip
     except FileNotFoundError:
         raise UserError(f"code: {folder} is in a git repository, and git is not installed: install git") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"code: git did not answer within {_SECONDS} s in {folder}") from None
+        raise UserError(
+            f"code: git did not answer within {_SECONDS} s in {folder}: is a .gitignore or a file in .git there a pipe, or has it "
+            "too many files? Then name a smaller folder"
+        ) from None
     if done.returncode != 0:
         told = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"code: git {words[0]} fails in {folder}: {told[0] if told else done.returncode}")

@@ -12,6 +12,8 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from training.contract import UserError
+
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _FILE = os.O_RDONLY | os.O_CLOEXEC | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0)
@@ -39,6 +41,25 @@ class Found(NamedTuple):
 def seen(status: os.stat_result) -> tuple[int, ...]:
     """What differs when a file was changed or replaced."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode
+
+
+def lines_of(folder: Path, path: str, limit: int) -> bytes:
+    """What a file says that lies in the folder, b"" where there is none. Raises `UserError`."""
+    place = folder / path
+    if not os.path.lexists(place):
+        return b""
+    try:
+        with Tree(folder) as tree:
+            found = tree.find(path)
+            if found.status.st_size > limit:
+                raise UserError(f"code: {place} has {found.status.st_size} bytes, at most {limit} are read")
+            return tree.read(found)
+    except Unfit as error:
+        raise UserError(f"code: {place} {error}: put its lines into a file of that name") from None
+    except Changed:
+        raise UserError(f"code: {place} was changed while it was read: submit again") from None
+    except OSError as error:
+        raise UserError(f"code: cannot read {place}: {error.strerror}") from None
 
 
 class Tree:

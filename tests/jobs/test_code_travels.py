@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.code import collect as collecting
-from jobs.code import refusals
+from jobs.code import refusals, repository
 from jobs.code.collect import collect
 from jobs.code.listing import files_of
 from jobs.code.tree import Found, Tree
 from tests.jobs.helpers import lockstep
-from tests.processes import PYTHON, require
+from tests.processes import PYTHON, ROOT, clean_env, poll, processes, require, started
 from training.contract import UserError
 from training.launch import archive
 from training.launch.archive import File
@@ -138,17 +139,27 @@ def test_a_submodule_travels_where_it_was_fetched(folder: Path, write: Write, tm
     assert "the submodule third/other was not fetched: git submodule update --init" in refused(folder)
 
 
-def test_settings_of_a_repository_that_say_what_is_kept_count(folder: Path, write: Write, tmp_path: Path) -> None:
-    (tmp_path / "kept-out").write_text("*.csv\n")
+def test_settings_that_say_what_is_kept_count(
+    folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    (tmp_path / "user/.config/git").mkdir(parents=True)
+    (tmp_path / "user/.config/git/ignore").write_text("*.csv\n")
     for path in ("a.py", "b.csv", "c.log", "D.TXT", "sub/e.py"):
         write(path, "x")
     git(folder, "init", "-q", "--object-format=sha256")
     git(folder, "add", "a.py", "sub")
     git(folder, "commit", "-q", "-m", "x")
-    git(folder, "config", "core.excludesFile", str(tmp_path / "kept-out"))
     git(folder, "config", "core.ignoreCase", "true")
     write(".git/info/exclude", "*.log\n*.txt\n")
     assert files_of(folder) == ["a.py", "sub/e.py"]
+    (tmp_path / "user/.gitconfig").write_text("[core]\n\texcludesFile = ~/kept-out\n")
+    (tmp_path / "user/kept-out").write_text("a.*\n")
+    assert files_of(folder) == ["a.py", "b.csv", "sub/e.py"], "what is tracked is kept"
+    (tmp_path / "user/.gitconfig").write_text("[core]\n\texcludesFile = /dev/null\n")
+    assert files_of(folder) == ["a.py", "b.csv", "sub/e.py"]
+    (tmp_path / "user/.gitconfig").unlink()
     git(folder, "update-index", "--split-index")
     write("f.py", "x")
     git(folder, "add", "f.py")
@@ -199,7 +210,6 @@ def test_no_setting_of_a_repository_starts_a_program(folder: Path, write: Write,
         "filter.evil.smudge": str(program), "filter.evil.process": str(program), "filter.evil.required": "true",
         "alias.ls-files": f"!{program}", "alias.config": f"!{program}", "uploadpack.packObjectsHook": str(program),
         "protocol.allow": "always", "protocol.ext.allow": "always", "include.path": str(folder / "more"),
-        "core.excludesFile": "--help",
     }  # fmt: skip
     write("more", f"[core]\n\tfsmonitor = {program}\n")
     for place in repositories:
@@ -225,6 +235,73 @@ def test_no_setting_of_a_repository_starts_a_program(folder: Path, write: Write,
     assert done.returncode == 0, done.stderr
     assert lockstep(folder, "wait", "local", "own", "--timeout", "60").returncode == 0
     assert not went_off.exists()
+
+
+def test_a_pipe_where_git_looks_for_what_is_ignored_is_an_error_at_once(
+    folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened, it would be waited for without end."""
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    pipe = tmp_path / "user/pipe"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    write("a.py", "x")
+    git(folder, "init", "-q")
+    began = time.monotonic()
+    (tmp_path / "user/.gitconfig").write_text(f"[core]\n\texcludesFile = {pipe}\n")
+    assert f"code: cannot read {pipe}: it is not a regular file" in refused(folder), "this user's own"
+    (tmp_path / "user/.gitconfig").unlink()
+    (folder / ".git/info/exclude").unlink()
+    os.mkfifo(folder / ".git/info/exclude")
+    assert "/info/exclude is not a regular file" in refused(folder)
+    (folder / ".git/info/exclude").unlink()
+    (folder / ".git/info/exclude").symlink_to(tmp_path / "user/.gitconfig")
+    assert "/info/exclude is a link that leads out of the folder" in refused(folder)
+    (folder / ".git/info/exclude").unlink()
+    for named in (pipe, "--help", tmp_path / "user/of-the-owner"):
+        git(folder, "config", "core.excludesFile", str(named))
+        assert "names its own file of what is ignored (core.excludesfile)" in refused(folder), "the folder's"
+    (folder / ".git/config").unlink()
+    os.mkfifo(folder / ".git/config")
+    assert "/.git/config: it is not a regular file" in refused(folder)
+    assert time.monotonic() - began < 8
+
+
+def test_git_that_waits_for_a_pipe_is_ended_and_nothing_of_a_killed_command_is_left(
+    folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git itself opens each .gitignore."""
+    write("a.py", "x")
+    write("job.yaml", "name: own\ncommand: [python, a.py]\ncode: .\n")
+    git(folder, "init", "-q")
+    os.mkfifo(folder / ".gitignore")
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    command = [PYTHON, "-c", "from jobs.cli.main import main; main()", "render", "slurm", "job.yaml"]
+
+    def waiting() -> list[int]:
+        return [pid for pid, *_ in processes() if str(folder).encode() in _words(pid) and b"ls-files" in _words(pid)]
+
+    with started(
+        command, clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(tmp), LOCKSTEP_HOME=str(tmp_path)), cwd=folder
+    ) as killed:
+        poll(waiting, 30, "git, at the pipe")
+        killed.kill()
+        killed.wait()
+    poll(lambda: not waiting(), 10, "the end of git")
+    assert len(list(tmp.iterdir())) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp))
+    assert repository._SECONDS <= 10
+    monkeypatch.setattr(repository, "_SECONDS", 1)
+    assert "code: git did not answer within 1 s" in refused(folder)
+    assert not waiting() and not list(tmp.iterdir())
+
+
+def _words(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def test_a_submodule_that_leads_elsewhere_or_back_is_refused(folder: Path, write: Write) -> None:
@@ -441,10 +518,10 @@ def test_the_ignore_file_is_no_link_out_of_the_folder_and_no_pipe(folder: Path, 
     write("a.py", "x")
     (tmp_path / "outside").write_text("a.py\n")
     (folder / ".lockstepignore").symlink_to(tmp_path / "outside")
-    assert "code: .lockstepignore is a link that leads out of the folder" in refused(folder)
+    assert "/.lockstepignore is a link that leads out of the folder" in refused(folder)
     (folder / ".lockstepignore").unlink()
     os.mkfifo(folder / ".lockstepignore")
-    assert "code: .lockstepignore is not a regular file" in refused(folder)
+    assert "/.lockstepignore is not a regular file" in refused(folder)
 
 
 def test_devices_and_pipes_are_refused(folder: Path, write: Write) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,8 @@ def _remove_abandoned(prefix: str) -> None:
         return
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
+            found = path.lstat()  # one look: in a folder of everybody's, nobody else can replace a folder of ours
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
             with (path / LOCK).open() as lock:  # a folder without one is somebody else's, or is being made
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
