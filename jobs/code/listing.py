@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +22,9 @@ IGNORE_FILE = ".lockstepignore"
 NEVER = (".git", ".venv", DERIVED)
 """Names of files and folders that never travel. (`.git` is a file in a worktree and in a submodule.)"""
 _MAX_IGNORE_BYTES = 1 << 20
+_MATCH_SECONDS = 10
+_MAX_REPOSITORIES = 500
+_GIT_SECONDS = 60
 _SUBMODULE = "160000"
 
 
@@ -42,46 +49,57 @@ def files_of(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _git(folder: Path, top: Path, prefix: str = "") -> Iterator[str]:
+def _git(folder: Path, top: Path) -> Iterator[str]:
     """Tracked and untracked files that are not ignored, those of submodules and of repositories within, too."""
-    with repository.opened(top) as ask:
-        staged = [entry.partition("\t") for entry in ask(folder, "ls-files", "-z", "--stage").split("\0") if entry]
-        others = ask(folder, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
-    inner = {path for about, _, path in staged if about.startswith(_SUBMODULE)}
-    for path in [*(path for _, _, path in staged), *filter(None, others)]:
-        if path in inner or path.endswith("/"):
-            name = path.rstrip("/")
-            archive.check_path(name)
-            place = folder.resolve() / name
-            if not (place / ".git").exists() or place.resolve() != place:  # behind a link: it may lead back here
-                raise UserError(f"code: the submodule {prefix}{path} was not fetched: git submodule update --init")
-            yield from _git(place, place, f"{prefix}{name}/")
-        elif os.path.lexists(folder / path):  # a file that was removed, and is tracked still, does not travel
-            yield prefix + path
+    left, known, last = [(folder, top, "")], 1, time.monotonic() + _GIT_SECONDS
+    while left:
+        if known > _MAX_REPOSITORIES or time.monotonic() > last:
+            raise UserError(
+                f"code: {folder} holds more than {_MAX_REPOSITORIES} git repositories, or git needs more than {_GIT_SECONDS} s "
+                "for them: name a smaller folder"
+            )
+        inside, top, prefix = left.pop()
+        with repository.opened(top) as ask:
+            staged = [entry.partition("\t") for entry in ask(inside, "ls-files", "-z", "--stage").split("\0") if entry]
+            others = ask(inside, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
+        inner = {path for about, _, path in staged if about.startswith(_SUBMODULE)}
+        for path in [*(path for _, _, path in staged), *filter(None, others)]:
+            if path in inner or path.endswith("/"):
+                name = path.rstrip("/")
+                archive.check_path(prefix + name)
+                place = inside.resolve() / name
+                if not (place / ".git").exists() or place.resolve() != place:  # behind a link: it may lead back here
+                    raise UserError(f"code: the submodule {prefix}{path} was not fetched: git submodule update --init")
+                left.append((place, place, f"{prefix}{name}/"))
+                known += 1
+            elif os.path.lexists(inside / path):  # a file that was removed, and is tracked still, does not travel
+                yield prefix + path
 
 
 def _walked(folder: Path) -> Iterator[str]:
-    count = 0
-    for parent, inner, names in os.walk(folder, onerror=_raised):
-        links = [name for name in inner if os.path.islink(os.path.join(parent, name))]
-        inner[:] = [name for name in inner if name not in NEVER and name not in links]
-        if _is_product(set(names)):
-            inner[:] = []
+    left, count = [""], 0
+    while left:
+        prefix = left.pop()
+        try:
+            with os.scandir(folder / prefix) as entries:
+                kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        except OSError as error:
+            raise UserError(f"code: cannot read {error.filename}: {error.strerror}") from None
+        count += len(kinds)
+        if count > 10 * MAX_FILES:
+            raise UserError(f"code: {folder} has more than {10 * MAX_FILES} files: name a smaller folder")
+        if _is_product({name for name, is_folder in kinds.items() if not is_folder}):
             continue
-        for name in [*names, *links]:
-            count += 1
-            if count > 10 * MAX_FILES:
-                raise UserError(f"code: {folder} has more than {10 * MAX_FILES} files: name a smaller folder")
-            path = Path(parent, name).relative_to(folder).as_posix()
+        for name, is_folder in kinds.items():
+            path = prefix + name
             try:
-                path.encode()
+                length = len(path.encode())
             except UnicodeEncodeError:
                 raise UserError(f"code: {path!r} is not UTF-8: give it another name") from None
-            yield path
-
-
-def _raised(error: OSError) -> None:
-    raise UserError(f"code: cannot read {error.filename}: {error.strerror}")
+            if not is_folder or length > archive.MAX_PATH:  # such a folder counts as a file, whose path is refused
+                yield path
+            elif name not in NEVER:
+                left.append(f"{path}/")
 
 
 def _is_product(names: set[str]) -> bool:
@@ -107,8 +125,33 @@ def _ignored(folder: Path, found: set[str]) -> set[str]:
         return set()
     from pathspec import GitIgnoreSpec
 
-    with files.reading(folder / IGNORE_FILE):
+    with (
+        files.reading(folder / IGNORE_FILE),
+        _bounded(f"code: {IGNORE_FILE} has patterns that take too long: simplify it"),
+    ):
         lines = re.sub(
             r"\*{3,}", "*", data.decode()
         ).splitlines()  # the same to git, and to a regular expression shorter
         return set(GitIgnoreSpec.from_lines(lines).match_files(found))
+
+
+@contextlib.contextmanager
+def _bounded(told: str) -> Iterator[None]:
+    """Ends a search in patterns that somebody else has written: a regular expression of a few letters can take for ever.
+
+    By a timer, whose signal only the main thread can handle: elsewhere there is no bound.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(*_: object) -> None:
+        raise UserError(told)
+
+    handler = signal.signal(signal.SIGALRM, over)
+    timer = signal.setitimer(signal.ITIMER_REAL, _MATCH_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
