@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -720,3 +720,72 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(folder: Path, write: Wr
         assert not archive.holds(target, bundle.identity)
     archive.remove(target)
     assert not target.exists()
+
+
+NODE = """
+import os, sys, tempfile
+from pathlib import Path
+from training.launch import archive, carried
+identity, parts, mine = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+target = Path(tempfile.gettempdir(), f"lockstep-code-{identity[:16]}")
+os.symlink(mine, target.with_name(f".{target.name}.{os.getpid()}"))  # by somebody else, as is what lies at the target
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+if sys.argv[4:]:
+    print([archive.holds(target, identity) for _ in range(20000)].count(True))
+else:
+    print(carried.unpacked(identity, parts))
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Everybody may enter it, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@pytest.fixture
+def node(folder: Path, write: Write, shared: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Unpacks as user 65534, below a folder where everybody writes. What is in `mine` is this user's."""
+    require(os.geteuid() == 0, "needs root, to become another user")
+    write("a.py", "x")
+    bundle = collect(folder)
+    for name, mode in (("parts", 0o755), ("tmp", 0o1777), ("mine", 0o755)):
+        (shared / name).mkdir()
+        (shared / name).chmod(mode)
+    (shared / "parts/part-000").write_bytes(bundle.packed)
+    archive.unpack(bundle.files, shared / "mine/copy")
+    for path in (shared / "mine", *(shared / "mine").rglob("*")):
+        os.chown(path, 65534, 65534)
+
+    def run(mine: str, *words: str) -> subprocess.CompletedProcess[str]:
+        env = clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(shared / "tmp"))
+        command = [PYTHON, "-c", NODE, bundle.identity, str(shared / "parts"), str(shared / mine), *words]
+        return subprocess.run(command, env=env, cwd=shared, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+def test_a_link_of_somebody_elses_where_code_is_unpacked_takes_nothing_away(
+    node: Callable[..., subprocess.CompletedProcess[str]], shared: Path
+) -> None:
+    done = node("mine")
+    assert (shared / "mine/copy/a.py").read_text() == "x", "the folder that the link leads to"
+    assert done.returncode == 0 and done.stdout.startswith(str(shared / "tmp/lockstep-code-")), done
+
+
+def test_a_link_to_a_copy_is_not_a_copy_however_fast_it_changes(
+    folder: Path, node: Callable[..., subprocess.CompletedProcess[str]], shared: Path
+) -> None:
+    """What is there when it was looked at is not what the ranks are started in."""
+    require(hasattr(ctypes.CDLL(None), "renameat2"), "needs renameat2, of Linux")
+    target, link = shared / f"tmp/lockstep-code-{collect(folder).identity[:16]}", shared / "tmp/link"
+    target.mkdir()
+    link.symlink_to(shared / "mine/copy")
+    with started([PYTHON, "-c", EXCHANGE, str(target), str(link)]) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        done = node("mine", "only look")
+    assert (done.returncode, done.stdout) == (0, "0\n"), done

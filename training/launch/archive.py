@@ -11,7 +11,9 @@ import hashlib
 import io
 import os
 import re
+import stat
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -120,11 +122,17 @@ def unpack(entries: Iterable[File], target: Path) -> Path:
         UserError: it cannot be written, or something else has the name.
     """
     entries = list(entries)
+    temporary: Path | None = None
     try:
-        with files.replacing(target, durable=False) as temporary:
-            _write(entries, temporary)
-    except OSError as error:
-        remove(temporary)  # it is read-only by now
+        # Where everybody writes, a name that can be foreseen is one that somebody else has taken, for a link to our files.
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        _write(entries, temporary)
+        os.replace(temporary, target)
+    except BaseException as error:
+        if temporary is not None:
+            remove(temporary)
+        if not isinstance(error, OSError):
+            raise
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise UserError(f"cannot unpack the code to {target}: {error.strerror}") from None
         if not holds(target, identity(entries)):
@@ -133,7 +141,6 @@ def unpack(entries: Iterable[File], target: Path) -> Path:
 
 
 def _write(entries: list[File], folder: Path) -> None:
-    folder.mkdir(mode=0o700)
     folders = {folder}
     for file in entries:
         path = folder / PurePosixPath(file.path)
@@ -152,7 +159,8 @@ def _write(entries: list[File], folder: Path) -> None:
 def holds(folder: Path, expected: str) -> bool:
     """Whether an unpacked folder is ours and has the code of that identity, and nothing beside it."""
     try:
-        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        found = folder.lstat()  # one look: where everybody writes, nobody else can replace a folder of ours
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             return False
         return identity(_unpacked(folder)) == expected
     except OSError:
@@ -179,7 +187,7 @@ def _raised(error: OSError) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Takes away an unpacked folder, which is read-only."""
+    """Takes away an unpacked folder of ours, which is read-only."""
     for parent, _, names in os.walk(folder):
         with contextlib.suppress(OSError):
             os.chmod(parent, 0o700)
