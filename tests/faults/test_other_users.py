@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,7 @@ for line in sys.stdin:
         threading.Thread(target=each, args=(host, int(port)), daemon=True).start()
 """
 PAYLOADS = 8
+Start = Callable[..., list[tuple[list[str], dict[str, str]]]]
 
 
 class Attacker:
@@ -147,13 +148,13 @@ def _ends(output: str, code: int | None) -> None:
     assert "Traceback" not in output, output
 
 
-def _two_nodes(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
+def _two_nodes(job: Job, join: int = 30, **env: str) -> list[tuple[list[str], dict[str, str]]]:
     port = free_port()
     return [
         (
             [PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
              "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10",
-             "--join-timeout", "30", *job.words],
+             "--join-timeout", str(join), *job.words],
             job.env(**env),
         )
         for number in range(2)
@@ -176,44 +177,65 @@ def _submitted(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
     return [([PYTHON, "-c", "from jobs.cli.main import main; main()", *words], job.env(LOCKSTEP_HOME=home, **env))]
 
 
-@pytest.mark.parametrize("start", [_one_node, _two_nodes, _submitted])
+def _jobs(folder: Path, data_root: Path, starts: list[Start], **changes: object) -> dict[Start, Job]:
+    """They run at once, under one attack: most of the time goes into starting them."""
+    found = {}
+    for start in starts:
+        (folder / start.__name__).mkdir()
+        found[start] = Job(folder / start.__name__ / "run", data_root, 2, **changes)
+    return found
+
+
 def test_what_another_user_writes_into_the_ports_of_a_run_changes_nothing(
-    job: Job, marker: Path, undisturbed: Undisturbed, tmp_path: Path, start: object
+    tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
 ) -> None:
-    """He strikes while the run trains."""
+    """He strikes while `lockstep run`, two nodes of `training launch`, and `submit local` train, and until they have ended."""
     held = tmp_path / "held"
     held.touch()
     fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
-    commands = start(job, **fate)  # type: ignore[operator]
+    jobs = _jobs(tmp_path, data_root, [_one_node, _two_nodes, _submitted])
+    commands = [command for start, job in jobs.items() for command in start(job, **fate)]
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(started(words, env)) for words, env in commands]
-        poll(lambda: (job.run_dir / "checkpoints/step-00000004").exists(), 200, "the run on its way")
-        with Attacker.at(marker, job) as attacker:
-            # The ranks' store, and that of several nodes.
-            poll(lambda: attacker.stores >= len(commands), 90, "the stores")
+        for job in jobs.values():
+            poll((job.run_dir / "checkpoints/step-00000004").exists, 200, "the run on its way")
+        with Attacker.at(marker, *jobs.values()) as attacker:
+            # The ranks' store of each run, and the one where several nodes meet.
+            poll(lambda: attacker.stores >= len(jobs) + 1, 90, "the stores")
             poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 90, "each payload at each port")
             held.unlink()
             output = [process.communicate(timeout=200)[0] for process in running]
     assert [process.returncode for process in running] == [0] * len(running), output
     assert not marker.exists()
-    assert_same(job.run_dir, undisturbed(2))
-    job.assert_gone()
+    for job in jobs.values():
+        assert_same(job.run_dir, undisturbed(2))
+        job.assert_gone()
 
 
-@pytest.mark.parametrize(("start", "secret"), [(_one_node, ""), (_two_nodes, "the job's own"), (_two_nodes, "")])
 def test_another_user_who_strikes_from_the_start_runs_no_code(
-    tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed, start: object, secret: str
+    tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
 ) -> None:
-    """Before the ranks have met he can keep them from it; without a secret the nodes, too."""
-    job = Job(tmp_path / "run", data_root, 2, collective_timeout=20)
-    commands = start(job, LOCKSTEP_SECRET=secret)  # type: ignore[operator]
-    with Attacker.at(marker, job), contextlib.ExitStack() as stack:
-        running = [stack.enter_context(started(words, env)) for words, env in commands]
-        begun = time.monotonic()
-        output = [process.communicate(timeout=max(1, 300 - (time.monotonic() - begun)))[0] for process in running]
-    for process, text in zip(running, output):
+    """Before the ranks have met he can keep them from it."""
+    jobs = _jobs(tmp_path, data_root, [_one_node, _two_nodes], collective_timeout=20)
+    secret = {"LOCKSTEP_SECRET": "the job's own"}
+    commands = {
+        _one_node: _one_node(jobs[_one_node], **secret),
+        _two_nodes: _two_nodes(jobs[_two_nodes], join=10, **secret),
+    }
+    with Attacker.at(marker, *jobs.values()), contextlib.ExitStack() as stack:
+        running = {
+            job: [stack.enter_context(started(words, env)) for words, env in commands[start]]
+            for start, job in jobs.items()
+        }
+        last = time.monotonic() + 300
+        output = {
+            process: process.communicate(timeout=max(1, last - time.monotonic()))[0]
+            for processes in running.values() for process in processes
+        }  # fmt: skip
+    for process, text in output.items():
         _ends(text, process.returncode)
     assert not marker.exists()
-    if all(process.returncode == 0 for process in running):
-        assert_same(job.run_dir, undisturbed(2))
-    job.assert_gone()
+    for job, processes in running.items():
+        if all(process.returncode == 0 for process in processes):
+            assert_same(job.run_dir, undisturbed(2))
+        job.assert_gone()

@@ -93,8 +93,11 @@ class _Bomb:
         return os.system, (f"touch {self.marker}",)
 
 
-def test_a_node_that_has_joined_writes_over_what_others_write(served: dist.TCPStore, tmp_path: Path) -> None:
-    node = _node(served)
+@pytest.mark.parametrize("secret", ["ours", ""])
+def test_a_node_that_has_joined_writes_over_what_others_write(
+    served: dist.TCPStore, tmp_path: Path, secret: str
+) -> None:
+    node = _node(served, secret)
     assert node.next_rendezvous().world_size == 1
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
     key = "lockstep/nodes/job"
