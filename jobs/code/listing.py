@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from jobs import private
-from jobs.code import repository, tree
+from jobs.code import patterns, repository, tree
 from training import files
 from training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from training.launch import archive
@@ -22,7 +18,6 @@ IGNORE_FILE = ".lockstepignore"
 NEVER = (".git", ".venv", DERIVED)
 """Names of files and folders that never travel. (`.git` is a file in a worktree and in a submodule.)"""
 _MAX_IGNORE_BYTES = 1 << 20
-_MATCH_SECONDS = 10
 _MAX_REPOSITORIES = 500
 _GIT_SECONDS = 60
 _SUBMODULE = "160000"
@@ -123,35 +118,5 @@ def _ignored(folder: Path, found: set[str]) -> set[str]:
     data = tree.lines_of(folder, IGNORE_FILE, _MAX_IGNORE_BYTES)
     if not data:
         return set()
-    from pathspec import GitIgnoreSpec
-
-    with (
-        files.reading(folder / IGNORE_FILE),
-        _bounded(f"code: {IGNORE_FILE} has patterns that take too long: simplify it"),
-    ):
-        lines = re.sub(
-            r"\*{3,}", "*", data.decode()
-        ).splitlines()  # the same to git, and to a regular expression shorter
-        return set(GitIgnoreSpec.from_lines(lines).match_files(found))
-
-
-@contextlib.contextmanager
-def _bounded(told: str) -> Iterator[None]:
-    """Ends a search in patterns that somebody else has written: a regular expression of a few letters can take for ever.
-
-    By a timer, whose signal only the main thread can handle: elsewhere there is no bound.
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def over(*_: object) -> None:
-        raise UserError(told)
-
-    handler = signal.signal(signal.SIGALRM, over)
-    timer = signal.setitimer(signal.ITIMER_REAL, _MATCH_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+    with files.reading(folder / IGNORE_FILE):
+        return patterns.matched(data.decode(), found, IGNORE_FILE)

@@ -1,0 +1,59 @@
+"""Which paths gitignore's patterns match that somebody else has written: found in a process of its own, with a bound.
+
+pathspec makes a regular expression of each. One with ten stars takes for ever, and no thread can end it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from training.contract import UserError
+
+SECONDS = 10
+_MATCH = """
+import json, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))  # also where nobody waits any more
+except (ImportError, OSError, ValueError):
+    pass
+sys.path.append(sys.argv[1])
+from pathspec import GitIgnoreSpec
+lines, paths = json.load(sys.stdin)
+try:
+    json.dump([*GitIgnoreSpec.from_lines(lines).match_files(paths)], sys.stdout)
+except Exception as error:
+    sys.exit(f"{error}")
+"""
+
+
+def matched(text: str, paths: set[str], name: str) -> set[str]:
+    """Those of the paths that the patterns match.
+
+    Args:
+        name: of the file with the patterns, for people.
+
+    Raises:
+        UserError: it takes too long.
+        ValueError: no patterns.
+    """
+    import pathspec
+
+    lines = re.sub(r"\*{3,}", "*", text).splitlines()  # the same to git
+    place = str(Path(pathspec.__file__).parents[1])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _MATCH, place, str(SECONDS)], input=json.dumps([lines, sorted(paths)]),
+            capture_output=True, text=True, timeout=SECONDS, check=False, cwd=place,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UserError(f"code: {name} has patterns that take more than {SECONDS} s: simplify them") from None
+    if done.returncode < 0:  # by the limit that it has itself, or for its memory
+        raise UserError(f"code: {name} has patterns that take too much: simplify them")
+    if done.returncode != 0:
+        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no patterns")
+    return set(json.loads(done.stdout))
