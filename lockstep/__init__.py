@@ -1,7 +1,7 @@
 """`from lockstep import Session`: your own training loop with what Lockstep promises (docs/own-training.md).
 
-Importing the package loads nothing. A rank that does so ends with its launcher from then on, and keeps early signals for its
-Session. torch is imported with the first name that needs it.
+Importing the package loads nothing. In a rank it loads little, and from then on the rank ends with its launcher, and
+keeps signals for its `Session`. torch is imported with the first name that needs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jobs import submit as submit
     from training.session import Session as Session
 
-if "LOCKSTEP_LAUNCHER" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # in a rank, from its first line
+if not {"LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):  # what a script imports next may take long
     from training.launch import early, lifeline
 
     lifeline.end_with_launcher(os.environ)

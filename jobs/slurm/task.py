@@ -127,10 +127,7 @@ class TrainingTask:
             signal.signal(number, lambda number, frame: heard.add(number))  # noqa: ARG005 - the handler's signature
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
-        signal.pthread_sigmask(signal.SIG_BLOCK, held)
-        came = signal.sigpending() & held
-        if not ours:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        signal.pthread_sigmask(signal.SIG_BLOCK if ours else signal.SIG_UNBLOCK, held)
         if self.code and not os.path.isdir(self.code_folder):
             self._leave(
                 here,
@@ -141,13 +138,12 @@ class TrainingTask:
             child = subprocess.Popen(command, env=self._environment(here, ours), cwd=self.code_folder or None)
         except OSError as error:
             self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
-        if ours:
-            came |= signal.sigpending() & held
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        came = heard | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         waiting = early.Held()
-        for number in came:  # before the rank was there; later ones SLURM sends to every process
-            waiting.send([child.pid], number)
-        while waiting.release() and child.poll() is None:
+        for number in came & held:
+            waiting.send((), number)
+        while waiting.release([child.pid]) and child.poll() is None:
             time.sleep(0.1)
         code = child.wait()
         if not ours and -code in heard:

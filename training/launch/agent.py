@@ -90,7 +90,8 @@ class Agent(TorchAgent):
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.finish_lines()  # what killed ranks began
         self.starts += 1  # a change of membership counts here, and not as a restart
-        self.held = early.Held(self.grace)
+        earlier, self.held = self.held, early.Held(self.grace)  # from here on it takes what comes
+        self.held.inherit(earlier)
         # Ours take signals from the moment they catch them, and inherit that they wait until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
         try:
@@ -120,7 +121,7 @@ class Agent(TorchAgent):
         if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
             self.signalled = number
         if self._waits and not (self.ours or number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)):
-            return
+            return self.held.send((), number)  # for the ranks that start next
         if self._pcontext is None or self._waits:
             raise SignalException(f"signal {number}", signal.Signals(number))
         self.held.send(self._pcontext.pids().values(), number)
@@ -157,10 +158,13 @@ class Agent(TorchAgent):
         """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
-        self.held.release()
+        assert self._pcontext is not None
+        self.held.release(self._pcontext.pids().values())
         failures.tell(worker_group, failures.failed(worker_group, self._pcontext))
         failed = failures.failed(worker_group, self._pcontext)  # more may have ended meanwhile
         result = super()._monitor_workers(worker_group)
+        if not self.held.handed:
+            codes.forget_ended(result, failed)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
         if ended == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
@@ -290,11 +294,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
     attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
     if not attempts.begin():
-        print(
-            f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell_beside(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
@@ -343,6 +343,7 @@ def _run(
         agent.serves = serves
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
+        agent.held = early.Held()
         agent.catch()
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
@@ -36,6 +36,18 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
     if code == EXIT_PREEMPTED:
         return 128 + signal.SIGTERM
     return 138 if attempt < max_restarts else EXIT_FAILED
+
+
+def forget_ended(result: RunResult, failed: Mapping[int, int]) -> None:
+    """Drops the 75 of ranks that the agent has ended because another one had failed: nobody has asked them to save.
+
+    Args:
+        failed: rank → exit code, of those that had failed before.
+    """
+    if failed and set(FINAL).isdisjoint(failed.values()):
+        for rank, failure in list(result.failures.items()):
+            if rank not in failed and failure.exitcode == EXIT_PREEMPTED:
+                del result.failures[rank]
 
 
 def too_early(result: RunResult, signalled: int | None) -> str:

@@ -9,7 +9,6 @@ what comes for its Session (`keep_for_session`). Imports nothing heavy.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import ctypes
 import os
 import signal
@@ -50,84 +49,117 @@ class Held:
         grace: seconds that a rank has after a signal; half of them are left for saving.
     """
 
+    # A handler calls `send` at any moment, also while one of these methods runs: they iterate over copies.
     def __init__(self, grace: float = 2 * HOLD_SECONDS) -> None:
         self._until = time.monotonic() + min(HOLD_SECONDS, grace / 2)
         self._waiting: dict[tuple[int, int], float] = {}
         """(process, signal) → when it came."""
-        self._handed: set[int] = set()
+        self._missed: set[int] = set()
+        """They came while no rank was there."""
+        self._gone: set[int] = set()
+        """Those of which a rank was gone already: all may be about to start again."""
+        self.handed: set[int] = set()
 
     def send(self, pids: Iterable[int], number: int) -> None:
-        """Hands it on to those who can take it, and keeps it for the others."""
+        """Hands it on to those who can take it, and keeps it for the others. Without a process, for those to come."""
         now, pids = time.monotonic(), list(pids)
-        if any(now - came > ONCE_SECONDS for (_, one), came in self._waiting.items() if one == number):
+        if not pids:
+            self._missed.add(number)
+        if any(now - came > ONCE_SECONDS for (_, one), came in list(self._waiting.items()) if one == number):
             self._until = now
         for pid in pids:
             if number != signal.SIGKILL and now < self._until and starting(pid, number):
                 self._waiting.setdefault((pid, number), now)
             else:
                 self._hand_on(pid, number)
-        self.release()
+        self._release()
 
-    def release(self) -> bool:
+    def release(self, pids: Iterable[int]) -> bool:
         """Call it again and again: hands on what need not wait any more. Whether something waits still."""
+        pids = list(pids)
+        while pids and self._missed:
+            self.send(pids, self._missed.pop())
+        self._release()
+        return bool(self._waiting)
+
+    def _release(self) -> None:
         for pid, number in list(self._waiting):
             ready = time.monotonic() >= self._until or not starting(pid, number)
             if ready and self._waiting.pop((pid, number), None) is not None:  # a handler may have been here meanwhile
                 self._hand_on(pid, number)
-        return bool(self._waiting)
 
     def _hand_on(self, pid: int, number: int) -> None:
-        self._handed.add(number)
-        with contextlib.suppress(ProcessLookupError):
+        self.handed.add(number)
+        try:
             os.kill(pid, number)
+        except ProcessLookupError:
+            self._gone.add(number)
 
     def ending(self, codes: Iterable[int]) -> int | None:
         """The signal that has ended these ranks (exit codes as Python gives them), or that one has not had when it ended."""
-        ended = next((-code for code in codes if -code in self._handed), None)
-        return ended or next((number for _, number in self._waiting), None)
+        ended = next((-code for code in codes if -code in self.handed), None)
+        return ended or next((number for _, number in list(self._waiting)), None)
+
+    def inherit(self, earlier: Held) -> None:
+        """What the ranks of an earlier start have not had comes to these."""
+        self._missed |= {number for _, number in list(earlier._waiting)} | earlier._missed | earlier._gone
 
 
-_before: dict[signal.Signals, Any] = {}
+_before: dict[int, Any] = {}
 """The handlers that were there, for as long as `_keep` is in their place."""
 _came: dict[int, float] = {}
-_parent = os.getppid()
-"""The launcher or the task, where this is a rank."""
+_no_session = threading.Event()
+"""There is none to wait for, and the main thread, which alone can give handlers back, has not done so."""
 
 
 def keep_for_session(env: Mapping[str, str]) -> None:
     """In a rank that Lockstep's launcher or SLURM's task has started: what comes from here on waits for the Session."""
-    if env.get(ENV_LAUNCHER) != str(os.getppid()) or threading.current_thread() is not threading.main_thread():
+    if not _launched(env) or threading.current_thread() is not threading.main_thread():
         return
     for number in sorted(FORWARDED, key=signal.SIGTERM.__eq__):  # TERM last: who catches it catches all (`starting`)
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            _before[number] = signal.signal(number, _keep)
-    os.register_at_fork(after_in_child=give_back)
+        if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler):
+            _before[number] = handler
+            signal.signal(number, _keep)
+    os.register_at_fork(after_in_child=lambda: taken({}))  # what came was for its parent
 
 
-def taken() -> tuple[dict[signal.Signals, Any], list[int]]:
-    """The handlers that were there before, and the signals that have come: they are the caller's now."""
-    before, came = dict(_before), list(_came)
+def _launched(env: Mapping[str, str]) -> bool:
+    """Whether the launcher that started this process is its parent, still."""
+    return env.get(ENV_LAUNCHER) == str(os.getppid())
+
+
+def taken(replaced: dict[int, Any]) -> list[int]:
+    """Gives the handlers back, in the main thread, and returns the signals that have come: they are the caller's now.
+
+    Args:
+        replaced: handlers that the caller has replaced. Where one was ours, the one before it is put in.
+    """
+    for number, handler in list(_before.items()):
+        if replaced.get(number) is _keep:
+            replaced[number] = handler
+        elif signal.getsignal(number) is _keep:
+            signal.signal(number, handler)
+    came = list(_came)  # from here on there are no more
     _before.clear()
     _came.clear()
-    return before, came
+    return came
 
 
 def give_back() -> None:
-    """For a program that handles signals itself, and for a child that it has forked."""
-    before, came = taken()
-    for number, handler in before.items():
-        if signal.getsignal(number) is _keep:
-            signal.signal(number, handler)
-    for one in came:
-        signal.raise_signal(one)
+    """For a program that handles signals itself: what has come comes now."""
+    if threading.current_thread() is threading.main_thread():
+        for one in taken({}):
+            signal.raise_signal(one)
+    elif _before:
+        _no_session.set()
+        for one in list(_came):
+            os.kill(os.getpid(), one)
 
 
 def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
-    if number not in _before:
-        return
     now = time.monotonic()
-    # The kernel sends a TERM, too, when the launcher dies: nobody waits for this rank any more.
-    if now - _came.get(number, now) > ONCE_SECONDS or os.getppid() != _parent:
+    # Without its launcher, whose death the kernel tells by a TERM, a rank that has not begun has nothing to wait for.
+    if not _launched(os.environ) or _no_session.is_set() or now - _came.get(number, now) > ONCE_SECONDS:
         give_back()
         signal.raise_signal(number)
     elif number not in _came:
@@ -138,6 +170,9 @@ def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the h
 
 def _end_without_session(number: int) -> None:
     time.sleep(HOLD_SECONDS)
-    if number in _before and signal.getsignal(number) is _keep:
-        ctypes.CDLL(None).signal(number, 0)  # the default; Python's own call is for its main thread, which may be busy
+    if _came.pop(number, None) is not None:
+        if signal.getsignal(number) is _keep:  # else the program has one of its own by now
+            ctypes.CDLL(None).signal(
+                number, 0
+            )  # the default; Python's own call is for its main thread, which may be busy
         os.kill(os.getpid(), number)

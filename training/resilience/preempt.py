@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,8 @@ class Signals:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
             numbers = [number for number in numbers if number != signal.SIGHUP]
         self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _nothing) for number in numbers}
-        before, came = early.taken()  # while the program was starting
-        self._before |= {number: handler for number, handler in before.items() if number in self._before}
-        for number in before.keys() - self._before.keys():
-            signal.signal(number, before[number])
+        self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in numbers}
+        came = early.taken(self._before)  # while the program was starting
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()

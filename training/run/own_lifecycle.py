@@ -75,7 +75,7 @@ class Lifecycle:
             if self._handles and threading.current_thread() is threading.main_thread():
                 self._signals = Signals(self.settings.preempt.signals, meeting=True)
                 stack.callback(self._signals.restore)
-            elif threading.current_thread() is threading.main_thread():
+            else:
                 early.give_back()
             world = stack.enter_context(
                 joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
