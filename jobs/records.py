@@ -104,6 +104,8 @@ class SlurmJob(TypedDict):
     job: str
 
 
+_FOUND_BY = ("job", "host", "run_dir", "submitit", "job_id")
+"""Processes, folders and machines are found by these. An empty one would find all of them."""
 _SHAPES: dict[type[Any], Any] = {}
 
 
@@ -116,12 +118,13 @@ def _shape(kind: type[Any]) -> Any:
 
 
 def parse(value: Any, kind: type[R]) -> R | None:
-    """The record that a plain value holds; None where a key is missing, or has a value of another kind."""
+    """The record that a plain value holds; None where a key is missing, or has a value of another kind or none at all."""
     try:
         found: R = _shape(kind).validate_python(value, strict=True)
     except ValueError:  # pydantic's
         return None
-    return found
+    words = (value[name] for name in _FOUND_BY if isinstance(value.get(name), str))
+    return None if any(not word.strip() or "\0" in word for word in words) else found
 
 
 def read(path: Path, kind: type[R]) -> R | None:

@@ -201,13 +201,23 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = 4 << 20) -> Any:
-    """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON.
+    """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON."""
+    try:
+        return parsed(read(path, limit))
+    except (OSError, ValueError):
+        return None
 
-    Half a surrogate pair is no text either: JSON can escape it, and nothing can write it.
+
+def parsed(data: bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is none, or holds what could not be written or shown again: half a character (`\\ud800`), NaN, a number
+            beyond all others, or very deep nesting.
     """
     try:
-        value = json.loads(read(path, limit))
-        json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except (OSError, ValueError, RecursionError, MemoryError):
-        return None
+        value = json.loads(data.decode())
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(reason_of(error)) from None
+    return value

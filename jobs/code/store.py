@@ -78,7 +78,7 @@ def _remove_unused() -> None:
     """Copies that no job names, and what killed commands have left, go after a week."""
     old = time.time() - KEPT_SECONDS
     records = (files.read_json(path) for path in private.home().glob("*/*/job.json"))
-    named = {get(record, "spec", "code", "hash") for record in records}
+    named = {str(get(record, "spec", "code", "hash")) for record in records}
     for place in home().iterdir():
         identity = place.name.removesuffix(".tar.gz")
         with contextlib.suppress(OSError):

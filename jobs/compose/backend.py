@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import secrets
 import threading
@@ -34,7 +33,7 @@ from jobs.lines import newest, of_rank
 from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from jobs.spec.model import JobSpec
 from jobs.status import Listed, Status, Submitted
-from training import contract
+from training import contract, files
 from training.contract import UserError
 
 CANCELLED = "lockstep/cancelled"
@@ -313,8 +312,8 @@ def _sorted(nodes: Nodes) -> Nodes:
 def _value(data: bytes) -> Any:
     """Of a JSON text; None if it is not JSON."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
+        return files.parsed(data)
+    except ValueError:
         return None
 
 

@@ -63,14 +63,15 @@ class LocalBackend(Backend):
     def _found(self, name: str) -> Found | None:
         """`find`, in the folder that was checked."""
         check_name(name)
-        plain = files.read_json(self.folder / name / JOB)
-        if plain is None:
+        file = self.folder / name / JOB
+        plain = files.read_json(file)
+        if plain is None and not os.path.lexists(file):
             return None
         with contextlib.suppress(FileNotFoundError):  # being replaced
             private.own(self.folder / name)
         record = records.parse(plain, records.LocalJob)
         if record is None:
-            raise UserError(f"{self.folder / name / JOB} is damaged, or of another version: remove its folder")
+            raise UserError(f"{file} is damaged, or of another version: remove its folder")
         return Found(name, record["hash"], record["spec"], record)
 
     def taken(self) -> set[str]:
@@ -295,7 +296,7 @@ class LocalBackend(Backend):
         except FileNotFoundError:
             return []
         jobs = []
-        for name in sorted(entry.name for entry in self.folder.iterdir() if (entry / JOB).exists()):
+        for name in sorted(entry.name for entry in self.folder.iterdir() if os.path.lexists(entry / JOB)):
             try:
                 if (found := self._found(name)) is not None:
                     jobs.append((found, self._before(found)))

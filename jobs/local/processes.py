@@ -68,7 +68,8 @@ class _Look:
                 pid = int(entry)
                 found.states[pid] = fields[0]
                 found.children.setdefault(int(fields[1]), []).append(pid)
-                found.jobs.setdefault(_job(pid), []).append(pid)
+                if job := _job(pid):
+                    found.jobs.setdefault(job, []).append(pid)
         return found
 
 

@@ -296,7 +296,7 @@ def _last_error(logs: Sequence[Path], begun: Sequence[int]) -> str:
     telling = []
     for log, since in zip(logs, begun, strict=True):
         try:
-            with log.open("rb") as file:
+            with files.regular(log) as file:
                 file.seek(max(since, file.seek(0, os.SEEK_END) - 16384))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:

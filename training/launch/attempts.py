@@ -74,7 +74,7 @@ class Attempts:
     @staticmethod
     def _read(file: Path) -> tuple[int, int]:
         try:
-            value = json.loads(files.read(file, 1 << 16))
+            value = files.parsed(files.read(file, 1 << 16))
             return int(value["used"]), int(value["running"] is True)
         except FileNotFoundError:
             return 0, 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, ClassVar
 from jobs.code import store
 from jobs.foreground import Interrupt, Streams
 from jobs.slurm.transport import scripts
+from training import files
 from training.contract import UserError
 
 SECONDS = 60.0
@@ -194,8 +194,8 @@ def failure(told: Answer, path: str) -> OSError:
 def parsed(data: bytes | None) -> Any:
     """The value of a JSON text; None if it is not valid JSON."""
     try:
-        return None if data is None else json.loads(data)
-    except (ValueError, RecursionError):
+        return None if data is None else files.parsed(data)
+    except ValueError:
         return None
 
 

@@ -5,7 +5,6 @@ Every file may be missing, cut off or damaged, and may hold anything: what can b
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -94,8 +93,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
         with files.regular(path) as file:
             while file.tell() < _EVENT_BYTES and (line := file.readline(_LINE_BYTES)):
                 try:
-                    value = json.loads(line.decode(errors="replace"))
-                except (ValueError, RecursionError):
+                    value = files.parsed(line)
+                except ValueError:
                     continue  # cut off by a kill
                 if isinstance(value, dict) and isinstance(value.get("event"), str):
                     at = number_of(value.get("time"))
