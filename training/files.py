@@ -212,7 +212,7 @@ def parsed(data: bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is none, or holds what could not be written or shown again: half a character (`\\ud800`), NaN, a number
+        ValueError: it is not JSON, or holds what could not be written or shown again: half a character (`\\ud800`), NaN, a number
             beyond all others, or very deep nesting.
     """
     try:
