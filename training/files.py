@@ -50,9 +50,19 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+def _new(path: Path) -> int:
+    """The descriptor of a file that was not there, in the place of one that a killed process has left.
+
+    Whoever may write in the folder can foresee the name, and put a link there to a file that is not theirs.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
 def write_durable(path: Path, data: bytes) -> None:
     """A new file whose content is on the disk when this returns. Raises `OSError`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = _new(path)
     try:
         write_all(descriptor, data)
         fsync(descriptor)
@@ -115,8 +125,8 @@ def publish(path: Path, data: bytes) -> None:
 
     Raises `OSError`.
     """
-    with replacing(path, durable=False) as temporary:
-        temporary.write_bytes(data)
+    with replacing(path, durable=False) as temporary, open(_new(temporary), "wb") as file:
+        file.write(data)
 
 
 def remove_stale(directory: Path, names: tuple[str, ...]) -> None:

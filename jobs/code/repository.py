@@ -109,7 +109,9 @@ def _folders(top: Path) -> tuple[Path, Path]:
         common = own / _line(own / "commondir") if (own / "commondir").exists() else own
         whole = (own / "HEAD").exists() and (common / "objects").is_dir()
     except (OSError, ValueError) as error:
-        raise UserError(f"code: cannot read the git repository {top / '.git'}: {error}") from None
+        # Not the text of the error: it may quote a path, which is whatever stands in a file that a link leads to.
+        reason = getattr(error, "strerror", None) or "a path in it is not valid"
+        raise UserError(f"code: cannot read the git repository {top / '.git'}: {reason}") from None
     if not whole:
         raise UserError(f"code: {top / '.git'} is not a git repository: remove it, or git init {top}")
     return own, common

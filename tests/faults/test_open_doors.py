@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from tests.processes import PYTHON, ROOT, clean_env, poll, require, run, started
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.process import start
-from training import contract
+from training import contract, files
 from training.contract import UserError
 from training.models import build
 
@@ -312,6 +312,18 @@ def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path
         assert done.code == 2 and f"{link} is a link of user {NOBODY}" in done.output, done.output
         link.unlink()
     assert victim.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("write", [files.publish, files.replace])
+def test_a_name_that_can_be_foreseen_leads_nowhere(write: Callable[[Path, bytes], None], tmp_path: Path) -> None:
+    """Whoever may write in the folder knows what a file is called until it takes its place."""
+    victim, link = tmp_path / "victim", tmp_path / f".status.json.{os.getpid()}"
+    victim.write_text("mine\n")
+    for put in (link.symlink_to, link.hardlink_to):
+        put(victim)
+        write(tmp_path / "status.json", b"ours")
+        assert (tmp_path / "status.json").read_bytes() == b"ours" and victim.read_text() == "mine\n"
+        assert not os.path.lexists(link)
 
 
 @pytest.mark.parametrize(

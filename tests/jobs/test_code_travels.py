@@ -237,6 +237,20 @@ def test_no_setting_of_a_repository_starts_a_program(folder: Path, write: Write,
     assert not went_off.exists()
 
 
+@pytest.mark.parametrize("name", ["commondir", "HEAD", "config"])
+def test_no_error_quotes_what_a_link_of_the_repository_leads_to(folder: Path, write: Write, name: str) -> None:
+    write("train.py", "x")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    secret = folder.parent / "secret"
+    secret.write_text("the-value" * 200 + "\n")
+    (folder / ".git" / name).unlink(missing_ok=True)
+    (folder / ".git" / name).symlink_to(secret)
+    try:
+        assert all(b"the-value" not in file.data for file in collect(folder).files)
+    except UserError as error:
+        assert "the-value" not in str(error)
+
+
 def test_a_pipe_where_git_looks_for_what_is_ignored_is_an_error_at_once(
     folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ class RunDirectory:
 
         def append() -> None:
             try:
-                with (self.path / contract.EVENTS_FILE).open("ab+") as file:
+                with open(self.path / contract.EVENTS_FILE, "ab+", opener=_no_link) as file:
                     torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
                     file.write(b"\n" * torn + line)
             except OSError as error:
@@ -249,6 +249,10 @@ def _locked(path: Path, seconds: float) -> filelock.FileLock:
             if path.stat().st_ino == waited_for:
                 return lock
         lock.release()
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _refuse_links_of_others(path: Path) -> None:
