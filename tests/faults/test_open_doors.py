@@ -303,10 +303,10 @@ def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path
     require(os.geteuid() == 0, "needs root, to act as another user")
     victim = tmp_path / "victim"
     victim.write_text("mine\n")
-    for name in ("events.jsonl", "metrics", "checkpoints"):
+    for name in (".lock", "events.jsonl", "metrics"):
         job.run_dir.mkdir(parents=True, exist_ok=True)
         link = job.run_dir / name
-        link.symlink_to(victim if name == "events.jsonl" else tmp_path)
+        link.symlink_to(tmp_path if name == "metrics" else victim)
         os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
         done = job.go()
         assert done.code == 2 and f"{link} is a link of user {NOBODY}" in done.output, done.output

@@ -77,6 +77,8 @@ class RunDirectory:
         """
         try:
             path = path.resolve()
+            if path.is_dir():  # before the first file is opened, which is that of the lock
+                _refuse_links_of_others(path)
             if path.exists() and (fresh is True or (isinstance(fresh, str) and _begun_otherwise(path, fresh))):
                 _move_aside(path)
             lock = _locked(path, _patience())
@@ -85,7 +87,6 @@ class RunDirectory:
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
             raise UserError(f"cannot use the run directory {path}: {getattr(error, 'strerror', error)}") from None
         try:
-            _refuse_links_of_others(path)
             files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
             if saved is not None:
