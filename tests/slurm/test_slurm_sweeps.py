@@ -61,9 +61,14 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     assert (shards / "synthetic").is_dir()
     assert bench.backend.prepare(spec).where == f"the shards are in {shards}/synthetic"
     hungry = training(bench, "hungry", shards=str(bench.folder / "none"), nodes=1)
-    bench.backend.prepare(hungry)
-    bench.backend.submit(hungry)
-    bench.backend.cancel("hungry-prepare")
+    # Nothing starts meanwhile, so that the preparation has not ended when it is cancelled.
+    bench.cluster.ask("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        bench.backend.prepare(hungry)
+        bench.backend.submit(hungry)
+        bench.backend.cancel("hungry-prepare")
+    finally:
+        bench.cluster.ask("scontrol", "update", "PartitionName=main", "State=UP")
     found = bench.wait("hungry")
     assert (found.state, found.reason) == (
         "failed", "the job that it depends on has failed: see its logs, then submit again"
