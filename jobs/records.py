@@ -118,7 +118,7 @@ def _shape(kind: type[Any]) -> Any:
 
 
 def parse(value: Any, kind: type[R]) -> R | None:
-    """The record that a plain value holds; None where a key is missing, or has a value of another kind or none at all."""
+    """The record that a plain value holds; None where a key is missing, a value has another type, or a name is blank."""
     try:
         found: R = _shape(kind).validate_python(value, strict=True)
     except ValueError:  # pydantic's

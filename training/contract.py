@@ -98,9 +98,8 @@ def variables_of(pid: int) -> dict[str, str]:
     Any process may name any job, rank and launcher in its environment, and what to load besides.
     """
     try:
-        folder = os.open(
-            f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY
-        )  # of this very process, also when its id is taken again
+        # The descriptor belongs to this very process, also after its id is given to another one.
+        folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return {}
     try:

@@ -1,10 +1,11 @@
-"""Which paths gitignore's patterns match that somebody else has written: found in a process of its own, with a bound.
+"""Matches paths against gitignore patterns from an untrusted file, in a separate process with a time limit.
 
-pathspec makes a regular expression of each. One with ten stars takes for ever, and no thread can end it.
+pathspec makes a regular expression of each pattern. One with ten stars takes for ever, and no thread can end it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ _MATCH = """
 import json, sys
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))  # also where nobody waits any more
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))  # it ends also if its parent was killed
 except (ImportError, OSError, ValueError):
     pass
 sys.path.append(sys.argv[1])
@@ -41,10 +42,10 @@ def matched(text: str, paths: set[str], name: str) -> set[str]:
         UserError: it takes too long.
         ValueError: no patterns.
     """
-    import pathspec
-
     lines = re.sub(r"\*{3,}", "*", text).splitlines()  # the same to git
-    place = str(Path(pathspec.__file__).parents[1])
+    found = importlib.util.find_spec("pathspec")  # not imported here: only the other process needs it
+    assert found is not None and found.origin is not None
+    place = str(Path(found.origin).parents[1])
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _MATCH, place, str(SECONDS)], input=json.dumps([lines, sorted(paths)]),

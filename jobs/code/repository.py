@@ -135,10 +135,8 @@ def _run(folder: Path, options: list[str], words: tuple[str, ...], env: dict[str
         libc = ctypes.CDLL(None)  # not in the child: another thread may hold the loader's lock
 
         def end_with_us() -> None:
-            if sys.platform == "linux":
-                libc.prctl(
-                    1, int(signal.SIGKILL), 0, 0, 0
-                )  # PR_SET_PDEATHSIG: one that waits for a pipe waits for ever
+            if sys.platform == "linux":  # PR_SET_PDEATHSIG: git that waits for a pipe would never end
+                libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)
 
         done = subprocess.run(
             ["git", *options, *words], cwd=here, env=env, capture_output=True, timeout=_SECONDS, check=False,

@@ -70,7 +70,7 @@ class Tree:
         self._root = os.open(folder, _FOLDER)
         self._names = [Path(os.path.realpath(folder)).parts, folder.absolute().parts]
         self._open: list[tuple[str, int]] = []
-        """The folders on the way to the last file, each opened in the one before: the next file is often beside it."""
+        """The folders on the way to the last file, each opened in the one before: the next file is often in the same folder."""
 
     def __enter__(self) -> Tree:
         return self

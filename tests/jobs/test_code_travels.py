@@ -456,7 +456,7 @@ def test_links_are_followed_within_the_folder_by_each_way(folder: Path, write: W
 
 
 def test_a_folder_that_became_a_link_brings_nothing_along(folder: Path, write: Write, tmp_path: Path) -> None:
-    """git lists what was in it still, and is told not to list the link."""
+    """git still lists the files that were in the folder, and ignores the link."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "shadow").write_text("the owner's")

@@ -1,4 +1,4 @@
-"""A signal that comes while a script of one's own is still starting: nobody loses it, and it ends with one line."""
+"""Signals that arrive while a user's script is still starting: none is lost, and what they end says so in one line."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_script_that_opens_no_session_ends_when_its_time_is_over(tmp_path: Pat
 
 
 def test_a_rank_that_is_ended_since_another_failed_was_not_asked_to_save(tmp_path: Path) -> None:
-    """What begins meets the end that its agent brings with 75, which must not hide the failure: else nobody starts it again."""
+    """A rank that is still starting answers the agent's TERM with 75. That must not hide the other's failure, or nothing restarts."""
     program = """
 import os, pathlib, signal, sys, time
 here, first = pathlib.Path(sys.argv[1]), os.environ["LOCKSTEP_RESTARTS"] == "0"

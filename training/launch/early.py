@@ -172,7 +172,6 @@ def _end_without_session(number: int) -> None:
     time.sleep(HOLD_SECONDS)
     if _came.pop(number, None) is not None:
         if signal.getsignal(number) is _keep:  # else the program has one of its own by now
-            ctypes.CDLL(None).signal(
-                number, 0
-            )  # the default; Python's own call is for its main thread, which may be busy
+            # The default. Python's own call works in the main thread only, which may be busy.
+            ctypes.CDLL(None).signal(number, 0)
         os.kill(os.getpid(), number)

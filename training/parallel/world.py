@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors
+from training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
 from training.parallel import leaving, stores  # noqa: F401 - leaving: what it registers for the end of the process
 
 
@@ -354,13 +354,9 @@ def _refuse_spawned_by_a_rank() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    try:
-        environment = Path(f"/proc/{parent.pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return  # no Linux, or the parent is gone: the rendezvous reports the error
-    values = dict(entry.partition(b"=")[::2] for entry in environment)
-    if b"TORCHELASTIC_RUN_ID" in values and b"RANK" in values:
-        rank, size = values[b"RANK"].decode(), values.get(b"WORLD_SIZE", b"?").decode()
+    values = variables_of(parent.pid or 0)  # {} if this is not Linux or the parent is gone: the rendezvous reports that
+    if "TORCHELASTIC_RUN_ID" in values and "RANK" in values:
+        rank, size = values["RANK"], values.get("WORLD_SIZE", "?")
         raise UserError(
             f"this process was spawned (mp.spawn) by rank {rank} of {size} of torchrun, which had started the ranks "
             "already: start the script with plain python, or let torchrun start it and remove the spawn"
