@@ -55,9 +55,12 @@ def _new(path: Path) -> int:
 
     Whoever may write in the folder can foresee the name, and put a link there to a file that is not theirs.
     """
-    with contextlib.suppress(FileNotFoundError):
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o644)
+    except FileExistsError:
         os.unlink(path)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        return os.open(path, flags, 0o644)
 
 
 def write_durable(path: Path, data: bytes) -> None:
