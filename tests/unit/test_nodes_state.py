@@ -80,9 +80,10 @@ def test_only_who_has_the_secret_is_believed_and_only_at_that_place(served: dist
         ours.get("moved")
 
 
-def _node(served: dist.TCPStore, secret: str = "ours", nodes: int = 1) -> Several:
+def _node(served: dist.TCPStore, secret: str = "ours", nodes: int = 1, serves: bool = True) -> Several:
     options = {"join_timeout": 10, "last_call_timeout": 1}
-    return Several(RendezvousParameters("lockstep", "", "job", nodes, 2, "here", **options), served, Secret(secret))
+    wanted = RendezvousParameters("lockstep", "", "job", nodes, 2, "here", **options)
+    return Several(wanted, served, Secret(secret), serves)
 
 
 class _Bomb:
@@ -121,7 +122,7 @@ def test_a_node_that_comes_believes_nothing_that_is_not_signed(served: dist.TCPS
     else:
         served.set("lockstep/nodes/job", value)
     with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET to the same value on every node"):
-        _node(served).next_rendezvous()
+        _node(served, serves=False).next_rendezvous()
     if value == "of-another":
         assert first.present == 1 and first.shutdown()
 
@@ -131,3 +132,14 @@ def test_a_node_alone_has_neither_store_nor_port() -> None:
     one, two = alone.next_rendezvous(), alone.next_rendezvous()
     assert (one.rank, one.world_size) == (0, 1) and isinstance(one.store, dist.HashStore) and one.store is not two.store
     assert not alone.use_agent_store and alone.num_nodes_waiting() == 0
+
+
+def test_only_the_node_that_serves_begins_the_state(served: dist.TCPStore) -> None:
+    """One with another secret that came first was believed, and the node that serves was refused."""
+    stranger, server = _node(served, "another", serves=False), _node(served)
+    stranger._state_holder.mark_dirty()
+    assert stranger._state_holder.sync() is False
+    assert server.next_rendezvous().world_size == 1
+    with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET"):
+        stranger._state_holder.sync()
+    assert server.shutdown()

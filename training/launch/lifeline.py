@@ -54,10 +54,15 @@ _TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK"}
 
 
 def _may_be_torchrun(parent: int, env: Mapping[str, str]) -> bool:
-    """Whether the parent has not torchrun's variables itself: a rank has, and so has a shell between the two."""
+    """Whether the parent has not torchrun's variables itself: a rank has, and so has a shell between the two.
+
+    One that has died since its number was asked for may be: whatever it was, nobody waits for this process any more.
+    """
     marks = {os.fsencode(f"{name}={env[name]}") for name in _TORCHRUN}
     try:
         return not marks.issubset(Path(f"/proc/{parent}/environ").read_bytes().split(b"\0"))
+    except (FileNotFoundError, ProcessLookupError):
+        return os.path.exists("/proc/self")
     except OSError:
         return _adopts(parent)
 

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from training.launch.signed import FOREIGN, Secret, SignedStore
+from training.launch.signed import FOREIGN, LOOK_SECONDS, Secret, SignedStore
 
 BEAT_SECONDS = 5
 LOST_BEATS = 3
@@ -67,7 +67,7 @@ class Alone(RendezvousHandler):
 class Several(DynamicRendezvousHandler):
     """torch's rendezvous: who joins, who is lost, who waits for the next round."""
 
-    def __init__(self, wanted: RendezvousParameters, store: TCPStore, secret: Secret) -> None:
+    def __init__(self, wanted: RendezvousParameters, store: TCPStore, secret: Secret, serves: bool) -> None:
         settings = RendezvousSettings(
             wanted.run_id, wanted.min_nodes, wanted.max_nodes,
             RendezvousTimeout(*(timedelta(seconds=int(wanted.get(f"{name}_timeout"))) for name in ("join", "last_call"))),
@@ -76,7 +76,7 @@ class Several(DynamicRendezvousHandler):
         node = self._node_desc_generator.generate(wanted.local_addr)
         self._secret = secret
         self._name = f"lockstep/nodes/{wanted.run_id}"
-        super().__init__(node, settings, "lockstep", store, _State(store, self._name, settings, secret))
+        super().__init__(node, settings, "lockstep", store, _State(store, self._name, settings, secret, serves))
 
     @property
     def present(self) -> int:
@@ -89,19 +89,25 @@ class Several(DynamicRendezvousHandler):
 
 
 class _State(_BackendRendezvousStateHolder):
-    """The state that the nodes share. What no node has written is overwritten by the next node that has read an earlier state."""
+    """The state that the nodes share. The node that serves the store begins it: else one with another secret that comes first would
+    be believed, and the right one refused. What no node has written is overwritten by the next node that has read an earlier state.
+    """
 
-    def __init__(self, store: TCPStore, place: str, settings: RendezvousSettings, secret: Secret) -> None:
+    def __init__(self, store: TCPStore, place: str, settings: RendezvousSettings, secret: Secret, serves: bool) -> None:
         super().__init__(None, settings)  # type: ignore[arg-type]
         # The backend that it does without would only be used by torch's own `sync`.
         self._store, self._place, self._secret = store, place, secret
         self._token = b""
-        self._known = False
-        """This node has read or written a state of the job."""
+        self._known = serves
+        """This node has read or written a state of the job, or is the one that begins it."""
 
     def sync(self) -> bool | None:
         written: bool | None = None
-        if self._dirty:
+        if self._dirty and not self._known:
+            found, written = self._swap(b"", b""), False
+            if not found:
+                time.sleep(LOOK_SECONDS)  # torch asks again at once
+        elif self._dirty:
             wanted = self._secret.signed(self._place, encode(self._state))
             written = self._swap(self._token, wanted) == wanted
             found = wanted if written else self._swap(b"", b"")

@@ -131,12 +131,12 @@ def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bo
     seconds, secret = float(wanted.get("read_timeout")), Secret(wanted.get("secret"))
     if served_here:
         try:
-            return Several(wanted, stores.tcp_store(host, port, serves=True, seconds=seconds), secret)
+            return Several(wanted, stores.tcp_store(host, port, serves=True, seconds=seconds), secret, True)
         except (ValueError, RuntimeError) as error:
             if wanted.get_as_bool("is_host") is not None:  # else only the name matched; another process serves
                 raise RendezvousError(str(error)) from error
     try:
-        return Several(wanted, stores.tcp_store(host, port, serves=False, seconds=seconds), secret)
+        return Several(wanted, stores.tcp_store(host, port, serves=False, seconds=seconds), secret, False)
     except (ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(str(error).splitlines()[0]) from error
 
