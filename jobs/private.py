@@ -16,8 +16,11 @@ _MOST_LINKS = 40
 
 
 def home() -> Path:
-    """Where the jobs of this user are kept, a folder a backend."""
-    return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
+    """Where the jobs of this user are kept, a folder a backend. Raises `UserError`."""
+    try:
+        return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
+    except RuntimeError:  # no HOME, and a user of a number only, as in many containers
+        raise UserError("this user has no home folder to keep jobs in: set LOCKSTEP_HOME") from None
 
 
 def make(folder: Path) -> Path:

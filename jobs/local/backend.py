@@ -54,11 +54,17 @@ class LocalBackend(Backend):
 
     def find(self, name: str) -> Found | None:
         check_name(name)
+        return self._found(name) if name in self._names() else None
+
+    def _names(self) -> list[str]:
+        """What lies in the folder, which is checked; nothing where there is none. Raises `UserError`."""
         try:
             private.check(self.folder)
+            return sorted(os.listdir(self.folder))
         except FileNotFoundError:
-            return None
-        return self._found(name)
+            return []
+        except OSError as error:
+            raise UserError(f"cannot look for jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
 
     def _found(self, name: str) -> Found | None:
         """`find`, in the folder that was checked."""
@@ -291,12 +297,8 @@ class LocalBackend(Backend):
         return status
 
     def list(self) -> list[Listed]:
-        try:
-            private.check(self.folder)
-        except FileNotFoundError:
-            return []
         jobs = []
-        for name in sorted(entry.name for entry in self.folder.iterdir() if os.path.lexists(entry / JOB)):
+        for name in (name for name in self._names() if os.path.lexists(self.folder / name / JOB)):
             try:
                 if (found := self._found(name)) is not None:
                     jobs.append((found, self._before(found)))

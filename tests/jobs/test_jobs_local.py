@@ -21,7 +21,7 @@ from jobs.private import make
 from jobs.slurm import folder as slurm_folder
 from jobs.spec.model import JobSpec
 from tests.jobs.helpers import Bare, lockstep
-from tests.processes import PYTHON, ROOT, clean_env, poll
+from tests.processes import PYTHON, ROOT, clean_env, poll, run
 from training.contract import UserError
 
 BOUND = 60
@@ -264,6 +264,46 @@ def test_a_log_that_is_none_ends_in_a_line(backend: LocalBackend, tmp_path: Path
         done = lockstep(tmp_path, words[0], "local", "done", *words[1:], LOCKSTEP_HOME=str(tmp_path / "home"))
         assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1, (words, done)
         assert done.returncode == 2 or words[0] != "logs", (words, done)
+
+
+ASKED = ["list local", "status local a", "logs local a", "wait local a", "cancel local a", "exec local a -- true"]
+
+
+@pytest.mark.parametrize("words", ASKED)
+def test_a_home_that_is_no_folder_ends_in_a_line(tmp_path: Path, words: str) -> None:
+    (tmp_path / "file").touch()
+    for home in ("/dev/null", str(tmp_path / "file/below")):
+        done = lockstep(tmp_path, *words.split(), LOCKSTEP_HOME=home)
+        assert done.returncode == 2 and not done.stdout, done
+        assert done.stderr == f"error: cannot look for jobs in {home}/local: Not a directory; set LOCKSTEP_HOME\n"
+
+
+@pytest.mark.parametrize("closed", ["HOME", "HOME/.local/state/lockstep/local"])
+def test_a_home_that_may_not_be_read_ends_in_a_line(tmp_path: Path, closed: str) -> None:
+    home = tmp_path / "HOME"
+    (home / ".local/state/lockstep/local").mkdir(mode=0o700, parents=True)
+    (tmp_path / closed).chmod(0)
+    # Root without the right to read everything.
+    root = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    command = [*root, PYTHON, "-c", "from jobs.cli.main import main; main()"]
+    env = {**clean_env(PYTHONPATH=str(ROOT), HOME=str(home)), "LOCKSTEP_HOME": ""}
+    try:
+        for words in ("list local", "status local a"):
+            done = run([*command, *words.split()], env, cwd=tmp_path)
+            assert done.code == 2 and done.output.count("\n") == 1, done
+            assert f"cannot look for jobs in {home}/.local/state/lockstep/local: Permission denied" in done.output
+    finally:
+        (tmp_path / closed).chmod(0o700)
+
+
+def test_a_user_without_a_home_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that no table of users has, as in many containers."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    done = lockstep(tmp_path, "list", "local", LOCKSTEP_HOME="")
+    assert done.returncode == 2 and done.stderr == (
+        "error: this user has no home folder to keep jobs in: set LOCKSTEP_HOME\n"
+    )
 
 
 @pytest.mark.parametrize("kind", ["ended", "broken", "damaged"])
