@@ -11,7 +11,7 @@ from tests.processes import ROOT
 SHARED = (
     "training.contract", "training.config", "training.config.settings", "training.files", "training.extras", "training.cli",
     "training.launch.archive", "training.launch.carried", "training.launch.early", "training.launch.handed",
-    "training.launch.scratch", "training.config.own",
+    "training.launch.lifeline", "training.launch.scratch", "training.config.own",
 )  # fmt: skip
 """What `jobs` may import of `training`: the part that needs no torch."""
 

@@ -20,6 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from training.launch.lifeline import FORWARDED, command_of, end_with_launcher
+
+if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
+    # First of all: what is imported now takes its time. Until `Signals`, or the launcher, catches them. A PID 1 without
+    # handlers would not get them at all.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+
 from training import extras
 from training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
 from training.contract import (
@@ -36,7 +43,6 @@ from training.contract import (
     tell_error,
 )  # fmt: skip
 from training.files import keep_out_others, publish
-from training.launch.lifeline import FORWARDED, end_with_launcher, signals_held_back
 from training.launch.lines import say
 
 _BEGAN = time.perf_counter()
@@ -238,28 +244,20 @@ def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa:
     return EXIT_DONE
 
 
-def _command(argv: list[str]) -> list[str]:
-    """The command and its arguments, without `--debug` and what torch.distributed.launch puts before them."""
-    while argv and (argv[0] == "--debug" or argv[0].startswith(("--local-rank=", "--local_rank="))):
-        argv = argv[1:]
-    return argv
-
-
 def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) -> int:
     """Runs one command and returns its exit code. `env` stands in for the launcher's variables."""
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     end_with_launcher(env)
-    if "--debug" in argv[: len(argv) - len(_command(argv))]:
+    if "--debug" in argv[: len(argv) - len(command_of(argv))]:
         os.environ[ENV_DEBUG] = "1"  # the ranks that a launcher starts have it, too
     try:
         check_words(argv)
         keep_out_others()
         with extras.explained():
-            command, *arguments = _command(argv) or [""]
+            command, *arguments = command_of(argv) or [""]
             if command in _APART:
-                with signals_held_back() if command == "launch" else contextlib.nullcontext():
-                    return int(importlib.import_module(f"training.{_APART[command]}").main(arguments))
+                return int(importlib.import_module(f"training.{_APART[command]}").main(arguments))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)
@@ -286,10 +284,8 @@ if __name__ == "__main__":
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):  # None where it is closed
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
-    if _command(sys.argv[1:])[:1] == ["run"]:  # until `Signals` catches them
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     # A run goes on where its lines cannot be written, and ends with its own code.
-    trains = _command(sys.argv[1:])[:1] in (["run"], ["launch"])
+    trains = command_of(sys.argv[1:])[:1] in (["run"], ["launch"])
     try:
         with contextlib.nullcontext() if trains else answering():
             ended = main()

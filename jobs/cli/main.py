@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -29,6 +30,7 @@ from training.contract import (
 )
 from training.files import keep_out_others
 from training.launch.handed import Handed
+from training.launch.lifeline import command_of, signals_held_back
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -178,7 +180,8 @@ def _main() -> NoReturn:
     try:
         check_words(sys.argv)
         keep_out_others()
-        with extras.explained():
+        becomes_launcher = command_of(sys.argv[1:])[:1] == ["run"]
+        with extras.explained(), signals_held_back() if becomes_launcher else contextlib.nullcontext():
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
             code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:

@@ -209,6 +209,35 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
     assert process.returncode == 75 and "launch: SIGTERM before the ranks had started" in output, output
 
 
+LOCKSTEP = [PYTHON, "-c", "from jobs.cli.main import main; main()"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_before_lockstep_run_is_a_launcher_is_not_lost(job: Job, name: str) -> None:
+    """While it reads the recipe: the launcher takes its place, and the signal."""
+    with started([*LOCKSTEP, "run", "smoke", "--ranks", "1", *job.words[2:]], job.env()) as process:
+
+        def reading() -> bool:
+            return b"jobs.cli.main" in Path(f"/proc/{process.pid}/cmdline").read_bytes() and _blocks_term(process.pid)
+
+        poll(reading, what="a command that holds signals back")
+        process.send_signal(signal.Signals[name])
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and f"launch: {name} before the ranks had started" in output, output
+
+
+@pytest.mark.parametrize("command", [[*LOCKSTEP, "run"], [PYTHON, "-m", "training", "launch", "--no-prefix"]])
+def test_what_a_launcher_starts_blocks_no_signal(command: list[str]) -> None:
+    """Nor does the launcher itself, when its ranks run."""
+    program = (
+        "import os, pathlib\n"
+        "for pid in (os.getpid(), os.getppid()):\n"
+        "    print(*(line for line in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines() if 'SigBlk' in line))\n"
+    )
+    done = run([*command, "--ranks", "1", "--", PYTHON, "-c", program])
+    assert done.code == 0 and done.output == f"SigBlk:\t{0:016x}\n" * 2, done
+
+
 def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Undisturbed) -> None:
     pause = job.run_dir.parent / "pause"
     pause.touch()

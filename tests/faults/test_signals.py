@@ -153,16 +153,22 @@ def _imported(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("words", "held"), [("evaluate run", False), ("run smoke", True), ("--local-rank=0 run smoke", True)]
-)
-def test_only_a_run_holds_signals_back(tmp_path: Path, words: str, held: bool) -> None:
-    """Another command, also about a folder called run, ends at once on a Ctrl-C. Looked at where `main` begins."""
+    ("words", "held"),
+    [
+        ("evaluate run", False), ("run smoke", True), ("--local-rank=0 run smoke", True),
+        ("launch --ranks 1 run smoke", True), ("--debug launch -- true", True),
+    ],
+)  # fmt: skip
+def test_only_a_run_and_its_launcher_hold_signals_back(tmp_path: Path, words: str, held: bool) -> None:
+    """Another command, also about a folder called run, ends at once on a Ctrl-C. Looked at before what takes time to import."""
     program = (
-        "import runpy, signal, sys, training.launch.lifeline\n"
-        "def looked(env):\n"
-        "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
-        "    sys.exit(0)\n"
-        "training.launch.lifeline.end_with_launcher = looked\n"
+        "import runpy, signal, sys\n"
+        "class Look:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'training.extras':\n"
+        "            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
+        "            sys.exit(0)\n"
+        "sys.meta_path.insert(0, Look())\n"
         "runpy.run_module('training', run_name='__main__', alter_sys=True)\n"
     )
     done = run([PYTHON, "-c", program, *words.split()], clean_env(PYTHONPATH=str(ROOT)), cwd=tmp_path)
