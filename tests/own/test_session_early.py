@@ -75,6 +75,26 @@ def test_a_script_that_opens_no_session_ends_when_its_time_is_over(tmp_path: Pat
     assert (launcher.returncode, output) == (1, told)
 
 
+@pytest.mark.parametrize("name", ["USR1", "TERM", "INT"])
+def test_a_rank_that_opens_no_session_is_ended_by_what_came_to_it_alone(tmp_path: Path, name: str) -> None:
+    """As if it had come to the launcher: one line, and no start more."""
+    program = """
+import os, pathlib, sys, time
+import lockstep
+from training.launch import early
+early.HOLD_SECONDS = 1
+(pathlib.Path(sys.argv[1]) / os.environ["RANK"]).touch()
+time.sleep(60)
+"""
+    command = [*LAUNCH, "--grace", "4", "--ranks", "2", "--", PYTHON, "-c", program, str(tmp_path)]
+    with started(command) as launcher:
+        poll(lambda: len(list(tmp_path.iterdir())) == 2, what="the programs")
+        os.kill(_of(launcher.pid)["RANK=1"], signal.Signals[f"SIG{name}"])
+        output, _ = launcher.communicate(timeout=30)
+    told = f"launch: the ranks were ended by SIG{name}, which they did not catch\n"
+    assert (launcher.returncode, output) == (1, told)
+
+
 def test_a_rank_that_is_ended_since_another_failed_was_not_asked_to_save(tmp_path: Path) -> None:
     """A rank that is still starting answers the agent's TERM with 75. That must not hide the other's failure, or nothing restarts."""
     program = """

@@ -174,4 +174,7 @@ def _end_without_session(number: int) -> None:
         if signal.getsignal(number) is _keep:  # else the program has one of its own by now
             # The default. Python's own call works in the main thread only, which may be busy.
             ctypes.CDLL(None).signal(number, 0)
+        if "TORCHELASTIC_RUN_ID" in os.environ and _launched(os.environ):
+            # The launcher hears of it first, and starts nobody again; it may have come to this rank alone. SLURM's task does not.
+            os.kill(os.getppid(), number)
         os.kill(os.getpid(), number)
