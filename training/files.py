@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -51,16 +52,8 @@ def rename(source: Path, target: Path) -> None:
 
 
 def _new(path: Path) -> int:
-    """The descriptor of a file that was not there, in the place of one that a killed process has left.
-
-    Whoever may write in the folder can foresee the name, and put a link there to a file that is not theirs.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o644)
-    except FileExistsError:
-        os.unlink(path)
-        return os.open(path, flags, 0o644)
+    """The descriptor of a file that was not there. Raises `OSError` where something is, a link among it."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
 def write_durable(path: Path, data: bytes) -> None:
@@ -93,6 +86,7 @@ def _finite(value: Any) -> Any:
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
     """A name beside `path`. The file or folder that the block makes there takes the place of `path` at once when it ends.
 
+    Nobody can foresee the name, and put a link there.
     Where the block raises, `path` is as it was and nothing of the other is left. A folder replaces none that has files.
 
     Args:
@@ -101,7 +95,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
     Raises:
         OSError: it cannot take the place.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield temporary
         (rename if durable else os.replace)(temporary, path)

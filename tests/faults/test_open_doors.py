@@ -7,6 +7,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import resource
 import shutil
 import socket
@@ -315,15 +316,25 @@ def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path
 
 
 @pytest.mark.parametrize("write", [files.publish, files.replace])
-def test_a_name_that_can_be_foreseen_leads_nowhere(write: Callable[[Path, bytes], None], tmp_path: Path) -> None:
-    """Whoever may write in the folder knows what a file is called until it takes its place."""
-    victim, link = tmp_path / "victim", tmp_path / f".status.json.{os.getpid()}"
+def test_no_name_can_be_foreseen_and_a_link_there_is_not_followed(
+    write: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write in the folder does not know what a file is called until it takes its place."""
+    used, rename = [], os.rename
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, lambda one, two: (used.append(Path(one).name), rename(one, two)))
+    for _ in range(2):
+        write(tmp_path / "status.json", b"ours")
+    assert len(set(used)) == 2 and all(re.fullmatch(r"\.status\.json\.[0-9a-f]{16}", name) for name in used), used
+    victim, link = tmp_path / "victim", tmp_path / f".status.json.{'a' * 16}"
     victim.write_text("mine\n")
+    monkeypatch.setattr("secrets.token_hex", lambda count: "aa" * count)  # had he guessed it
     for put in (link.symlink_to, link.hardlink_to):
         put(victim)
-        write(tmp_path / "status.json", b"ours")
+        with pytest.raises(FileExistsError):
+            write(tmp_path / "status.json", b"other")
         assert (tmp_path / "status.json").read_bytes() == b"ours" and victim.read_text() == "mine\n"
-        assert not os.path.lexists(link)
+        link.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

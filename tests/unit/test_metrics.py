@@ -368,7 +368,7 @@ def test_ranks_of_a_larger_world_are_forgotten_and_half_written_files_removed(tm
     for path in (contract.endpoint_file(tmp_path, 7), contract.textfile(tmp_path, 7), contract.textfile(tmp_path, 1)):
         path.parent.mkdir(exist_ok=True)
         path.write_text("{}")
-    (tmp_path / "metrics" / ".rank-00000.prom.99").write_text("half")
+    (tmp_path / "metrics" / ".rank-00000.prom.9f").write_text("half")
     made = Exporter(config.Metrics(port=0), World(size=2, local_size=2), tmp_path, {})
     made.begin()
     made.close(0)

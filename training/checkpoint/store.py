@@ -210,7 +210,6 @@ class Writer:
         replaced = self.directory / f".replaced-{final.name}.{os.getpid()}"
         try:
             with files.replacing(final) as staging:
-                shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
                 plain, names = layout.named(plain)
                 text = _readable(json.dumps(plain).encode(), MAX_STATE_BYTES, STATE)
@@ -254,7 +253,7 @@ def clean(directory: Path) -> None:
     """Removes what a killed save or removal left behind. Restores a checkpoint that was moved away and not replaced."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
-            match = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.\d+", path.name)
+            match = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.[0-9a-f]+", path.name)
             if match and match[1] == "replaced-" and not (directory / match[2]).exists():
                 files.rename(path, directory / match[2])
             elif match:

@@ -100,7 +100,7 @@ class Exporter:
             self._write_textfiles()
 
     def _write_textfiles(self, last: bool = False) -> None:
-        """One writer at a time, as all have the same temporary file. After the `last` state nothing is written."""
+        """One writer at a time. After the `last` state nothing is written."""
         with self._writing:
             if last or not self._closed.is_set():
                 text = self.metrics.text()
@@ -176,7 +176,7 @@ def _sweep(size: int, own_files: list[Path]) -> None:
     """
     for own_file in own_files:
         before = re.escape(re.sub(r"\d+$", "", own_file.stem))
-        name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.\d+)")
+        name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.[0-9a-f]+)")
         with contextlib.suppress(OSError):
             for path in own_file.parent.iterdir():
                 match = name.fullmatch(path.name)
