@@ -126,6 +126,23 @@ def publish(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Iterator[Path]:
+    """A name of the folder that stays its own in the block, whatever takes the place of `path`. Not of one that a link of another
+    user leads to. (Where there is no /proc, `path` itself.)
+
+    Raises:
+        OSError: it is such a link, or no folder.
+    """
+    meant = path.is_symlink() and path.lstat().st_uid in (0, os.geteuid())
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if meant else os.O_NOFOLLOW))
+    try:
+        held = Path(f"/proc/self/fd/{descriptor}")
+        yield held if held.is_dir() else path
+    finally:
+        os.close(descriptor)
+
+
 def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
     """Removes the temporary files of `names` that a killed process left behind. No other process may be writing."""
     for name in names:

@@ -315,6 +315,27 @@ def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path
     assert victim.read_text() == "mine\n"
 
 
+def test_a_link_of_another_user_in_the_place_of_a_runs_folder_is_not_followed(job: Job, tmp_path: Path) -> None:
+    """While the run goes on: where its metrics were written, and where its servers' addresses lie until it ends."""
+    require(os.geteuid() == 0, "needs root, to act as another user")
+    job.ranks = 1
+    victim, held = tmp_path / "victim", tmp_path / "held"
+    victim.mkdir()
+    (victim / "rank-00000.json").write_text("mine\n")
+    held.touch()
+    with job.started(LOCKSTEP_TEST_FATE="0:5:WAIT", LOCKSTEP_TEST_HELD=str(held)) as gang:
+        poll((job.run_dir / "metrics/rank-00000.prom").exists, what="a textfile")
+        for name in ("metrics", "endpoints"):
+            folder = job.run_dir / name
+            folder.rename(tmp_path / name)
+            folder.symlink_to(victim)
+            os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
+        held.unlink()
+        done = gang.wait(120)
+    assert done.code == 0 and done.output.count(f"cannot write {job.run_dir}/metrics/rank-00000.prom") == 1, done
+    assert [path.name for path in victim.iterdir()] == ["rank-00000.json"], "neither written nor removed there"
+
+
 @pytest.mark.parametrize("write", [files.publish, files.replace])
 def test_no_name_can_be_foreseen_and_a_link_there_is_not_followed(
     write: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -375,6 +375,17 @@ def test_ranks_of_a_larger_world_are_forgotten_and_half_written_files_removed(tm
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["rank-00000.prom", "rank-00001.prom"]
 
 
+def test_the_user_may_keep_the_textfiles_of_a_run_elsewhere(tmp_path: Path) -> None:
+    """A link of his own in the run directory is meant."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics").symlink_to(tmp_path / "elsewhere")
+    made = Exporter(config.Metrics(port=0), World(), tmp_path / "run", {})
+    made.begin()
+    made.close(0)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["rank-00000.prom"]
+
+
 def test_a_folder_shared_by_runs_holds_their_names(tmp_path: Path) -> None:
     made = Exporter(config.Metrics(port=0, textfiles=str(tmp_path / "all")), World(), tmp_path / "my run", {})
     made.metrics.corrupt_file("shard")

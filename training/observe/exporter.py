@@ -46,7 +46,7 @@ class Exporter:
         self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str],
         sweeps: bool | None = None,
     ) -> None:  # fmt: skip
-        run_dir = run_dir.resolve()
+        self._run_dir = run_dir = run_dir.resolve()
         self.metrics = Metrics(settings.run or run_dir.name, world.rank, world.device)
         self.enabled, self._rank, self._settings = settings.enabled, world.rank, settings
         self._warned: set[str] = set()
@@ -63,7 +63,9 @@ class Exporter:
         port = base_port(settings, env)
         if self.enabled:
             if world.leader if sweeps is None else sweeps:
-                _sweep(world.size, [self._endpoint, *self._textfiles, *filter(None, [self._target])])
+                for own_file in (self._endpoint, *self._textfiles, *filter(None, [self._target])):
+                    with contextlib.suppress(OSError), self._folder(own_file) as folder:
+                        _sweep(world.size, folder / own_file.name)
             address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or _default_address(world)
             self._serve(None if address == ANY_ADDRESS else address, port + world.local_rank if port else 0)
 
@@ -110,9 +112,16 @@ class Exporter:
     def _publish(self, path: Path, data: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.publish(path, data)
+            with self._folder(path) as folder:
+                files.publish(folder / path.name, data)
         except OSError as error:
             self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
+
+    def _folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
+        """That of a file. In the run directory another user may have put a link in its place; elsewhere the user has named it."""
+        if path.is_relative_to(self._run_dir):
+            return files.opened_folder(path.parent)
+        return contextlib.nullcontext(path.parent)
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
@@ -138,7 +147,8 @@ class Exporter:
         with contextlib.suppress(OSError):
             if self._target is not None:
                 self._target.unlink(missing_ok=True)
-            self._endpoint.unlink(missing_ok=True)
+            with self._folder(self._endpoint) as folder:
+                (folder / self._endpoint.name).unlink(missing_ok=True)
             self._endpoint.parent.rmdir()  # succeeds for the last rank
 
 
@@ -168,17 +178,18 @@ def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _sweep(size: int, own_files: list[Path]) -> None:
-    """Removes what an earlier attempt left: files of ranks from `size` on, and half-written ones of any. One listing a folder.
+def _sweep(size: int, own_file: Path) -> None:
+    """Removes what an earlier attempt left: files of ranks from `size` on, and half-written ones of any. One listing of the folder.
 
     Args:
-        own_files: this rank's file of each kind.
+        own_file: this rank's file of the kind.
+
+    Raises:
+        OSError: the folder is not there, or cannot be changed.
     """
-    for own_file in own_files:
-        before = re.escape(re.sub(r"\d+$", "", own_file.stem))
-        name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.[0-9a-f]+)")
-        with contextlib.suppress(OSError):
-            for path in own_file.parent.iterdir():
-                match = name.fullmatch(path.name)
-                if match and (match[1] is None or int(match[1]) >= size):
-                    path.unlink(missing_ok=True)
+    before = re.escape(re.sub(r"\d+$", "", own_file.stem))
+    name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.[0-9a-f]+)")
+    for path in own_file.parent.iterdir():
+        match = name.fullmatch(path.name)
+        if match and (match[1] is None or int(match[1]) >= size):
+            path.unlink(missing_ok=True)
