@@ -35,7 +35,7 @@ help: ## list the targets
 $(READY): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade "pip>=25.1"
-	PYTHONWARNINGS=ignore $(RUN) -m pip install -q --group dev -e ".[train,k8s,slurm]"
+	PYTHONWARNINGS=ignore $(RUN) -m pip install -q --group dev --config-settings=editable_mode=compat -e ".[train,k8s,slurm]"
 	@touch $(READY)
 
 setup: $(READY) ## create .venv and install everything (make train and make test do it by themselves)
@@ -126,7 +126,7 @@ example-k8s: $(READY) ## write deploy/k8s/example-pytorchjob.yaml and job.schema
 
 schema: $(READY) ## write job.schema.json and recipe.schema.json anew, which editors read
 	$(VENV)/bin/lockstep schema > job.schema.json
-	$(RUN) -m training settings --schema > recipe.schema.json
+	$(RUN) -m lockstep.training settings --schema > recipe.schema.json
 
 rules-k8s: $(READY) ## write deploy/observability/kubernetes/rules.yaml anew from prometheus/rules.yaml
 	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from benchmarks import figures
 from benchmarks.measure import interleaved
 from benchmarks.our_step import our_step
-from training import models
-from training.contract import user_errors
-from training.exercises.bench.gang import on_ranks
-from training.parallel.world import detect, joined
+from lockstep.training import models
+from lockstep.training.contract import user_errors
+from lockstep.training.exercises.bench.gang import on_ranks
+from lockstep.training.parallel.world import detect, joined
 
 STRATEGIES = ("ddp", "flat", "bf16_compress")
 MODELS = ("speedrun", "bag_of_tricks")

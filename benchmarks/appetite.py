@@ -18,8 +18,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import RESULTS
-from training import models
-from training.contract import UserError, user_errors
+from lockstep.training import models
+from lockstep.training.contract import UserError, user_errors
 
 MODELS = [
     ("speedrun", {}, 32), ("bag_of_tricks", {}, 32), ("resnet18", {"stem": "small"}, 32), ("resnet18", {"stem": "stock"}, 224),

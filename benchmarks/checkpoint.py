@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 from benchmarks import figures
 from benchmarks.figures import Figure, figure
 from benchmarks.measure import interleaved, steady
-from training import files, manifest
-from training.checkpoint import store
-from training.checkpoint.store import Writer, load, newest_verified, verify
-from training.contract import user_errors
-from training.data import order
+from lockstep.training import files, manifest
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.store import Writer, load, newest_verified, verify
+from lockstep.training.contract import user_errors
+from lockstep.training.data import order
 
 
 def _state(megabytes: int) -> dict[str, Any]:

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.cifar_peers import imported
-from training import config
-from training.data.loader import Loader
-from training.data.sources import load
-from training.evaluate.evaluator import Evaluator
-from training.parallel.world import detect, joined
-from training.run import prepare, recipe_attempt
-from training.run.recipe import train
+from lockstep.training import config
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.sources import load
+from lockstep.training.evaluate.evaluator import Evaluator
+from lockstep.training.parallel.world import detect, joined
+from lockstep.training.run import prepare, recipe_attempt
+from lockstep.training.run.recipe import train
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from benchmarks import cifar_peers
 from benchmarks.cpu_step import sgemm
 from benchmarks.measure import Worker, interleaved, machine, ratio, write
 from benchmarks.our_step import FLOP_PER_IMAGE, our_step
-from training.parallel import memory
-from training.parallel.world import detect, joined
+from lockstep.training.parallel import memory
+from lockstep.training.parallel.world import detect, joined
 
 _OPEN: list[Any] = []
 

@@ -23,9 +23,9 @@ from torch import nn
 from benchmarks import figures
 from benchmarks.measure import interleaved
 from benchmarks.our_step import FLOP_PER_IMAGE, our_step
-from training.contract import user_errors
-from training.exercises.bench.gang import on_ranks
-from training.parallel.world import detect, joined
+from lockstep.training.contract import user_errors
+from lockstep.training.exercises.bench.gang import on_ranks
+from lockstep.training.parallel.world import detect, joined
 
 RECIPES = ("bag_of_tricks", "resnet18")
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import figures
-from jobs import Job, JobSpec, submit
-from training.contract import UserError, user_errors
+from lockstep.jobs import Job, JobSpec, submit
+from lockstep.training.contract import UserError, user_errors
 
 LOOP = Path(__file__).with_name("failure_loop.py")
 EVERY = 20
@@ -86,7 +86,16 @@ def launched(
     """The marks of a run of `failure_loop.py` under this machine's launcher, to its last step. Raises `UserError` where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(LOOP, folder)
-        launch = ["-m", "training", "launch", "--ranks", str(ranks), "--max-restarts", str(2 * len(fates)), "--"]
+        launch = [
+            "-m",
+            "lockstep.training",
+            "launch",
+            "--ranks",
+            str(ranks),
+            "--max-restarts",
+            str(2 * len(fates)),
+            "--",
+        ]
         words = [LOOP.name, str(steps), every, str(seconds), kind, *map(str, fates)]
         variables = {"PYTHONPATH": str(LOOP.parents[1]), "FAILURE_MEGABYTES": str(megabytes)}
         job = subprocess.Popen(

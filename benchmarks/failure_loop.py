@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep import Session
-from training.launch.handed import Handed
+from lockstep.training.launch.handed import Handed
 
 IMPORTED = time.time()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.measure import RESULTS, Load, write
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 CONFIDENCE = 0.95
 HOW = ("rounds", "out", "check", "job")

@@ -33,9 +33,9 @@ from benchmarks import speedrun
 from benchmarks.measure import RESULTS, interleaved, machine, write
 from benchmarks.our_step import FLOP_PER_IMAGE, our_step
 from benchmarks.scaling_model import PARAMETERS, project
-from training import config
-from training.cudagraph import capture_stream
-from training.parallel.world import World, detect, joined
+from lockstep.training import config
+from lockstep.training.cudagraph import capture_stream
+from lockstep.training.parallel.world import World, detect, joined
 
 BATCH = {"bag_of_tricks": 512, "speedrun": 2000}
 REPEATS = 10

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import figures
 from benchmarks.failure import PARTS, Mark, launched, parts
-from training.checkpoint.interval import Interval
-from training.contract import UserError, user_errors
+from lockstep.training.checkpoint.interval import Interval
+from lockstep.training.contract import UserError, user_errors
 
 SECONDS = 0.05
 """Of a step."""

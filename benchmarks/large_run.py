@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import yaml
 
-from jobs import records
-from jobs.local.supervise import here
-from jobs.spec.model import JobSpec
-from training import config as configuration
-from training import contract
-from training.observe.metrics import Metrics
+from lockstep.jobs import records
+from lockstep.jobs.local.supervise import here
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training import config as configuration
+from lockstep.training import contract
+from lockstep.training.observe.metrics import Metrics
 
 BEGAN = 1_700_000_000.0
 SPIKE = 0.377

@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import figures
 from benchmarks.measure import forget, interleaved
-from training import config
-from training.contract import user_errors
-from training.data import shards, sources
-from training.data.decoder import decoded
-from training.data.loader import Loader
-from training.data.shards import Manifest
-from training.parallel.world import World
+from lockstep.training import config
+from lockstep.training.contract import user_errors
+from lockstep.training.data import shards, sources
+from lockstep.training.data.decoder import decoded
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest
+from lockstep.training.parallel.world import World
 
 BATCH = 64
 

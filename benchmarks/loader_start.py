@@ -20,11 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measure import Load, forget, write
-from training import config
-from training.data import shards
-from training.data.loader import Loader
-from training.data.shards import Manifest, Shard
-from training.parallel.world import World
+from lockstep.training import config
+from lockstep.training.data import shards
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest, Shard
+from lockstep.training.parallel.world import World
 
 SHAPE = (224, 224, 3)
 COUNT = 10**9 // (224 * 224 * 3)

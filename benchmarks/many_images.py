@@ -26,10 +26,10 @@ READ = """
 import sys
 from pathlib import Path
 import torch
-from training import config
-from training.data.loader import Loader
-from training.data.shards import Manifest
-from training.parallel.world import World
+from lockstep.training import config
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest
+from lockstep.training.parallel.world import World
 
 torch.set_num_threads(1)
 settings = config.Config(global_batch_size=64, data=config.Data(resident="never", verify=False))
@@ -79,7 +79,7 @@ def main() -> None:
         for number in range(len(paths), args.images):
             path = paths[number % len(paths)]
             os.link(path, path.with_name(f"{number:06d}.jpg"))
-        training = [sys.executable, "-m", "training"]
+        training = [sys.executable, "-m", "lockstep.training"]
         words = [f"data.root={root}", "data.source=images", f"data.options={{size: {args.size}, held_out: 0.01}}"]
         made, made_pss = watched([*training, "shard", "smoke", "--out", str(root / "shards"), "--set", *words])
         read, read_pss = watched([sys.executable, "-c", READ, str(root / "shards")])

@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from prometheus_client.exposition import choose_encoder
 
 from benchmarks import figures
-from training import config, contract
-from training.contract import user_errors
-from training.observe.clock import StepClock
-from training.observe.exporter import Exporter
-from training.observe.metrics import Metrics
-from training.parallel.world import World
+from lockstep.training import config, contract
+from lockstep.training.contract import user_errors
+from lockstep.training.observe.clock import StepClock
+from lockstep.training.observe.exporter import Exporter
+from lockstep.training.observe.metrics import Metrics
+from lockstep.training.parallel.world import World
 
 STEP_SECONDS = 0.010
 """The step that the cost is compared with."""
@@ -119,7 +119,7 @@ def _scrape(run_dir: Path, ended: threading.Event, seconds: list[float]) -> None
 
 
 def _run_without(words: list[str]) -> None:
-    """`python -m training WORDS` whose step clock only counts the seconds of training, and whose metrics hear nothing."""
+    """`python -m lockstep.training WORDS` whose step clock only counts the seconds of training, and whose metrics hear nothing."""
 
     def nothing(*_: Any) -> None:
         pass
@@ -132,13 +132,13 @@ def _run_without(words: list[str]) -> None:
             setattr(owner, name, nothing)
     StepClock.measured = lambda self: []  # type: ignore[method-assign]  # noqa: ARG005
     sys.argv[1:] = words
-    runpy.run_module("training", run_name="__main__", alter_sys=True)
+    runpy.run_module("lockstep.training", run_name="__main__", alter_sys=True)
 
 
 def train(folder: Path, name: str, steps: int, enabled: bool, scrapes: list[float]) -> float:
     """Seconds a step of one run, from its first to its last event; evaluation happens once, at the end of both."""
     run_dir = folder / name
-    arm = ["-m", "training"] if enabled else [__file__, WITHOUT]
+    arm = ["-m", "lockstep.training"] if enabled else [__file__, WITHOUT]
     words = [
         sys.executable, *arm, "run", "smoke", "--run-dir", str(run_dir), "--set", f"data.root={folder}",
         "data.source=synthetic", f"data.options={{n: {steps * 16}, n_test: 16, size: 32}}", "global_batch_size=16",

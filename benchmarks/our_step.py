@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from training import config, optim, sync
-from training.checkpoint.state import Cursor, TrainState
-from training.cudagraph import CapturedTrainer, obstacle
-from training.data.loader import Batch
-from training.models import batch_multiple, build
-from training.models.arithmetic import real_type
-from training.observe.clock import Times, step_clock
-from training.optim.ema import Ema
-from training.parallel.world import World
-from training.trainer import Trainer
+from lockstep.training import config, optim, sync
+from lockstep.training.checkpoint.state import Cursor, TrainState
+from lockstep.training.cudagraph import CapturedTrainer, obstacle
+from lockstep.training.data.loader import Batch
+from lockstep.training.models import batch_multiple, build
+from lockstep.training.models.arithmetic import real_type
+from lockstep.training.observe.clock import Times, step_clock
+from lockstep.training.optim.ema import Ema
+from lockstep.training.parallel.world import World
+from lockstep.training.trainer import Trainer
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""

@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import machine, write
-from training.cli import positive
-from training.contract import EXIT_USAGE, UserError
-from training.models.resnet18 import ResNet18
+from lockstep.training.cli import positive
+from lockstep.training.contract import EXIT_USAGE, UserError
+from lockstep.training.models.resnet18 import ResNet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 1e-5
@@ -156,7 +156,7 @@ def accelerate(args: argparse.Namespace, clock: Clock) -> None:
 
 def lockstep(args: argparse.Namespace, clock: Clock) -> None:
     """`training run resnet18`, unchanged: with its NaN check, its consensus on signals and its event log."""
-    from training.__main__ import main
+    from lockstep.training.__main__ import main
 
     run = args.work / "run"
     words = ["run", "resnet18", "--run-dir", str(run), "--fresh", "--set", f"data.shards={args.work / 'shards'}"]
@@ -186,8 +186,8 @@ PEERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
 
 def prepare(args: argparse.Namespace, work: Path) -> str:
     """Writes the same images for all; returns what they are."""
-    from training.data import shards, sources
-    from training.data.sources import Raw
+    from lockstep.training.data import shards, sources
+    from lockstep.training.data.sources import Raw
 
     count = args.batch * args.ranks * (args.warm_up + args.steps)
     if args.data_root:

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import figures
 from benchmarks.measure import interleaved
-from training.contract import UserError, user_errors
-from training.exercises.bench.gang import free_port
+from lockstep.training.contract import UserError, user_errors
+from lockstep.training.exercises.bench.gang import free_port
 
 HERE = Path(__file__).parents[1]
 Times: TypeAlias = dict[str, list[float]]
@@ -33,8 +33,8 @@ import os, sys
 import torch
 from benchmarks.our_step import our_step
 try:
-    from training.parallel.memory import keep_freed
-    from training.parallel.world import detect, joined
+    from lockstep.training.parallel.memory import keep_freed
+    from lockstep.training.parallel.world import detect, joined
 except ImportError:  # before training/ had rooms
     from training.memory import keep_freed
     from training.world import detect, joined

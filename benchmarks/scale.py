@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure, scale_fit, scale_parts, scale_ranks, scale_simulation
-from training import files
-from training.data import shards
+from lockstep.training import files
+from lockstep.training.data import shards
 
 MEASURES = ("messages", "bytes", "store_messages", "opens", "entries", "hashed", "cpu", "wall")
 

@@ -14,7 +14,7 @@ import time
 
 from benchmarks import figures
 from benchmarks.failure import PARTS, Mark, launched, parts
-from training.contract import UserError, user_errors
+from lockstep.training.contract import UserError, user_errors
 
 NAMES = {
     "noticed": "processes",

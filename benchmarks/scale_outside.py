@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import large_run
 
-LOCKSTEP = [sys.executable, "-c", "from jobs.cli.main import main; main()"]
+LOCKSTEP = [sys.executable, "-c", "from lockstep.jobs.cli.main import main; main()"]
 
 _MEASURED = """
 import resource, subprocess, sys
@@ -61,7 +61,7 @@ def main() -> None:
         small = large_run.run_directory(folder / "small", 2, 100)
         large_run.local_jobs(folder / "home", args.jobs)
         large_run.local_jobs(folder / "empty", 1)
-        report = [sys.executable, "-m", "training", "report"]
+        report = [sys.executable, "-m", "lockstep.training", "report"]
         rows = {
             "top --once, 2 ranks": cost([*LOCKSTEP, "top", str(small), "--once", "--every", "0.2"]),
             f"top --once, {args.ranks} ranks": cost([*LOCKSTEP, "top", str(run), "--once", "--every", "0.2"]),

@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from benchmarks.scale_counts import Counts, Spent, held
 from benchmarks.scale_ranks import REPEATS, Phases, joined, settings
-from training.checkpoint import state as states
-from training.checkpoint import store
-from training.parallel import agreement
-from training.parallel.world import World
-from training.resilience import closeness
-from training.resilience.preempt import Consensus
-from training.run import attempt as attempts
-from training.run import context, prepare
-from training.run.recipe import make_trainer
-from training.run.recipe_attempt import RecipeAttempt
+from lockstep.training.checkpoint import state as states
+from lockstep.training.checkpoint import store
+from lockstep.training.parallel import agreement
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience import closeness
+from lockstep.training.resilience.preempt import Consensus
+from lockstep.training.run import attempt as attempts
+from lockstep.training.run import context, prepare
+from lockstep.training.run.recipe import make_trainer
+from lockstep.training.run.recipe_attempt import RecipeAttempt
 
 STARTING = {
     "run directory and metrics": (context, "RunDirectory"), "exporter": (context, "Exporter"),

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks import large_run
-from training import contract
+from lockstep.training import contract
 
 RULES = Path(__file__).parents[1] / "deploy/observability/prometheus/rules.yaml"
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.scale_counts import Counts, Spent
-from training import config as configuration
-from training import files
-from training.parallel import world as worlds
-from training.parallel.world import World
+from lockstep.training import config as configuration
+from lockstep.training import files
+from lockstep.training.parallel import world as worlds
+from lockstep.training.parallel.world import World
 
 TINY = [
     "data.source=synthetic", "data.options={n: 2048, n_test: 512, size: 8, noise: 1.5}", "data.num_shards=4",

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from benchmarks.scale_parts import calls
 from benchmarks.scale_ranks import settings
-from training.data import shards
-from training.data.loader import Loader
-from training.data.shards import Manifest
-from training.parallel.world import World, joined
-from training.run import prepare
+from lockstep.training.data import shards
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest
+from lockstep.training.parallel.world import World, joined
+from lockstep.training.run import prepare
 
 
 class Group:

@@ -65,7 +65,7 @@ def cold(name: str, args: argparse.Namespace) -> tuple[float, float]:
         if name in OURS:
             words = settings_of(name, args.device, args.set)
             words += [f"data.root={args.data_root}", *contestants.BARE]
-            command = [sys.executable, "-m", "training", "run", OURS[name][0], "--run-dir", f"{folder}/run"]
+            command = [sys.executable, "-m", "lockstep.training", "run", OURS[name][0], "--run-dir", f"{folder}/run"]
             command += ["--set", *words]
         else:
             command = [sys.executable, str(ROOT / "benchmarks" / "contestants.py")]

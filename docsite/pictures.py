@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from docsite import ROOT, drawing
-from training.contract import UserError, user_errors
+from lockstep.training.contract import UserError, user_errors
 
 THEMES = ("light", "dark")
 WIDTH, HEIGHT = 1180, 760
@@ -28,7 +28,18 @@ def train(folder: Path) -> list[Path]:
     """Two runs that differ in their learning rate."""
     runs = [folder / "runs/smoke", folder / "runs/half-rate"]
     for run, rate in zip(runs, ("0.002", "0.001")):
-        command = [sys.executable, "-m", "training", "launch", "--ranks", "2", "run", "smoke", "--run-dir", str(run)]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep.training",
+            "launch",
+            "--ranks",
+            "2",
+            "run",
+            "smoke",
+            "--run-dir",
+            str(run),
+        ]
         subprocess.run([*command, "--set", f"optim.lr={rate}", "epochs=8"], cwd=ROOT, check=True)
     return runs
 
@@ -38,14 +49,14 @@ def top(folder: Path) -> None:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 
-    from jobs.cli.ranks import Reader, judge
-    from jobs.cli.top import picture
+    from lockstep.jobs.cli.ranks import Reader, judge
+    from lockstep.jobs.cli.top import picture
 
     run = Path("runs/smoke")
     command = [
         sys.executable,
         "-m",
-        "training",
+        "lockstep.training",
         "launch",
         "--ranks",
         "4",
@@ -122,7 +133,9 @@ def main() -> None:
         runs = train(Path(folder))
         page = Path(folder) / "compare.html"
         subprocess.run(
-            [sys.executable, "-m", "training", "report", *map(str, runs), "--out", str(page)], cwd=ROOT, check=True
+            [sys.executable, "-m", "lockstep.training", "report", *map(str, runs), "--out", str(page)],
+            cwd=ROOT,
+            check=True,
         )
         top(Path(folder) / "live")
         photograph(page, "report")

@@ -18,61 +18,61 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from docsite import ROOT
-from jobs import registry
-from jobs.cli.main import app
-from jobs.cluster import Cluster
-from jobs.spec.model import JobSpec
-from training.cli import COMMANDS, INSIDE
-from training.config import Config, OwnSettings, recipes
-from training.config.types import Mark
-from training.contract import ENV_PROGRAM
+from lockstep.jobs import registry
+from lockstep.jobs.cli.main import app
+from lockstep.jobs.cluster import Cluster
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.cli import COMMANDS, INSIDE
+from lockstep.training.config import Config, OwnSettings, recipes
+from lockstep.training.config.types import Mark
+from lockstep.training.contract import ENV_PROGRAM
 
 API = {
     "lockstep": {
-        "jobs.job.submit": "Submits a job. `from lockstep import submit`.",
-        "jobs.job.Job": "A submitted job. `from lockstep import Job`.",
-        "jobs.spec.model.JobSpec": "The job file as an object. `from lockstep import JobSpec`.",
+        "lockstep.jobs.job.submit": "Submits a job. `from lockstep import submit`.",
+        "lockstep.jobs.job.Job": "A submitted job. `from lockstep import Job`.",
+        "lockstep.jobs.spec.model.JobSpec": "The job file as an object. `from lockstep import JobSpec`.",
     },
     "Dispatching": {
-        "jobs.status.Status": "Where a job stands.",
-        "jobs.backend.Backend": "What a backend of your own is made from.",
-        "jobs.sweep.parse": "The texts of `--sweep`. `from jobs import sweep`, for all three.",
-        "jobs.sweep.expand": "The jobs of a sweep.",
-        "jobs.sweep.submit": "Submits the jobs of a sweep.",
-        "jobs.spec.profile.load": "A cluster profile, for `JobSpec.load(FILE, below=…)`.",
-        "jobs.slurm.backend.training_task": "What submitit can run as a task of a job.",
-        "jobs.terminal.say": "Prints a line that may hold text of others.",
-        "jobs.terminal.table": "Prints a table that may hold text of others.",
+        "lockstep.jobs.status.Status": "Where a job stands.",
+        "lockstep.jobs.backend.Backend": "What a backend of your own is made from.",
+        "lockstep.jobs.sweep.parse": "The texts of `--sweep`. `from lockstep.jobs import sweep`, for all three.",
+        "lockstep.jobs.sweep.expand": "The jobs of a sweep.",
+        "lockstep.jobs.sweep.submit": "Submits the jobs of a sweep.",
+        "lockstep.jobs.spec.profile.load": "A cluster profile, for `JobSpec.load(FILE, below=…)`.",
+        "lockstep.jobs.slurm.backend.training_task": "What submitit can run as a task of a job.",
+        "lockstep.jobs.terminal.say": "Prints a line that may hold text of others.",
+        "lockstep.jobs.terminal.table": "Prints a table that may hold text of others.",
     },
     "Ranks": {
-        "training.parallel.world.script": "Joins the ranks of a program of your own. `from training import parallel`.",
-        "training.parallel.world.joined": "The same, for a program that handles errors itself.",
-        "training.parallel.world.detect": "Reads what the launcher says of this process.",
-        "training.parallel.world.World": "A process's place among the ranks.",
-        "training.exercises.collectives.all_gather": "Tensors of unequal length, to all ranks.",
-        "training.exercises.collectives.gather_objects": "Plain values, to rank 0.",
+        "lockstep.training.parallel.world.script": "Joins the ranks of a program of your own. `from lockstep.training import parallel`.",
+        "lockstep.training.parallel.world.joined": "The same, for a program that handles errors itself.",
+        "lockstep.training.parallel.world.detect": "Reads what the launcher says of this process.",
+        "lockstep.training.parallel.world.World": "A process's place among the ranks.",
+        "lockstep.training.exercises.collectives.all_gather": "Tensors of unequal length, to all ranks.",
+        "lockstep.training.exercises.collectives.gather_objects": "Plain values, to rank 0.",
     },
     "Gradient sync": {
-        "training.sync.build": "A gradient strategy by its name.",
-        "training.sync.from_words": "A gradient strategy from the words of a command line.",
-        "training.sync.base.GradientSync": "What every gradient strategy can do.",
-        "training.sync.hooked.HookedDataParallel": "Gradient sync as a wrapper of a model.",
-        "training.sync.horovod": "Horovod's interface. `import training.sync.horovod as hvd`.",
+        "lockstep.training.sync.build": "A gradient strategy by its name.",
+        "lockstep.training.sync.from_words": "A gradient strategy from the words of a command line.",
+        "lockstep.training.sync.base.GradientSync": "What every gradient strategy can do.",
+        "lockstep.training.sync.hooked.HookedDataParallel": "Gradient sync as a wrapper of a model.",
+        "lockstep.training.sync.horovod": "Horovod's interface. `import lockstep.training.sync.horovod as hvd`.",
     },
     "Data and models": {
-        "training.data.sampler.OrderSampler": "Lockstep's data order as a torch sampler.",
-        "training.data.order.key": "The key of a data order.",
-        "training.data.order.permute": "The data order itself.",
-        "training.data.order.bounds": "A rank's part of a batch.",
-        "training.data.sources.load": "The samples of a data source. `from training.data import sources`.",
-        "training.data.sources.raw.Raw": "What `load` returns.",
-        "training.data.dataset.SourceDataset": "A data source as a torch data set.",
-        "training.models.bag_of_tricks.BagOfTricks": "The model of the recipes `bag_of_tricks` and `smoke`.",
-        "training.models.resnet9.ResNet9": "The model of the recipe `resnet9`.",
+        "lockstep.training.data.sampler.OrderSampler": "Lockstep's data order as a torch sampler.",
+        "lockstep.training.data.order.key": "The key of a data order.",
+        "lockstep.training.data.order.permute": "The data order itself.",
+        "lockstep.training.data.order.bounds": "A rank's part of a batch.",
+        "lockstep.training.data.sources.load": "The samples of a data source. `from lockstep.training.data import sources`.",
+        "lockstep.training.data.sources.raw.Raw": "What `load` returns.",
+        "lockstep.training.data.dataset.SourceDataset": "A data source as a torch data set.",
+        "lockstep.training.models.bag_of_tricks.BagOfTricks": "The model of the recipes `bag_of_tricks` and `smoke`.",
+        "lockstep.training.models.resnet9.ResNet9": "The model of the recipe `resnet9`.",
     },
     "Errors": {
-        "training.contract.UserError": "An error that the user can mend: one line, exit code 2.",
-        "training.contract.user_errors": "Ends a program at such an error.",
+        "lockstep.training.contract.UserError": "An error that the user can mend: one line, exit code 2.",
+        "lockstep.training.contract.user_errors": "Ends a program at such an error.",
     },
 }
 """What the API page shows, from the docstrings, beside `Session`. Of a module: the names in its `__all__`."""
@@ -123,7 +123,7 @@ for words in json.loads(sys.argv[1]):
     sys.argv = ["training", *words, "--help"]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        runpy.run_module("training", run_name="__main__", alter_sys=True)
+        runpy.run_module("lockstep.training", run_name="__main__", alter_sys=True)
     found.append(out.getvalue())
 print(json.dumps(found))
 """
@@ -166,11 +166,13 @@ def commands() -> str:
     """Every command with its real help, and the commands below it."""
     texts = _of_lockstep()
     inside = _helps("lockstep", [[name] for name in COMMANDS if name not in INSIDE])
-    texts |= inside | _helps("lockstep", _below(inside)) | _helps("python -m training", [[name] for name in INSIDE])
+    texts |= (
+        inside | _helps("lockstep", _below(inside)) | _helps("python -m lockstep.training", [[name] for name in INSIDE])
+    )
     parts = [
         "# Commands\n",
         "What each command prints with `--help`. Those of `lockstep` that look at a run are also commands of "
-        "`python -m training`. [Exit codes](exit-codes.md) are the same everywhere.\n",
+        "`python -m lockstep.training`. [Exit codes](exit-codes.md) are the same everywhere.\n",
         f"```text\n{texts.pop(('lockstep',))}\n```\n",
     ]
     parts += [f"## {' '.join(words)}\n\n```text\n{texts[words]}\n```\n" for words in sorted(texts)]
@@ -195,7 +197,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str, bool]]:
     """(dotted name, type, default, meaning, whether a run may go on with another value) of each setting below a model."""
-    from training.config import settings as typed
+    from lockstep.training.config import settings as typed
 
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())
@@ -330,7 +332,7 @@ def session() -> str:
         "[its settings](session-settings.md) have a page.\n\n"
         "In the examples `F` is `torch.nn.functional`; `Net`, `dataset`, `loader` and `evaluate` are yours."
     )
-    return "# Session\n\n" + documented("training.session.Session", lead, 2)
+    return "# Session\n\n" + documented("lockstep.training.session.Session", lead, 2)
 
 
 def api() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from docsite import ROOT, links, nav, reference
-from training.contract import UserError, user_errors
+from lockstep.training.contract import UserError, user_errors
 
 LANGUAGES = {
     ".py": "python",

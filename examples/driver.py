@@ -6,8 +6,8 @@
 With submitit alone, and the same payload:
 
     import submitit
-    from jobs import JobSpec
-    from jobs.slurm.backend import training_task
+    from lockstep.jobs import JobSpec
+    from lockstep.jobs.slurm.backend import training_task
 
     executor = submitit.AutoExecutor(folder="submitit", cluster="slurm")
     executor.update_parameters(nodes=2, tasks_per_node=4, gpus_per_node=4, timeout_min=120)
@@ -21,11 +21,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from jobs import Job, JobSpec, submit, sweep
-from jobs.spec import profile
-from jobs.status import Status
-from jobs.terminal import say, table
-from training.contract import UserError
+from lockstep.jobs import Job, JobSpec, submit, sweep
+from lockstep.jobs.spec import profile
+from lockstep.jobs.status import Status
+from lockstep.jobs.terminal import say, table
+from lockstep.training.contract import UserError
 
 
 def follow(job: Job, spec: JobSpec, backend: str, tries: int, poll: float) -> tuple[Job, Status]:

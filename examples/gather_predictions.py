@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from training.data import sources
-from training.data.order import bounds
-from training.exercises.collectives import all_gather, gather_objects
-from training.parallel.world import detect, joined
+from lockstep.training.data import sources
+from lockstep.training.data.order import bounds
+from lockstep.training.exercises.collectives import all_gather, gather_objects
+from lockstep.training.parallel.world import detect, joined
 
 
 def main(out: Path) -> None:

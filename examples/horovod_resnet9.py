@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from training.contract import user_errors
-from training.data.dataset import SourceDataset
-from training.models.resnet9 import ResNet9
-from training.sync.horovod import (
+from lockstep.training.contract import user_errors
+from lockstep.training.data.dataset import SourceDataset
+from lockstep.training.models.resnet9 import ResNet9
+from lockstep.training.sync.horovod import (
     DistributedOptimizer,
     allreduce,
     broadcast_optimizer_state,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from training import parallel, sync
+from lockstep.training import parallel, sync
 
 
 class Net(nn.Module):

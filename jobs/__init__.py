@@ -1,6 +1,6 @@
 """Dispatching a job from Python:
 
-from jobs import JobSpec, submit
+from lockstep import JobSpec, submit
 job = submit(JobSpec.load("job.yaml"), backend="local")
 job.wait(timeout=3600); print(job.summary())
 """
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+if __name__ != "lockstep.jobs":  # a second copy of each class, beside the first
+    raise ImportError(f"the package {__name__} is imported as lockstep.jobs: from lockstep import JobSpec, submit")
+
 if TYPE_CHECKING:
-    from jobs.job import Job, submit
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.job import Job, submit
+    from lockstep.jobs.spec.model import JobSpec
 
 __all__ = ["Job", "JobSpec", "submit"]
 
@@ -19,11 +22,11 @@ __all__ = ["Job", "JobSpec", "submit"]
 def __getattr__(name: str) -> Any:
     # The command line imports this package for every command; pydantic is for those that need it.
     if name == "JobSpec":
-        from jobs.spec.model import JobSpec
+        from lockstep.jobs.spec.model import JobSpec
 
         return JobSpec
     if name in ("Job", "submit"):
-        from jobs import job as driver
+        from lockstep.jobs import job as driver
 
         return getattr(driver, name)
-    raise AttributeError(f"module 'jobs' has no attribute {name!r}")
+    raise AttributeError(f"module 'lockstep.jobs' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 The flow owns: secrets, the state machine of a name (attach, replace, new), waiting with a bound, the filter of ranks. A
 backend supplies find, create, observe, stream, stop and list, and where it can tail and exec; one that hands a manifest to a cluster is a
-`jobs.cluster.Cluster`. One contract test holds all of them to it.
+`lockstep.jobs.cluster.Cluster`. One contract test holds all of them to it.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
     backend.status("smoke")              # Status(state, reason, ranks, exit_code)
@@ -24,15 +24,15 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from jobs import lines
-from jobs.code import pin
-from jobs.compare import differences
-from jobs.foreground import Streams
-from jobs.spec.model import JobSpec
-from jobs.status import GOES_ON, Disconnected, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
-from jobs.terminal import warn
-from training import contract, files
-from training.contract import UserError
+from lockstep.jobs import lines
+from lockstep.jobs.code import pin
+from lockstep.jobs.compare import differences
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import GOES_ON, Disconnected, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
+from lockstep.jobs.terminal import warn
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
 
 Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""

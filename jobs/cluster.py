@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from jobs.backend import Backend, Specs
-from jobs.checks.check import Check
-from jobs.checks.rule import Finding, Rules, errors
-from jobs.code import pin
-from jobs.manifest import Manifest, to_yaml
-from jobs.spec.model import JobSpec
-from jobs.status import Submitted
-from training.contract import UserError
+from lockstep.jobs.backend import Backend, Specs
+from lockstep.jobs.checks.check import Check
+from lockstep.jobs.checks.rule import Finding, Rules, errors
+from lockstep.jobs.code import pin
+from lockstep.jobs.manifest import Manifest, to_yaml
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Submitted
+from lockstep.training.contract import UserError
 
 Manifests = list[Manifest]  # these are named here, because `list` is a method of every backend
 Checks = list[Check]

@@ -1,13 +1,13 @@
-"""The command that a node runs, the same on every backend: `python -m training launch …`."""
+"""The command that a node runs, the same on every backend: `python -m lockstep.training launch …`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.spec.code import CODE_PARTS
-from jobs.spec.model import JobSpec
-from training.contract import UserError
-from training.launch.handed import Handed
+from lockstep.jobs.spec.code import CODE_PARTS
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
+from lockstep.training.launch.handed import Handed
 
 IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30
@@ -25,7 +25,7 @@ def launch(
         code: where the job's code lies unpacked; "": in pieces, at `CODE_PARTS`.
         here: the folder that the job starts in.
     """
-    command = [python, "-m", "training", "launch", "--max-restarts", str(spec.max_restarts)]
+    command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds)]
     if spec.nodes > 1 or spec.elastic is not None:
         command += ["--join-timeout", str(spec.join_seconds)]
@@ -44,7 +44,7 @@ def identity(spec: JobSpec) -> str:
     """Of the spec's code, which has been looked at by now."""
     assert spec.code is not None
     if spec.code.hash is None:
-        raise UserError(f"{spec.name}: its code has not been read yet (jobs.code.pin)")
+        raise UserError(f"{spec.name}: its code has not been read yet (lockstep.jobs.code.pin)")
     return spec.code.hash
 
 
@@ -81,19 +81,19 @@ def _device(spec: JobSpec) -> list[str]:
 
 
 def beside(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
-    """What runs a command beside a rank, on the rank's node. `more`: further flags of `training.launch.beside`."""
-    words = [python, "-m", "training.launch.beside", "--rank", str(rank), *more]
+    """What runs a command beside a rank, on the rank's node. `more`: further flags of `lockstep.training.launch.beside`."""
+    words = [python, "-m", "lockstep.training.launch.beside", "--rank", str(rank), *more]
     return [*words, *(["--run-dir", run_dir] if run_dir else []), "--", *command]
 
 
 def to_beside(python: str, token: str, number: int) -> list[str]:
     """What sends a signal to the command that was started with `--token`, on the same node."""
-    return [python, "-m", "training.launch.beside", "--token", token, "--signal", str(number)]
+    return [python, "-m", "lockstep.training.launch.beside", "--token", token, "--signal", str(number)]
 
 
 def shard(spec: JobSpec, python: str = "python") -> list[str]:
     """The command of `lockstep prepare`: writes the recipe's shards once. `spec.shards` is set."""
     assert spec.recipe is not None and spec.shards is not None
-    command = [python, "-m", "training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
+    command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
     own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
     return [*command, "--set", "data.root=/tmp/data", *own]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from jobs import registry
-from jobs.backend import Backend
-from jobs.cluster import Cluster
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs import registry
+from lockstep.jobs.backend import Backend
+from lockstep.jobs.cluster import Cluster
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 
 def cluster(name: str, command: str) -> type[Cluster]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from jobs.terminal import warn
-from training.contract import UserError
+from lockstep.jobs.terminal import warn
+from lockstep.training.contract import UserError
 
 PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 OF_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)

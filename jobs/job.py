@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import connect
-from jobs.backend import Backend, Mode
-from jobs.spec.model import JobSpec
-from jobs.status import Observer, Status, Submitted
-from training import extras
+from lockstep.jobs import connect
+from lockstep.jobs.backend import Backend, Mode
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Observer, Status, Submitted
+from lockstep.training import extras
 
 
 @dataclass(frozen=True, slots=True)

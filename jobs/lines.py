@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import AnyStr, Generic
 
-from training import files
+from lockstep.training import files
 
 BLOCK = 1 << 16
 HEAD = 64

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import filelock
 
-from jobs import private
-from training.contract import UserError
+from lockstep.jobs import private
+from lockstep.training.contract import UserError
 
 
 @contextlib.contextmanager

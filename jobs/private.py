@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path, PurePath
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 _MOST_LINKS = 40
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import NotRequired, TypedDict
 
-from training import contract, files
+from lockstep.training import contract, files
 
 R = TypeVar("R")
 

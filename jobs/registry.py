@@ -1,7 +1,7 @@
 """The backends: those of this package in a table, those of other packages by their entry points.
 
-A backend is a package with a module `backend`, whose `BACKEND` is a `jobs.backend.Backend`. Where it has settings of its
-own in job.yaml it has a module `section`, whose `SECTION` is a `jobs.spec.section.Section`. Another distribution names
+A backend is a package with a module `backend`, whose `BACKEND` is a `lockstep.jobs.backend.Backend`. Where it has settings of its
+own in job.yaml it has a module `section`, whose `SECTION` is a `lockstep.jobs.spec.section.Section`. Another distribution names
 its package under the entry point group `lockstep.backends`.
 """
 
@@ -13,15 +13,20 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING
 
-from jobs.terminal import warn
-from training.config import settings
-from training.contract import UserError
+from lockstep.jobs.terminal import warn
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Backend
-    from jobs.spec.section import Section
+    from lockstep.jobs.backend import Backend
+    from lockstep.jobs.spec.section import Section
 
-BUILT_IN = {"local": "jobs.local", "k8s": "jobs.kubernetes", "slurm": "jobs.slurm", "compose": "jobs.compose"}
+BUILT_IN = {
+    "local": "lockstep.jobs.local",
+    "k8s": "lockstep.jobs.kubernetes",
+    "slurm": "lockstep.jobs.slurm",
+    "compose": "lockstep.jobs.compose",
+}
 """Name → package."""
 ALIASES = {"kubernetes": "k8s"}
 GROUP = "lockstep.backends"

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jobs import connect
-from jobs.job import Job
-from jobs.spec.model import JobSpec
-from training import extras
-from training.config import settings
-from training.contract import UserError
+from lockstep.jobs import connect
+from lockstep.jobs.job import Job
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training import extras
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
 
 MAX_RUNS = 1000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from training.contract import printable, tell_beside
+from lockstep.training.contract import printable, tell_beside
 
 
 def show(value: Any) -> None:

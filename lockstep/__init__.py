@@ -11,19 +11,24 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jobs import Job as Job
-    from jobs import JobSpec as JobSpec
-    from jobs import submit as submit
-    from training.session import Session as Session
+    from lockstep.jobs import Job as Job
+    from lockstep.jobs import JobSpec as JobSpec
+    from lockstep.jobs import submit as submit
+    from lockstep.training.session import Session as Session
 
 if not {"LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):  # what a script imports next may take long
-    from training.launch import early, lifeline
+    from lockstep.training.launch import early, lifeline
 
     lifeline.end_with_launcher(os.environ)
     early.keep_for_session(os.environ)
 
 __all__ = ["Job", "JobSpec", "Session", "submit"]
-_PLACES = {"Session": "training.session", "Job": "jobs", "JobSpec": "jobs", "submit": "jobs"}
+_PLACES = {
+    "Session": "lockstep.training.session",
+    "Job": "lockstep.jobs",
+    "JobSpec": "lockstep.jobs",
+    "submit": "lockstep.jobs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -32,12 +32,17 @@ def copy_to(target: Path) -> Path:
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
     files = subprocess.run(git, cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
     if len(files) < 100:
-        found = [path for part in SOURCES for path in [ROOT / part, *(ROOT / part).rglob("*")] if path.is_file()]
+        found = [
+            path
+            for part in SOURCES
+            for path in [ROOT / part, *(ROOT / part).rglob("*")]
+            if path.is_file() or path.is_symlink()
+        ]
         files = [str(path.relative_to(ROOT)).encode() for path in found]
     for name in filter(None, (name.decode() for name in files)):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name)
+            shutil.copy(ROOT / name, target / name, follow_symlinks=False)
     return target
 
 

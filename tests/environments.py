@@ -31,7 +31,7 @@ def sources() -> set[str]:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout.decode().split("\0")
     if len(listed) < 100:  # no history here: the files as they lie
         listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if "__pycache__" not in path.parts]
-    return {name for name in listed if name and (ROOT / name).is_file()}
+    return {name for name in listed if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())}
 
 
 def project() -> dict[str, Any]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tests.processes import ROOT
 
-SHARED = (
-    "training.contract", "training.config", "training.config.settings", "training.files", "training.extras", "training.cli",
-    "training.launch.archive", "training.launch.carried", "training.launch.early", "training.launch.handed",
-    "training.launch.lifeline", "training.launch.scratch", "training.config.own",
+SHARED = tuple(
+    f"lockstep.training.{name}" for name in (
+        "contract", "config", "config.settings", "config.own", "files", "extras", "cli",
+        "launch.archive", "launch.carried", "launch.early", "launch.handed", "launch.lifeline", "launch.scratch",
+    )
 )  # fmt: skip
 """What `jobs` may import of `training`: the part that needs no torch."""
 
@@ -19,7 +20,7 @@ SHARED = (
 def modules(package: str) -> dict[str, Path]:
     """Dotted name → file of each module of a package of ours."""
     return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        ".".join(("lockstep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
         for path in sorted((ROOT / package).rglob("*.py"))
         if "templates" not in path.parts  # files of a project to be
     }

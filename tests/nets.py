@@ -110,7 +110,7 @@ def watch_writes() -> None:
     fate = os.environ.get("LOCKSTEP_TEST_WRITE", "")
     if not fate:
         return
-    from training import files
+    from lockstep.training import files
 
     number, what = fate.split(":")
     touched = [0]

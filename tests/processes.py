@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from training.exercises.bench import gang as bench
+from lockstep.training.exercises.bench import gang as bench
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable

@@ -15,19 +15,19 @@ from tests.warm.gang import python, running
 
 
 def training(*words: str, env: dict[str, str] | None = None, timeout: float = 120) -> Result:
-    """`python -m training WORDS` in one process."""
-    return python("-m", "training", *words, env=env, timeout=timeout)
+    """`python -m lockstep.training WORDS` in one process."""
+    return python("-m", "lockstep.training", *words, env=env, timeout=timeout)
 
 
 def gang(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180) -> Result:
-    """`python -m training WORDS` on several ranks."""
-    with running([["-m", "training", *words]] * ranks, env) as started:
+    """`python -m lockstep.training WORDS` on several ranks."""
+    with running([["-m", "lockstep.training", *words]] * ranks, env) as started:
         return started.wait(timeout)
 
 
 def launched(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180) -> Result:
-    """`python -m training launch … WORDS` from a shell: every process imports for itself."""
-    command = [PYTHON, "-m", "training", "launch", "--ranks", str(ranks), "--grace", "20", *words]
+    """`python -m lockstep.training launch … WORDS` from a shell: every process imports for itself."""
+    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", str(ranks), "--grace", "20", *words]
     return run(command, env, timeout)
 
 
@@ -43,8 +43,8 @@ def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float
 
 
 def _rank(function: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
-    from training.__main__ import leave
-    from training.parallel import world
+    from lockstep.training.__main__ import leave
+    from lockstep.training.parallel import world
 
     with world.joined(world.detect(os.environ), "cpu", 60) as joined:
         world.set_threads(joined, 1, {})

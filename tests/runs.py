@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from lockstep.training.checkpoint import store
 from tests.processes import PYTHON, Result, clean_env, poll, processes, run
 from tests.warm.gang import GRACE, Gang, running
-from training.checkpoint import store
 
 FINAL = 24
 """Steps of the whole run."""
@@ -50,12 +50,23 @@ class Job:
 
     def command(self, *launch: str) -> list[str]:
         """Under the real launcher."""
-        return [PYTHON, "-m", "training", "launch", "--ranks", str(self.ranks), "--grace", "20", *launch, *self.words]
+        return [
+            PYTHON,
+            "-m",
+            "lockstep.training",
+            "launch",
+            "--ranks",
+            str(self.ranks),
+            "--grace",
+            "20",
+            *launch,
+            *self.words,
+        ]
 
     @contextlib.contextmanager
     def started(self, grace: float = GRACE, **fate: str) -> Iterator[Gang]:
         """Its ranks, forked. Nothing of them is left at the end."""
-        with running([["-m", "training", *self.words]] * self.ranks, self.env(**fate), grace) as gang:
+        with running([["-m", "lockstep.training", *self.words]] * self.ranks, self.env(**fate), grace) as gang:
             yield gang
 
     def go(self, timeout: float = 120, grace: float = GRACE, **fate: str) -> Result:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from lockstep.training import sync
+from lockstep.training.checkpoint import store
 from tests.processes import clean_env
 from tests.warm.gang import running
-from training import sync
-from training.checkpoint import store
 
 COMMON = [
     "data.num_shards=3", "epochs=2", "uneven=weight", "evaluate.every=2", "checkpoint.every_steps=3",
@@ -65,7 +65,7 @@ def _words(case: Case, run_dir: Path, data: Path) -> list[str]:
     recipe, _, strategy, _ = case
     settings = [f"data.root={data}", *COMMON, *RECIPES[recipe], f"sync.name={strategy}"]
     settings += [OWN[strategy]] if strategy in OWN else []
-    return ["-m", "training", "run", recipe, "--run-dir", str(run_dir), "--set", *settings]
+    return ["-m", "lockstep.training", "run", recipe, "--run-dir", str(run_dir), "--set", *settings]
 
 
 def digest(run_dir: Path) -> str:

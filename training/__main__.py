@@ -1,4 +1,4 @@
-"""python -m training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench | doctor
+"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench | doctor
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -20,16 +20,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from training.launch.lifeline import FORWARDED, command_of, end_with_launcher
+from lockstep.training.launch.lifeline import FORWARDED, command_of, end_with_launcher
 
 if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
     # First of all: what is imported now takes its time. Until `Signals`, or the launcher, catches them. A PID 1 without
     # handlers would not get them at all.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
-from training import extras
-from training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
-from training.contract import (
+from lockstep.training import extras
+from lockstep.training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
+from lockstep.training.contract import (
     ENV_DEBUG,
     ENV_RESTARTS,
     EXIT_DONE,
@@ -42,8 +42,8 @@ from training.contract import (
     rank_of,
     tell_error,
 )  # fmt: skip
-from training.files import keep_out_others, publish
-from training.launch.lines import say
+from lockstep.training.files import keep_out_others, publish
+from lockstep.training.launch.lines import say
 
 _BEGAN = time.perf_counter()
 
@@ -130,7 +130,7 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from training import config as configuration
+    from lockstep.training import config as configuration
 
     assignments = list(args.assignments)
     assignments += ["log.verbose=true"] if args.verbose else []
@@ -145,12 +145,14 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         error.shared = True  # every rank has the same arguments
         raise
 
-    from training.resilience.preempt import Signals  # imports torch: only when the arguments are known to be valid
+    from lockstep.training.resilience.preempt import (
+        Signals,  # imports torch: only when the arguments are known to be valid
+    )
 
     signals = Signals(config.preempt.signals, meeting=True)
-    from training.parallel import world
-    from training.resilience import hang
-    from training.run import recipe
+    from lockstep.training.parallel import world
+    from lockstep.training.resilience import hang
+    from lockstep.training.run import recipe
 
     me = world.detect(env)
     run_dir = args.run_dir or Path("runs") / config.recipe
@@ -172,8 +174,8 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training import config as configuration
-    from training.data import shards, show, sources
+    from lockstep.training import config as configuration
+    from lockstep.training.data import shards, show, sources
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
@@ -195,8 +197,8 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 
 
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from training.evaluate import command as scoring
-    from training.parallel import world
+    from lockstep.training.evaluate import command as scoring
+    from lockstep.training.parallel import world
 
     config, checksum = scoring.config_of(args.target, args.recipe, args.assignments, args.trust_model)
     with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:
@@ -208,9 +210,9 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training.checkpoint import weights
-    from training.checkpoint.score import Rule
-    from training.observe import rundir
+    from lockstep.training.checkpoint import weights
+    from lockstep.training.checkpoint.score import Rule
+    from lockstep.training.observe import rundir
 
     config = rundir.read_run(args.target)["config"]
     wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
@@ -221,7 +223,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
 
 def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training.observe import report
+    from lockstep.training.observe import report
 
     out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
     report.write(args.runs, out)
@@ -230,8 +232,8 @@ def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
 
 def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from training import config as configuration
-    from training.config import settings
+    from lockstep.training import config as configuration
+    from lockstep.training.config import settings
 
     if args.schema:
         print(json.dumps(settings.json_schema(configuration.Config), indent=1))
@@ -257,7 +259,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         with extras.explained():
             command, *arguments = command_of(argv) or [""]
             if command in _APART:
-                return int(importlib.import_module(f"training.{_APART[command]}").main(arguments))
+                return int(importlib.import_module(f"lockstep.training.{_APART[command]}").main(arguments))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)

@@ -1,4 +1,4 @@
-"""The commands of `python -m training`, which `lockstep` has too, and the parser of their arguments. Imports no torch.
+"""The commands of `python -m lockstep.training`, which `lockstep` has too, and the parser of their arguments. Imports no torch.
 
 Usage errors are one line, like every other error that a person can mend.
 """
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, tell_beside
+from lockstep.training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, tell_beside
 
-PROGRAM = os.environ.get(ENV_PROGRAM, "python -m training")
+PROGRAM = os.environ.get(ENV_PROGRAM, "python -m lockstep.training")
 COMMANDS = {
     "run": "train a recipe, or resume it",
     "shard": "preprocess a data set once into shard files",
@@ -79,7 +79,7 @@ def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def about(docstring: str | None) -> str:
     """What the first paragraph of a command's module says, without how it is called: that is in the usage line."""
-    first = re.sub(r"^(python -m training|lockstep) [^:]*: ", "", (docstring or "").partition("\n\n")[0])
+    first = re.sub(r"^(python -m lockstep.training|lockstep) [^:]*: ", "", (docstring or "").partition("\n\n")[0])
     return first[:1].upper() + first[1:]
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from training.checkpoint.state import TrainState
-from training.config import Config
-from training.data.augment import draw_keys
-from training.data.loader import Batch
-from training.observe.clock import RecordedPoints
-from training.optim.rates import RatedOptimizer
-from training.parallel.exchange import all_gather_trees
-from training.trainer import Trainer
+from lockstep.training.checkpoint.state import TrainState
+from lockstep.training.config import Config
+from lockstep.training.data.augment import draw_keys
+from lockstep.training.data.loader import Batch
+from lockstep.training.observe.clock import RecordedPoints
+from lockstep.training.optim.rates import RatedOptimizer
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.trainer import Trainer
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""

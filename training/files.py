@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.contract import UserError, printable
+from lockstep.training.contract import UserError, printable
 
 
 def keep_out_others() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from training import files
+from lockstep.training import files
 
 T = TypeVar("T")
 _CHUNK = 8 << 20

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.data.batches import Batches
-from training.run.own import Replica
-from training.run.own_lifecycle import Lifecycle
-from training.run.own_loop import OwnLoop
+from lockstep.training.data.batches import Batches
+from lockstep.training.run.own import Replica
+from lockstep.training.run.own_lifecycle import Lifecycle
+from lockstep.training.run.own_loop import OwnLoop
 
 T = TypeVar("T")
 

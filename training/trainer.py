@@ -4,7 +4,7 @@
         augment → forward → loss → backward → sum over the ranks → update → average
     after each epoch: evaluate, save
 
-What surrounds a step (the boundary at which all ranks leave or save together, metrics, checkpoints) is in `training.run`.
+What surrounds a step (the boundary at which all ranks leave or save together, metrics, checkpoints) is in `lockstep.training.run`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training.checkpoint.state import TrainState
-from training.config import Config
-from training.data.augment import Keys, augment, draw_keys
-from training.data.loader import Batch
-from training.data.order import bounds
-from training.models.arithmetic import autocast, real_type
-from training.models.stand_in import without_batch_statistics
-from training.optim import learning_rate, set_rates
-from training.optim.loss_scaler import LOWEST
-from training.resilience.divergence import diagnose
-from training.run.recipe_attempt import RecipeAttempt
+from lockstep.training.checkpoint.state import TrainState
+from lockstep.training.config import Config
+from lockstep.training.data.augment import Keys, augment, draw_keys
+from lockstep.training.data.loader import Batch
+from lockstep.training.data.order import bounds
+from lockstep.training.models.arithmetic import autocast, real_type
+from lockstep.training.models.stand_in import without_batch_statistics
+from lockstep.training.optim import learning_rate, set_rates
+from lockstep.training.optim.loss_scaler import LOWEST
+from lockstep.training.resilience.divergence import diagnose
+from lockstep.training.run.recipe_attempt import RecipeAttempt
 
 
 class NonFinite(Exception):

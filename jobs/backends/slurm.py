@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jobs.slurm.backend import training_task
+from lockstep.jobs.slurm.backend import training_task
 
 __all__ = ["training_task"]

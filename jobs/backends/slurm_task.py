@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jobs.slurm.task import TrainingTask
+from lockstep.jobs.slurm.task import TrainingTask
 
 __all__ = ["TrainingTask"]

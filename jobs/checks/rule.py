@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from jobs.manifest import Manifest
-from jobs.spec.model import JobSpec
+from lockstep.jobs.manifest import Manifest
+from lockstep.jobs.spec.model import JobSpec
 
 Level = Literal["error", "warning"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.cli import options
-from jobs.cli.options import (
+from lockstep.jobs.cli import options
+from lockstep.jobs.cli.options import (
     Backend,
     Context,
     File,
@@ -25,11 +25,11 @@ from jobs.cli.options import (
     Sets,
     Sweep,
 )
-from jobs.terminal import note, say, show, warn
-from training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.jobs.terminal import note, say, show, warn
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Mode
+    from lockstep.jobs.backend import Mode
 
 
 def render(
@@ -56,10 +56,10 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     if with_code and out is None:
         raise UserError("--with-code needs -o DIR: it writes several files")
-    from jobs import connect
-    from jobs import sweep as sweeps
-    from jobs.code import pin, store
-    from jobs.manifest import to_yaml
+    from lockstep.jobs import connect
+    from lockstep.jobs import sweep as sweeps
+    from lockstep.jobs.code import pin, store
+    from lockstep.jobs.manifest import to_yaml
 
     found = connect.cluster(backend, "render")
     values = options.parse(
@@ -122,9 +122,9 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
-    from jobs import connect, registry
-    from jobs.checks.rule import errors
-    from jobs.cluster import Cluster
+    from lockstep.jobs import connect, registry
+    from lockstep.jobs.checks.rule import errors
+    from lockstep.jobs.cluster import Cluster
 
     if rules:
         backends = [registry.backend(name) for name in registry.packages()]
@@ -180,10 +180,10 @@ def submit(
     if replace and new:
         raise UserError("give --replace or --new, not both")
     replace = replace or (fresh and not new)
-    from jobs import job as driver
-    from jobs import registry
-    from jobs.cluster import Cluster
-    from jobs.code import pin
+    from lockstep.jobs import job as driver
+    from lockstep.jobs import registry
+    from lockstep.jobs.cluster import Cluster
+    from lockstep.jobs.code import pin
 
     found = registry.backend(backend)
     flags: dict[str, str | None] = {
@@ -199,7 +199,7 @@ def submit(
             warn(f"{item.id}: {item.message}")
     mode: Mode = "replace" if replace else "new" if new else "attach"
     if sweep:
-        from jobs.cli import sweeps
+        from lockstep.jobs.cli import sweeps
 
         raise typer.Exit(sweeps.submit(spec, backend, sweep, mode, wait, as_json))
     job, done = driver.start(spec, backend, mode)
@@ -211,7 +211,7 @@ def submit(
                 f"{done.name}: {'submitted' if done.created else 'is there already, with the same spec'} ({done.where})"
             )
         return
-    from jobs.cli.names import report, teller
+    from lockstep.jobs.cli.names import report, teller
 
     report(done.name, job.wait(wait, teller(done.name)), as_json, waited=True)
 
@@ -235,7 +235,7 @@ def diff(
     flags = options.flags(backend, namespace=namespace, context=context, host=host)
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
     spec = options.build(file, values, profile)
-    from jobs import job as driver
+    from lockstep.jobs import job as driver
 
     changed = driver.compare(spec, backend)
     if as_json:
@@ -261,7 +261,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the shards of the recipe's data to the data volume, once, before the job runs."""
-    from jobs import connect
+    from lockstep.jobs import connect
 
     found = connect.cluster(backend, "prepare")
     flags = options.flags(backend, namespace=namespace, context=context, host=host)
@@ -282,6 +282,6 @@ def prepare(
 
 def schema() -> None:
     """Print the JSON Schema of job.yaml, for editors."""
-    from jobs.spec.model import json_schema
+    from lockstep.jobs.spec.model import json_schema
 
     show(json_schema())

@@ -14,11 +14,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from jobs.cli import files, inside, names, project, top
-from jobs.status import EXIT_UNREACHABLE, Unreachable
-from training import extras
-from training.cli import COMMANDS, INSIDE, answering
-from training.contract import (
+from lockstep.jobs.cli import files, inside, names, project, top
+from lockstep.jobs.status import EXIT_UNREACHABLE, Unreachable
+from lockstep.training import extras
+from lockstep.training.cli import COMMANDS, INSIDE, answering
+from lockstep.training.contract import (
     ENV_DEBUG,
     EXIT_USAGE,
     VERSION,
@@ -28,9 +28,9 @@ from training.contract import (
     tell_beside,
     tell_error,
 )
-from training.files import keep_out_others
-from training.launch.handed import Handed
-from training.launch.lifeline import command_of, signals_held_back
+from lockstep.training.files import keep_out_others
+from lockstep.training.launch.handed import Handed
+from lockstep.training.launch.lifeline import command_of, signals_held_back
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -89,7 +89,7 @@ def run(
         raise UserError(f"one recipe, got {recipe} and {program[0]}: your own program goes after --")
     words = _program(recipe, program or [], run_dir, settings, fresh, log_format) if own else ["run", recipe]
     if not own:
-        from training import config as configuration
+        from lockstep.training import config as configuration
 
         configuration.load(recipe, settings)  # a typing error costs no start-up
         words += ["--log-format", log_format] if log_format else []
@@ -98,7 +98,16 @@ def run(
         words += ["--set", *settings] if settings else []
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
-    command = [sys.executable, "-m", "training", "launch", "--ranks", ranks, "--max-restarts", str(max_restarts)]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.training",
+        "launch",
+        "--ranks",
+        ranks,
+        "--max-restarts",
+        str(max_restarts),
+    ]
     command += ["--prefix" if prefix else "--no-prefix", *words]
     environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
@@ -108,7 +117,7 @@ def _program(
     name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None
 ) -> list[str]:  # fmt: skip
     """A program of one's own, whose Session takes the options. Raises `UserError`."""
-    from training.config import own
+    from lockstep.training.config import own
 
     settings = settings + ([f"log.format={log_format}"] if log_format else [])
     own.check_overrides(settings)
@@ -137,7 +146,7 @@ app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
 def _inside(command: str, summary: str) -> None:
-    """A command of `python -m training`, which takes this process's place. Its words and its help are its own."""
+    """A command of `python -m lockstep.training`, which takes this process's place. Its words and its help are its own."""
 
     def start(context: typer.Context) -> None:
         inside.become([command, *context.args])
@@ -153,7 +162,7 @@ for _name, _summary in COMMANDS.items():
 
 
 def spread(words: list[str]) -> list[str]:
-    """`--set a=1 b=2` as `--set a=1 --set b=2`: what `python -m training` takes, this command line takes, too."""
+    """`--set a=1 b=2` as `--set a=1 --set b=2`: what `python -m lockstep.training` takes, this command line takes, too."""
     found: list[str] = []
     assigning = False
     for number, word in enumerate(words):

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.cli import inside, options
-from jobs.cli.options import Backend, Context, File, Host, Image, Json, Name, Namespace, Profile
-from jobs.cli.waiting import line, teller, unfinished
-from jobs.terminal import note, say, show, table
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
+from lockstep.jobs.cli import inside, options
+from lockstep.jobs.cli.options import Backend, Context, File, Host, Image, Json, Name, Namespace, Profile
+from lockstep.jobs.cli.waiting import line, teller, unfinished
+from lockstep.jobs.terminal import note, say, show, table
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Backend as JobBackend
-    from jobs.status import Part, Status
+    from lockstep.jobs.backend import Backend as JobBackend
+    from lockstep.jobs.status import Part, Status
 
 
 def _open(backend: str, namespace: str | None, context: str | None, host: str | None) -> JobBackend:
-    from jobs import connect  # and pydantic with it: `--help` does without
+    from lockstep.jobs import connect  # and pydantic with it: `--help` does without
 
     return connect.connect(backend, namespace=namespace, context=context, host=host)
 
@@ -120,7 +120,7 @@ def wait(
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
     if sweep:
-        from jobs.cli import sweeps
+        from lockstep.jobs.cli import sweeps
 
         raise typer.Exit(sweeps.wait(_open(backend, namespace, context, host), name, timeout, as_json))
     report(
@@ -189,8 +189,8 @@ def doctor(
         inside.become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
-    from jobs import connect
-    from jobs.code import pin
+    from lockstep.jobs import connect
+    from lockstep.jobs.code import pin
 
     found_in = connect.cluster(backend, "doctor")
     spec = None

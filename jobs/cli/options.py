@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.spec.model import JobSpec
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
@@ -43,8 +43,8 @@ Sets = Annotated[
 
 def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
     """Flags and `--set` texts as dotted name → value. Raises `UserError`."""
-    from jobs.spec.model import JobSpec
-    from training.config import settings
+    from lockstep.jobs.spec.model import JobSpec
+    from lockstep.training.config import settings
 
     given = {name: value for name, value in flags.items() if value is not None}
     return {**given, **dict(settings.assignments(JobSpec, sets or []))}
@@ -52,9 +52,9 @@ def parse(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
 
 def build(file: Path | None, values: dict[str, Any], profile: str | None = None) -> JobSpec:
     """The spec of a file with `values` in it, or of `values` alone; a profile lies below both. Raises `UserError`."""
-    from jobs.spec import profile as profiles
-    from jobs.spec.file import place
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.spec import profile as profiles
+    from lockstep.jobs.spec.file import place
+    from lockstep.jobs.spec.model import JobSpec
 
     below = profiles.load(profile) if profile is not None else {}
     if file is not None:
@@ -69,7 +69,7 @@ def build(file: Path | None, values: dict[str, Any], profile: str | None = None)
 
 def flags(backend: str, **given: str | None) -> dict[str, str | None]:
     """What `--namespace` and `--context` set in the job. Raises `UserError` where they belong to another backend."""
-    from jobs import connect, registry
+    from lockstep.jobs import connect, registry
 
     found = registry.backend(backend)
     connect.where(found, None, **given)

@@ -17,8 +17,8 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of its job; by default the folder's.")] = None,
 ) -> None:
     """Begin a project: a training, its test, and a job for every backend."""
-    from jobs.project.create import create
-    from jobs.terminal import say
+    from lockstep.jobs.project.create import create
+    from lockstep.jobs.terminal import say
 
     files = create(folder, "recipe" if recipe else "loop", name)
     say(f"{folder}: {', '.join(files)}")

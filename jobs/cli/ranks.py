@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from training import contract, files
-from training.contract import UserError
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
 
 TIMEOUT = 2.0
 _MOST_BYTES = 4 << 20

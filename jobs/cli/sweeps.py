@@ -6,17 +6,17 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from jobs import connect
-from jobs import sweep as sweeps
-from jobs.cli.waiting import teller, unfinished
-from jobs.spec.model import JobSpec
-from jobs.status import WORST
-from jobs.terminal import say, show, table, warn
-from training.contract import EXIT_TIMED_OUT, UserError
+from lockstep.jobs import connect
+from lockstep.jobs import sweep as sweeps
+from lockstep.jobs.cli.waiting import teller, unfinished
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import WORST
+from lockstep.jobs.terminal import say, show, table, warn
+from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
-    from jobs.backend import Backend, Mode
-    from jobs.status import Status
+    from lockstep.jobs.backend import Backend, Mode
+    from lockstep.jobs.status import Status
 
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
 """Of summary.json; a column for each that a run has."""

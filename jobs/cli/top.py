@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.cli.options import Json
-from jobs.terminal import say, show
-from jobs.terminal import table as plain_table
-from training.contract import UserError, printable
+from lockstep.jobs.cli.options import Json
+from lockstep.jobs.terminal import say, show
+from lockstep.jobs.terminal import table as plain_table
+from lockstep.training.contract import UserError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jobs.cli.ranks import Rank, Reader, Snapshot
+    from lockstep.jobs.cli.ranks import Rank, Reader, Snapshot
 
 STUCK_SECONDS = 60
 BAR = 20
@@ -50,7 +50,7 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Show the ranks of a run live: step, images/s, where the time goes, and which rank slows the others down."""
-    from jobs.cli.ranks import Reader, judge
+    from lockstep.jobs.cli.ranks import Reader, judge
 
     reader = Reader(run)
     before = reader.read()
@@ -71,7 +71,7 @@ def top(
 def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
     from rich.live import Live
 
-    from jobs.cli.ranks import judge
+    from lockstep.jobs.cli.ranks import judge
 
     # One more reading back, so that a slow step still falls between two of them.
     readings = [before]

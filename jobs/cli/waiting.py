@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from jobs.terminal import note
+from lockstep.jobs.terminal import note
 
 if TYPE_CHECKING:
-    from jobs.status import Observer, Status
+    from lockstep.jobs.status import Observer, Status
 
 
 def teller(name: str) -> Observer:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.code import listing, refusals
-from jobs.code.tree import Changed, Found, Tree, Unfit, seen
-from training.contract import UserError
-from training.launch import archive
-from training.launch.archive import MAX_BYTES, MAX_PACKED, File
+from lockstep.jobs.code import listing, refusals
+from lockstep.jobs.code.tree import Changed, Found, Tree, Unfit, seen
+from lockstep.training.contract import UserError
+from lockstep.training.launch import archive
+from lockstep.training.launch.archive import MAX_BYTES, MAX_PACKED, File
 
 NAMED = 10
 """How many of the largest files an error names."""
@@ -48,7 +49,7 @@ def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
     Raises:
         UserError: with the path and the rule.
     """
-    paths = listing.files_of(folder)
+    paths = [path for path in listing.files_of(folder) if not _links_to_ours(folder, path)]
     for path in paths:
         _check_path(path)
         refusals.check_name(path, allow)
@@ -64,6 +65,14 @@ def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
     if len(packed) > MAX_PACKED:
         raise _too_large(sizes, f"{len(packed)} bytes in an archive", f"{MAX_PACKED >> 20} MiB")
     return Bundle(found, archive.identity(found), packed)
+
+
+def _links_to_ours(folder: Path, path: str) -> bool:
+    """`lockstep/training` and `lockstep/jobs` in a fork of Lockstep: the folders that they lead to travel by themselves."""
+    with contextlib.suppress(OSError, ValueError):
+        package, name = path.split("/")[-2:]
+        return package == "lockstep" and name in ("training", "jobs") and os.readlink(folder / path) == f"../{name}"
+    return False
 
 
 def _files(tree: Tree, paths: list[str]) -> tuple[list[File], dict[str, int]]:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs import private
-from jobs.code import patterns, repository, tree
-from training import files
-from training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
-from training.launch import archive
-from training.launch.archive import DERIVED, MAX_FILES
+from lockstep.jobs import private
+from lockstep.jobs.code import patterns, repository, tree
+from lockstep.training import files
+from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
+from lockstep.training.launch import archive
+from lockstep.training.launch.archive import DERIVED, MAX_FILES
 
 IGNORE_FILE = ".lockstepignore"
 NEVER = (".git", ".venv", DERIVED)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 SECONDS = 10
 _MATCH = """

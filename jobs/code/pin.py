@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.code import collect, store
-from jobs.code.collect import Bundle
-from jobs.spec.code import Code
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs.code import collect, store
+from lockstep.jobs.code.collect import Bundle
+from lockstep.jobs.spec.code import Code
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 
 def look(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:

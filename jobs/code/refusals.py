@@ -11,7 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Collection
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 _NAMES = {
     ".env*": "a file of environment variables", "*.pem": "a key or a certificate", "id_*": "an SSH key",
@@ -40,7 +40,7 @@ _CONTENTS = {
 }  # fmt: skip
 """What is found → how it is told. Each pattern is bounded, so that no file makes the search slow."""
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _CONTENTS.items()}
-OURS = ("training", "jobs", "lockstep")
+OURS = "lockstep"
 _AT_START = ("sitecustomize", "usercustomize")
 """Modules that Python imports by itself when it starts, before anything of ours."""
 _MODULE = re.compile(r"(?P<name>\w+)(?:\.\w[\w-]*)?\.(?:py|pyc|so|pyd)")
@@ -102,9 +102,9 @@ def _check_module(path: str, parts: list[str]) -> None:
     if match is None or len(parts) > 2:
         return
     name = match["name"] if len(parts) == 1 else parts[0]
-    if name in OURS:
+    if name == OURS:
         raise UserError(
-            f"code: {path} would hide the package of Lockstep named {name}: rename it, or name it in .lockstepignore"
+            f"code: {path} would hide the package {name} of Lockstep: rename it, or name it in .lockstepignore"
         )
     # A folder without __init__.py hides nothing.
     if name in {*sys.stdlib_module_names, *_AT_START} and (len(parts) == 1 or match["name"] == "__init__"):

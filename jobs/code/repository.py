@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from jobs.code import tree
-from training import files
-from training.contract import UserError
-from training.launch import scratch
+from lockstep.jobs.code import tree
+from lockstep.training import files
+from lockstep.training.contract import UserError
+from lockstep.training.launch import scratch
 
 _TAKEN = ("core.ignorecase", "core.precomposeunicode")
 """Settings that are taken over. None of them starts a program, or names a file."""

@@ -10,13 +10,13 @@ import os
 import time
 from pathlib import Path
 
-from jobs import private
-from jobs.code.collect import Bundle
-from jobs.manifest import get
-from jobs.terminal import warn
-from training import files
-from training.contract import UserError
-from training.launch import archive
+from lockstep.jobs import private
+from lockstep.jobs.code.collect import Bundle
+from lockstep.jobs.manifest import get
+from lockstep.jobs.terminal import warn
+from lockstep.training import files
+from lockstep.training.contract import UserError
+from lockstep.training.launch import archive
 
 FOLDER = "code"
 KEPT_SECONDS = 7 * 86400

@@ -17,24 +17,24 @@ from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
-from jobs import command as commands
-from jobs import lock, private, records
-from jobs.backend import Found, Lines, check_name
-from jobs.checks.rule import Rules
-from jobs.cluster import Checks, Cluster, Manifests
-from jobs.code import store
-from jobs.command import GRACE_MARGIN
-from jobs.compare import missing_from
-from jobs.compose import checks, engine, rules
-from jobs.compose import render as rendering
-from jobs.compose.observe import explain, started
-from jobs.foreground import Streams, run
-from jobs.lines import newest, of_rank
-from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
-from jobs.spec.model import JobSpec
-from jobs.status import Listed, Status, Submitted
-from training import contract, files
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs import lock, private, records
+from lockstep.jobs.backend import Found, Lines, check_name
+from lockstep.jobs.checks.rule import Rules
+from lockstep.jobs.cluster import Checks, Cluster, Manifests
+from lockstep.jobs.code import store
+from lockstep.jobs.command import GRACE_MARGIN
+from lockstep.jobs.compare import missing_from
+from lockstep.jobs.compose import checks, engine, rules
+from lockstep.jobs.compose import render as rendering
+from lockstep.jobs.compose.observe import explain, started
+from lockstep.jobs.foreground import Streams, run
+from lockstep.jobs.lines import newest, of_rank
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Listed, Status, Submitted
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
 
 CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"

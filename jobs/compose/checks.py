@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.checks.check import Check
-from jobs.compose import engine
-from jobs.manifest import get, holds
-from jobs.spec.model import JobSpec
-from jobs.spec.types import size_in_bytes
-from training.contract import UserError
+from lockstep.jobs.checks.check import Check
+from lockstep.jobs.compose import engine
+from lockstep.jobs.manifest import get, holds
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.training.contract import UserError
 
 OLDEST = (2, 20)
 """From here on `--progress quiet`, `--no-recreate` and a file from standard input work together."""

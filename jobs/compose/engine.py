@@ -11,10 +11,10 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jobs import command as commands
-from jobs.lines import BLOCK, STAMPED, Pieces
-from jobs.status import Unreachable
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs.lines import BLOCK, STAMPED, Pieces
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 
 _INSIDE = "/volume"
 _NO_ANSWER = re.compile(

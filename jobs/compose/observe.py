@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import signal
 
-from jobs import records
-from jobs.manifest import Manifest, get
-from jobs.spec.model import JobSpec
-from jobs.status import Part, State, Status
-from training import contract
+from lockstep.jobs import records
+from lockstep.jobs.manifest import Manifest, get
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Part, State, Status
+from lockstep.training import contract
 
 _RUNNING = ("running", "paused", "restarting")
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jobs import command as commands
-from jobs.command import GRACE_MARGIN
-from jobs.compose.section import compose
-from jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
-from jobs.spec.code import CODE_PARTS
-from jobs.spec.model import JobSpec
-from jobs.spec.types import size_in_bytes
-from training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs.command import GRACE_MARGIN
+from lockstep.jobs.compose.section import compose
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
+from lockstep.jobs.spec.code import CODE_PARTS
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
 
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from jobs.checks import rule as checks
-from jobs.checks.rule import SECRET
-from jobs.compose.render import IMAGE_FOLDERS
-from jobs.compose.section import Compose
-from jobs.manifest import HASH, JOB, Manifest, get, holds, mappings
+from lockstep.jobs.checks import rule as checks
+from lockstep.jobs.checks.rule import SECRET
+from lockstep.jobs.compose.render import IMAGE_FOLDERS
+from lockstep.jobs.compose.section import Compose
+from lockstep.jobs.manifest import HASH, JOB, Manifest, get, holds, mappings
 
 OPENING = ("cap_add", "devices", "device_cgroup_rules", "extends", "provider", "post_start", "pre_stop")
 """Keys of a service that give it rights, or that bring in what no rule has read."""
@@ -86,7 +86,7 @@ def launcher(subject: Subject) -> Iterator[str]:
     """PID 1 is the launcher: it gets TERM, and starts the ranks."""
     for name, service in _nodes(subject).items():
         if "launch" not in _words(service.get("entrypoint")):
-            yield f"{name}: the entrypoint is not `python -m training launch`: undo the patch"
+            yield f"{name}: the entrypoint is not `python -m lockstep.training launch`: undo the patch"
 
 
 @rule("LC004")

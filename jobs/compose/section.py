@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from jobs.spec.section import Section
-from jobs.spec.types import (
+from lockstep.jobs.spec.section import Section
+from lockstep.jobs.spec.types import (
     Values,
 )
 
 if TYPE_CHECKING:
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.spec.model import JobSpec
 
 
 class Compose(Section):

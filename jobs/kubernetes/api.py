@@ -22,12 +22,12 @@ import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
-from jobs.kubernetes.answers import Event, Item, Listing, Shape, checked
-from jobs.kubernetes.errors import ApiError, Gone
-from jobs.lines import STAMPED, Pieces
-from jobs.manifest import get
-from jobs.status import LoggedOut, Unreachable
-from training.contract import UserError
+from lockstep.jobs.kubernetes.answers import Event, Item, Listing, Shape, checked
+from lockstep.jobs.kubernetes.errors import ApiError, Gone
+from lockstep.jobs.lines import STAMPED, Pieces
+from lockstep.jobs.manifest import get
+from lockstep.jobs.status import LoggedOut, Unreachable
+from lockstep.training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
 PAGE = 500

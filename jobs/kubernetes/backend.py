@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
-from jobs.backend import Found, Lines, check_name
-from jobs.checks.rule import Rules
-from jobs.cluster import Checks, Cluster, Manifests
-from jobs.compare import missing_from
-from jobs.foreground import Streams
-from jobs.kubernetes import code, preparejob, related, render, rules, submission
-from jobs.kubernetes.answers import Listing
-from jobs.kubernetes.errors import ApiError, Gone, explained
-from jobs.kubernetes.kinds import KINDS
-from jobs.kubernetes.observe import brief, container_of, explain, hosts, newest, slim
-from jobs.kubernetes.pod import KUEUE_QUEUE
-from jobs.kubernetes.section import k8s
-from jobs.kubernetes.subject import Subject
-from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
-from jobs.spec.model import JobSpec
-from jobs.status import FINAL, Listed, Status, Submitted, Unreachable
-from jobs.terminal import warn
-from training.contract import UserError
+from lockstep.jobs.backend import Found, Lines, check_name
+from lockstep.jobs.checks.rule import Rules
+from lockstep.jobs.cluster import Checks, Cluster, Manifests
+from lockstep.jobs.compare import missing_from
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.kubernetes import code, preparejob, related, render, rules, submission
+from lockstep.jobs.kubernetes.answers import Listing
+from lockstep.jobs.kubernetes.errors import ApiError, Gone, explained
+from lockstep.jobs.kubernetes.kinds import KINDS
+from lockstep.jobs.kubernetes.observe import brief, container_of, explain, hosts, newest, slim
+from lockstep.jobs.kubernetes.pod import KUEUE_QUEUE
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.subject import Subject
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable
+from lockstep.jobs.terminal import warn
+from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.kubernetes.api import Api
-    from jobs.kubernetes.logs import Reader
+    from lockstep.jobs.kubernetes.api import Api
+    from lockstep.jobs.kubernetes.logs import Reader
 
 DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
@@ -65,7 +65,10 @@ class KubernetesBackend(Cluster):
     @classmethod
     def connect(cls, **place: str | None) -> Self:
         """Reads the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
-        from jobs.kubernetes.api import Api, load_configuration  # the client takes longer to import than to render
+        from lockstep.jobs.kubernetes.api import (  # the client takes longer to import than to render
+            Api,
+            load_configuration,
+        )
 
         load, default = load_configuration(place.get("context"))
         return cls(Api(load), place.get("namespace") or default)
@@ -89,7 +92,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        from jobs.kubernetes import checks
+        from lockstep.jobs.kubernetes import checks
 
         try:
             connected = cls.connect(**place)
@@ -199,7 +202,7 @@ class KubernetesBackend(Cluster):
         return [names[rank // spec.ranks]] if rank is not None and spec is not None and not spec.elastic else names
 
     def _reader(self, found: Found) -> Reader:
-        from jobs.kubernetes.logs import Reader
+        from lockstep.jobs.kubernetes.logs import Reader
 
         gone_since: list[float] = []
 
@@ -217,7 +220,7 @@ class KubernetesBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
-        from jobs.kubernetes.beside import Rank
+        from lockstep.jobs.kubernetes.beside import Rank
 
         place, run_dir = self._of_rank(found, spec, rank), spec.run_directory if spec is not None else ""
         with explained(self.api.host):

@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jobs import command as commands
-from jobs.foreground import Streams
-from jobs.kubernetes.api import Api
-from jobs.kubernetes.channels import Conversation, connect
-from jobs.manifest import Manifest, get
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.kubernetes.api import Api
+from lockstep.jobs.kubernetes.channels import Conversation, connect
+from lockstep.jobs.manifest import Manifest, get
+from lockstep.training.contract import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Input and output flow at once in one thread: a command that writes while it is still being fed would otherwise wait for us
 while we wait for it. Protocol v5 can say that standard input has ended; with v4 it goes in pieces that say so themselves
-(`training.launch.beside`).
+(`lockstep.training.launch.beside`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kubernetes import client as kube
 from kubernetes.stream import stream
 from kubernetes.stream.ws_client import ABNF, V5_CHANNEL_PROTOCOL, WebSocketConnectionClosedException, WSClient
 
-from jobs.foreground import PASSED_ON, Interrupt, Streams, heard
-from jobs.kubernetes.errors import ApiError
-from jobs.manifest import get, mappings
-from jobs.status import LoggedOut, Unreachable
-from training.contract import UserError
+from lockstep.jobs.foreground import PASSED_ON, Interrupt, Streams, heard
+from lockstep.jobs.kubernetes.errors import ApiError
+from lockstep.jobs.manifest import get, mappings
+from lockstep.jobs.status import LoggedOut, Unreachable
+from lockstep.training.contract import UserError
 
 STDIN, STDOUT, STDERR, ERROR, RESIZE, CLOSE = 0, 1, 2, 3, 4, 255
 PIECE = 1 << 15

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from jobs.checks.check import Check, Result
-from jobs.checks.rule import Finding
-from jobs.kubernetes.answers import Listing, Shape
-from jobs.kubernetes.errors import ApiError
-from jobs.kubernetes.kinds import KINDS
-from jobs.kubernetes.section import k8s
-from jobs.kubernetes.security_rules import unpublished
-from jobs.manifest import get, mappings
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs.checks.check import Check, Result
+from lockstep.jobs.checks.rule import Finding
+from lockstep.jobs.kubernetes.answers import Listing, Shape
+from lockstep.jobs.kubernetes.errors import ApiError
+from lockstep.jobs.kubernetes.kinds import KINDS
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.security_rules import unpublished
+from lockstep.jobs.manifest import get, mappings
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.kubernetes.api import Api
+    from lockstep.jobs.kubernetes.api import Api
 
 
 class Reached(Protocol):

@@ -13,16 +13,16 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jobs.command import identity
-from jobs.kubernetes.errors import ApiError
-from jobs.kubernetes.kinds import KINDS
-from jobs.manifest import JOB, MANAGED, Manifest, get, mappings
-from jobs.spec.code import CODE_PARTS
-from training.contract import UserError
+from lockstep.jobs.command import identity
+from lockstep.jobs.kubernetes.errors import ApiError
+from lockstep.jobs.kubernetes.kinds import KINDS
+from lockstep.jobs.manifest import JOB, MANAGED, Manifest, get, mappings
+from lockstep.jobs.spec.code import CODE_PARTS
+from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.kubernetes.api import Api
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.kubernetes.api import Api
+    from lockstep.jobs.spec.model import JobSpec
 
 PART_BYTES = 900 << 10
 """Of a map's binaryData. A server takes 1 MiB, with everything else that is in the object."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from jobs.kubernetes.kinds import INSTALL
-from jobs.status import Unreachable
-from training.contract import UserError
+from lockstep.jobs.kubernetes.kinds import INSTALL
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 
 
 class ApiError(Exception):

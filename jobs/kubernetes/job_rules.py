@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jobs.kubernetes.pod import KUEUE_QUEUE
-from jobs.kubernetes.section import k8s
-from jobs.kubernetes.subject import PYTORCHJOB, TRAINJOB, Subject, number, rule
-from jobs.manifest import HASH, JOB, get, mappings
+from lockstep.jobs.kubernetes.pod import KUEUE_QUEUE
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.subject import PYTORCHJOB, TRAINJOB, Subject, number, rule
+from lockstep.jobs.manifest import HASH, JOB, get, mappings
 
 
 @rule("LS001")

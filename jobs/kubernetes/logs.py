@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from jobs.kubernetes.api import Api, ApiError
-from jobs.kubernetes.observe import host
-from jobs.lines import PREFIX, Stamped, newest, of_rank
-from jobs.manifest import get
-from jobs.status import Unreachable
-from training.contract import UserError
+from lockstep.jobs.kubernetes.api import Api, ApiError
+from lockstep.jobs.kubernetes.observe import host
+from lockstep.jobs.lines import PREFIX, Stamped, newest, of_rank
+from lockstep.jobs.manifest import get
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 
 MOST_PODS = 100
 SILENCE = 300.0

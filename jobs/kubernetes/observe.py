@@ -6,9 +6,9 @@ import datetime
 import re
 from typing import Any
 
-from jobs.manifest import get, mappings
-from jobs.status import Part, State, Status
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
+from lockstep.jobs.manifest import get, mappings
+from lockstep.jobs.status import Part, State, Status
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
 
 Object = dict[str, Any]
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs import command as commands
-from jobs.command import GRACE_MARGIN
-from jobs.kubernetes import code
-from jobs.kubernetes.section import k8s
-from jobs.manifest import HASH, JOB, MANAGED, Manifest, holds, without_none
-from jobs.spec.model import JobSpec
-from jobs.spec.types import size_in_bytes
-from training.contract import ENV_METRICS_PORT, METRICS_PORT
+from lockstep.jobs import command as commands
+from lockstep.jobs.command import GRACE_MARGIN
+from lockstep.jobs.kubernetes import code
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, holds, without_none
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 
 CONTAINER = "pytorch"
 """The operator looks for a container of this name."""

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.kubernetes.section import k8s
-from jobs.kubernetes.subject import PYTORCHJOB, Pod, Subject, rule
-from jobs.manifest import get, holds, mappings
-from jobs.spec.types import size_in_bytes
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.subject import PYTORCHJOB, Pod, Subject, rule
+from lockstep.jobs.manifest import get, holds, mappings
+from lockstep.jobs.spec.types import size_in_bytes
 
 MONITORED = 8
 """Ports that deploy/observability/kubernetes/podmonitor.yaml names."""

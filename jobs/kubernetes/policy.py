@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from jobs.kubernetes.errors import ApiError
-from jobs.manifest import HASH, JOB, MANAGED, Manifest, get, mappings
-from training.contract import UserError
+from lockstep.jobs.kubernetes.errors import ApiError
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, mappings
+from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.kubernetes.api import Api
+    from lockstep.jobs.kubernetes.api import Api
 
 GONE_SECONDS = 30.0
 """How long a policy that was deleted may stay."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jobs import command as commands
-from jobs.kubernetes import pod
-from jobs.kubernetes.section import k8s
-from jobs.manifest import HASH, Manifest, holds, without_none
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs.kubernetes import pod
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.manifest import HASH, Manifest, holds, without_none
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 
 def render(spec: JobSpec) -> list[Manifest]:

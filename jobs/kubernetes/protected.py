@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from operator import eq, ne
 from typing import Any, Literal, NamedTuple
 
-from jobs.checks.rule import Level
-from jobs.command import GRACE_MARGIN
-from jobs.kubernetes import pytorchjob, trainjob
-from jobs.kubernetes.section import k8s
-from jobs.kubernetes.subject import KINDS, PYTORCHJOB, TRAINJOB, Subject, number, rule
-from jobs.manifest import HASH, JOB, get
+from lockstep.jobs.checks.rule import Level
+from lockstep.jobs.command import GRACE_MARGIN
+from lockstep.jobs.kubernetes import pytorchjob, trainjob
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.subject import KINDS, PYTORCHJOB, TRAINJOB, Subject, number, rule
+from lockstep.jobs.manifest import HASH, JOB, get
 
 
 class Path(NamedTuple):
@@ -124,7 +124,7 @@ protect("LS028", "`patch` must not take away what `status`, `logs`, `cancel` and
     Path("pod", f"metadata labels {HASH}", eq, _hash, _MISSED.format(HASH)))
 protect("LS030", "Without the launcher the operator's RANK is the pod's index, and each pod trains alone.",
     Path("pod", "container command", lambda value, want: isinstance(value, list) and bool(want & {str(word) for word in value}),
-         {"launch", "torchrun"}, "the command is not `python -m training launch …`: no rank would be started"))
+         {"launch", "torchrun"}, "the command is not `python -m lockstep.training launch …`: no rank would be started"))
 protect("LS032", "A service mesh's proxy never ends, and so would the pod.",
     Path("pod", "metadata annotations sidecar.istio.io/inject", eq, "false",
          'the annotation sidecar.istio.io/inject: "false" is gone: put it back'), level="warning")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from jobs.kubernetes import pod
-from jobs.kubernetes.code import RENDERED, SUBMISSION
-from jobs.kubernetes.section import k8s
-from jobs.manifest import HASH, JOB, SPEC, Manifest, merge, without_none
-from jobs.spec.model import JobSpec
-from jobs.spec.types import seconds
+from lockstep.jobs.kubernetes import pod
+from lockstep.jobs.kubernetes.code import RENDERED, SUBMISSION
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.manifest import HASH, JOB, SPEC, Manifest, merge, without_none
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import seconds
 
 API_VERSION = "kubeflow.org/v1"
 

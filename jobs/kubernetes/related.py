@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jobs.kubernetes.errors import ApiError
-from jobs.manifest import JOB, Manifest, get
+from lockstep.jobs.kubernetes.errors import ApiError
+from lockstep.jobs.manifest import JOB, Manifest, get
 
 if TYPE_CHECKING:
-    from jobs.kubernetes.api import Api
+    from lockstep.jobs.kubernetes.api import Api
 
 
 def events(api: Api, namespace: str, about: str) -> list[Manifest]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jobs.kubernetes import code, pytorchjob, trainjob
-from jobs.kubernetes.section import k8s
-from jobs.manifest import Manifest
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes import code, pytorchjob, trainjob
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.manifest import Manifest
+from lockstep.jobs.spec.model import JobSpec
 
 
 def kubernetes(spec: JobSpec, submission: str = code.RENDERED) -> list[Manifest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jobs.kubernetes import job_rules, pod_rules, protected, security_rules
-from jobs.kubernetes.subject import RULES
+from lockstep.jobs.kubernetes import job_rules, pod_rules, protected, security_rules
+from lockstep.jobs.kubernetes.subject import RULES
 
 __all__ = ["RULES", "job_rules", "pod_rules", "protected", "security_rules"]

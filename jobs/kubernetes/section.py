@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jobs.spec.section import Section
-from jobs.spec.types import (
+from lockstep.jobs.spec.section import Section
+from lockstep.jobs.spec.types import (
     Device,
     Duration,
     Label,
@@ -21,7 +21,7 @@ from jobs.spec.types import (
 )
 
 if TYPE_CHECKING:
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.spec.model import JobSpec
 
 
 class Toleration(Section):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jobs.checks.rule import SECRET
-from jobs.kubernetes.section import k8s
-from jobs.kubernetes.subject import Subject, rule
-from jobs.manifest import get, mappings
-from jobs.spec.model import JobSpec
+from lockstep.jobs.checks.rule import SECRET
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.subject import Subject, rule
+from lockstep.jobs.manifest import get, mappings
+from lockstep.jobs.spec.model import JobSpec
 
 
 @rule("LS014")

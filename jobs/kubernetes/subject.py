@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jobs.checks import rule as checks
-from jobs.manifest import Manifest, get, mappings
+from lockstep.jobs.checks import rule as checks
+from lockstep.jobs.manifest import Manifest, get, mappings
 
 PYTORCHJOB = ("PyTorchJob",)
 TRAINJOB = ("TrainJob",)

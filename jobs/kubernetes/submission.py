@@ -9,20 +9,20 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jobs.code import store
-from jobs.command import identity
-from jobs.kubernetes import code, policy, render
-from jobs.kubernetes.answers import Shape
-from jobs.kubernetes.errors import ApiError
-from jobs.kubernetes.kinds import KINDS
-from jobs.kubernetes.section import k8s
-from jobs.manifest import HASH, Manifest, get
-from jobs.spec.model import JobSpec
-from jobs.status import Unreachable
-from training.contract import UserError
+from lockstep.jobs.code import store
+from lockstep.jobs.command import identity
+from lockstep.jobs.kubernetes import code, policy, render
+from lockstep.jobs.kubernetes.answers import Shape
+from lockstep.jobs.kubernetes.errors import ApiError
+from lockstep.jobs.kubernetes.kinds import KINDS
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.manifest import HASH, Manifest, get
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
-    from jobs.kubernetes.api import Api
+    from lockstep.jobs.kubernetes.api import Api
 
 
 def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest | None]) -> tuple[Manifest, bool]:

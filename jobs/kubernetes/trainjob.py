@@ -5,12 +5,12 @@ The runtime injects PET_*; the pod's own parts (volumes, security, affinity) tra
 
 from __future__ import annotations
 
-from jobs.kubernetes import pod
-from jobs.kubernetes.code import RENDERED
-from jobs.kubernetes.pytorchjob import metadata, network_policy
-from jobs.kubernetes.section import k8s
-from jobs.manifest import Manifest, merge, without_none
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes import pod
+from lockstep.jobs.kubernetes.code import RENDERED
+from lockstep.jobs.kubernetes.pytorchjob import metadata, network_policy
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.manifest import Manifest, merge, without_none
+from lockstep.jobs.spec.model import JobSpec
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 CONTAINER = "node"

@@ -18,20 +18,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs import command as commands
-from jobs import lock, private, records
-from jobs.backend import Backend, Found, Lines, check_name
-from jobs.code import store
-from jobs.foreground import Streams, run
-from jobs.lines import PREFIX, Pieces, begin, of_rank
-from jobs.local import processes
-from jobs.local.processes import Looks, alive, living, start_ticks
-from jobs.local.supervise import ENDED, RUNNING, here, note_end
-from jobs.spec.model import JobSpec
-from jobs.status import Listed, Part, State, Status, Submitted
-from jobs.terminal import warn
-from training import contract, extras, files
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs import lock, private, records
+from lockstep.jobs.backend import Backend, Found, Lines, check_name
+from lockstep.jobs.code import store
+from lockstep.jobs.foreground import Streams, run
+from lockstep.jobs.lines import PREFIX, Pieces, begin, of_rank
+from lockstep.jobs.local import processes
+from lockstep.jobs.local.processes import Looks, alive, living, start_ticks
+from lockstep.jobs.local.supervise import ENDED, RUNNING, here, note_end
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Listed, Part, State, Status, Submitted
+from lockstep.jobs.terminal import warn
+from lockstep.training import contract, extras, files
+from lockstep.training.contract import UserError
 
 JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1
@@ -113,7 +113,7 @@ class LocalBackend(Backend):
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jobs.local.supervise", str(folder)], env=env,
+                [sys.executable, "-m", "lockstep.jobs.local.supervise", str(folder)], env=env,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})

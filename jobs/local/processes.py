@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training import contract
+from lockstep.training import contract
 
-SUPERVISOR = "jobs.local.supervise"
+SUPERVISOR = "lockstep.jobs.local.supervise"
 """The module that supervises a job, as it stands in the command line of its process."""
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""python -m jobs.local.supervise FOLDER: keeps a local job's processes, its time limit and its exit code.
+"""python -m lockstep.jobs.local.supervise FOLDER: keeps a local job's processes, its time limit and its exit code.
 
 Somebody must be there to collect the exit code when the command that submitted the job is long gone. A TERM or INT is
 handed on to the launcher, and begins the end of the job: what lives after the grace is killed.
@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs import records
-from jobs.local.processes import POLL_SECONDS, adopt_orphans, kill, living, send, start_ticks
-from training import contract, files
+from lockstep.jobs import records
+from lockstep.jobs.local.processes import POLL_SECONDS, adopt_orphans, kill, living, send, start_ticks
+from lockstep.training import contract, files
 
 RUNNING = "running.json"
 ENDED = "ended.json"

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
 COMMON = "common"

@@ -15,25 +15,25 @@ from collections.abc import Iterator
 from pathlib import PurePath, PurePosixPath
 from typing import Any, ClassVar
 
-from jobs import command as commands
-from jobs import records
-from jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
-from jobs.checks.rule import Rules
-from jobs.cluster import Checks, Cluster, Manifests
-from jobs.foreground import Streams
-from jobs.slurm import beside, checks, facts, logs, observe, query, render, rules
-from jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
-from jobs.slurm.section import slurm, without_host
-from jobs.slurm.send import adopt, send
-from jobs.slurm.task import TrainingTask
-from jobs.slurm.transport import opening
-from jobs.slurm.transport.base import Place, Transport, parsed, writing
-from jobs.slurm.transport.local import LOCAL
-from jobs.spec.model import JobSpec
-from jobs.status import Listed, Part, Status, Submitted, Unreachable
-from jobs.terminal import warn
-from training import contract
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs import records
+from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
+from lockstep.jobs.checks.rule import Rules
+from lockstep.jobs.cluster import Checks, Cluster, Manifests
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.slurm import beside, checks, facts, logs, observe, query, render, rules
+from lockstep.jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
+from lockstep.jobs.slurm.section import slurm, without_host
+from lockstep.jobs.slurm.send import adopt, send
+from lockstep.jobs.slurm.task import TrainingTask
+from lockstep.jobs.slurm.transport import opening
+from lockstep.jobs.slurm.transport.base import Place, Transport, parsed, writing
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Listed, Part, Status, Submitted, Unreachable
+from lockstep.jobs.terminal import warn
+from lockstep.training import contract
+from lockstep.training.contract import UserError
 
 
 def training_task(spec: JobSpec, prepared: bool = False, job: str = "", transport: Transport = LOCAL) -> TrainingTask:

@@ -10,14 +10,14 @@ import uuid
 from pathlib import PurePosixPath
 from typing import Any
 
-from jobs import command as commands
-from jobs.foreground import Streams
-from jobs.slurm import query, render
-from jobs.slurm.query import ask, one_line
-from jobs.slurm.section import slurm
-from jobs.slurm.transport.base import Transport
-from jobs.spec.model import JobSpec
-from training.contract import ENV_JOB, ENV_LAUNCHER, UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.slurm import query, render
+from lockstep.jobs.slurm.query import ask, one_line
+from lockstep.jobs.slurm.section import slurm
+from lockstep.jobs.slurm.transport.base import Transport
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import ENV_JOB, ENV_LAUNCHER, UserError
 
 
 def run(

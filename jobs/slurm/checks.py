@@ -8,21 +8,21 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from jobs.checks.check import Check
-from jobs.slurm import render
-from jobs.slurm.query import ask, one_line
-from jobs.slurm.section import Slurm, slurm, without_host
-from jobs.slurm.transport import opening
-from jobs.slurm.transport.base import Transport
-from jobs.spec.model import JobSpec
-from jobs.status import Unreachable
-from training import contract
-from training.contract import UserError
+from lockstep.jobs.checks.check import Check
+from lockstep.jobs.slurm import render
+from lockstep.jobs.slurm.query import ask, one_line
+from lockstep.jobs.slurm.section import Slurm, slurm, without_host
+from lockstep.jobs.slurm.transport import opening
+from lockstep.jobs.slurm.transport.base import Transport
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Unreachable
+from lockstep.training import contract
+from lockstep.training.contract import UserError
 
 NODE_SECONDS = 60
 IMAGE_SECONDS = 600
 PROGRAM = (
-    "import sys, submitit.core._submit, jobs.slurm.task, training.contract as c; "
+    "import sys, submitit.core._submit, lockstep.jobs.slurm.task, lockstep.training.contract as c; "
     "print(c.VERSION, *(open(name).read() for name in sys.argv[1:]))"
 )
 """What a task imports, its version, and whether it sees our files."""

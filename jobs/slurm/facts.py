@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from jobs.slurm.section import slurm
-from jobs.slurm.transport.base import Transport
-from jobs.spec.model import JobSpec
+from lockstep.jobs.slurm.section import slurm
+from lockstep.jobs.slurm.transport.base import Transport
+from lockstep.jobs.spec.model import JobSpec
 
 _PACKAGES = ("opt/venv", "usr", "usr/local", "opt/conda")
 

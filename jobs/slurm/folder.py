@@ -11,11 +11,11 @@ import re
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from jobs import records
-from jobs.slurm.task import note
-from jobs.slurm.transport.base import Transport, parsed
-from jobs.slurm.transport.local import LOCAL
-from training import contract, files
+from lockstep.jobs import records
+from lockstep.jobs.slurm.task import note
+from lockstep.jobs.slurm.transport.base import Transport, parsed
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.training import contract, files
 
 JOB = "job.json"
 ENDED = "ended.json"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from jobs.lines import Pieces, shares
-from jobs.slurm.folder import log
-from jobs.slurm.transport.base import Transport
-from jobs.status import Disconnected, Unreachable
+from lockstep.jobs.lines import Pieces, shares
+from lockstep.jobs.slurm.folder import log
+from lockstep.jobs.slurm.transport.base import Transport
+from lockstep.jobs.status import Disconnected, Unreachable
 
 NOISE = r"submitit [A-Z]+ \([0-9]{4}-"
 """What submitit's own lines begin with."""

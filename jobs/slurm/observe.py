@@ -6,12 +6,12 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from jobs.records import Note, Said
-from jobs.slurm import reasons
-from jobs.slurm.query import Found, final
-from jobs.spec.model import JobSpec
-from jobs.status import Part, State, Status
-from training.contract import EXIT_DONE, EXIT_PREEMPTED
+from lockstep.jobs.records import Note, Said
+from lockstep.jobs.slurm import reasons
+from lockstep.jobs.slurm.query import Found, final
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Part, State, Status
+from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED
 
 SETTLE_SECONDS = 60.0
 """Seconds in which SLURM may still requeue a job whose node failed, and a file may not be visible yet."""

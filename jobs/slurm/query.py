@@ -9,9 +9,9 @@ import re
 import time
 from dataclasses import dataclass
 
-from jobs.slurm.transport.base import SECONDS, Told, Transport
-from jobs.status import Unreachable
-from training.contract import UserError
+from lockstep.jobs.slurm.transport.base import SECONDS, Told, Transport
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 
 UNKNOWN_JOB = re.compile(r"invalid job id|jobs? (\S+ )?not found|does not exist", re.I)
 NO_CONTACT = re.compile(r"unable to contact|timed out|zero bytes|connection refused|standby mode", re.I)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jobs.status import State
+from lockstep.jobs.status import State
 
 _REASONS: dict[str, tuple[State, str]] = {
     "Priority": ("queued", "waits behind jobs of higher priority in partition {partition}"),

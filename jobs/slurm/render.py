@@ -14,15 +14,15 @@ import shlex
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from jobs import command as commands
-from jobs.slurm import facts
-from jobs.slurm.section import slurm
-from jobs.slurm.transport.base import Place
-from jobs.slurm.transport.local import LOCAL
-from jobs.spec.model import JobSpec
-from jobs.spec.types import size_in_bytes
-from training.config import settings
-from training.contract import UserError
+from lockstep.jobs import command as commands
+from lockstep.jobs.slurm import facts
+from lockstep.jobs.slurm.section import slurm
+from lockstep.jobs.slurm.transport.base import Place
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
 
 MARGIN_SECONDS = 30
 """The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from jobs.checks import rule as checks
-from jobs.checks.rule import SECRET
-from jobs.manifest import Manifest, get
-from jobs.slurm.section import slurm
-from jobs.spec.types import size_in_bytes
+from lockstep.jobs.checks import rule as checks
+from lockstep.jobs.checks.rule import SECRET
+from lockstep.jobs.manifest import Manifest, get
+from lockstep.jobs.slurm.section import slurm
+from lockstep.jobs.spec.types import size_in_bytes
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60

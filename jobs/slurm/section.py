@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from jobs.spec.section import Section
-from jobs.spec.types import (
+from lockstep.jobs.spec.section import Section
+from lockstep.jobs.spec.types import (
     AbsolutePath,
     Constraint,
     ContainerImage,
@@ -23,7 +23,7 @@ from jobs.spec.types import (
 )
 
 if TYPE_CHECKING:
-    from jobs.spec.model import JobSpec
+    from lockstep.jobs.spec.model import JobSpec
 
 
 class Slurm(Section):

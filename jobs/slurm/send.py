@@ -12,13 +12,13 @@ import secrets
 from pathlib import PurePath
 from typing import Any
 
-from jobs.slurm import query, render
-from jobs.slurm.folder import JOB, SUBMITIT, text
-from jobs.slurm.task import TrainingTask
-from jobs.slurm.transport.base import Place, Transport
-from jobs.spec.model import JobSpec
-from jobs.status import Disconnected, Unreachable
-from training.contract import OF_A_JOB, UserError
+from lockstep.jobs.slurm import query, render
+from lockstep.jobs.slurm.folder import JOB, SUBMITIT, text
+from lockstep.jobs.slurm.task import TrainingTask
+from lockstep.jobs.slurm.transport.base import Place, Transport
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Disconnected, Unreachable
+from lockstep.training.contract import OF_A_JOB, UserError
 
 SECONDS = 300.0
 """For all of it. sbatch itself tries for minutes where the controller is busy."""

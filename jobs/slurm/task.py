@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NoReturn, TypeVar
 
-from training import contract, files
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, tell_beside
-from training.launch import early
-from training.launch.carried import environment
-from training.launch.handed import Handed
+from lockstep.training import contract, files
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, tell_beside
+from lockstep.training.launch import early
+from lockstep.training.launch.carried import environment
+from lockstep.training.launch.handed import Handed
 
 OTHERS_SECONDS = 3.0
 """How long a rank that failed checks whether another one found the arguments or the data unusable: that is final."""
@@ -50,7 +50,7 @@ class TrainingTask:
     """The payload that submitit pickles: plain values only."""
 
     words: list[str]
-    """`["run", RECIPE, …]` for `python -m training`, or `["--", PROGRAM, …]`."""
+    """`["run", RECIPE, …]` for `python -m lockstep.training`, or `["--", PROGRAM, …]`."""
     run_dir: str
     ranks_per_node: int = 1
     max_restarts: int = 3
@@ -121,7 +121,7 @@ class TrainingTask:
         would requeue before the ranks have agreed on a step.
         """
         ours = self.words[0] != "--"
-        command = [sys.executable, "-u", "-m", "training", *self.words] if ours else self.words[1:]
+        command = [sys.executable, "-u", "-m", "lockstep.training", *self.words] if ours else self.words[1:]
         heard = set[int]()
         for number in (*ASKING, signal.SIGCONT):
             signal.signal(number, lambda number, frame: heard.add(number))  # noqa: ARG005 - the handler's signature

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jobs.spec.section import Section
-from jobs.spec.types import Text
+from lockstep.jobs.spec.section import Section
+from lockstep.jobs.spec.types import Text
 
 REQUIREMENTS = (
     "requirements is not a setting: put packages into your own image, with three lines in a Dockerfile below `FROM lockstep:cpu`: "

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from training.config import settings
+from lockstep.training.config import settings
 
 M = TypeVar("M", bound=BaseModel)
 

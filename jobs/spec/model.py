@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import Field, create_model, model_validator
 from typing_extensions import Self
 
-from jobs import registry
-from jobs.spec import file as specfile
-from jobs.spec.code import CODE_PARTS, CodeOrNone, refuse_requirements
-from jobs.spec.section import Section
-from jobs.spec.types import (
+from lockstep.jobs import registry
+from lockstep.jobs.spec import file as specfile
+from lockstep.jobs.spec.code import CODE_PARTS, CodeOrNone, refuse_requirements
+from lockstep.jobs.spec.section import Section
+from lockstep.jobs.spec.types import (
     AbsolutePath,
     AnyPath,
     Duration,
@@ -35,9 +35,9 @@ from jobs.spec.types import (
     Word,
     seconds,
 )
-from training import config as configuration
-from training.config import own, settings
-from training.contract import METRICS_PORT, UserError
+from lockstep.training import config as configuration
+from lockstep.training.config import own, settings
+from lockstep.training.contract import METRICS_PORT, UserError
 
 _S = TypeVar("_S", bound=Section)
 
@@ -318,7 +318,7 @@ class _JobSpec(Section):
         return settings.build(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str) -> None:
-        """Recipe and overrides against `training.config`, before anything is submitted. Raises `UserError`."""
+        """Recipe and overrides against `lockstep.training.config`, before anything is submitted. Raises `UserError`."""
         try:
             if self.command is not None:
                 own.check_overrides(self.assignments())

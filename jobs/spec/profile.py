@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jobs.spec.model import JobSpec
-from training.config import settings
-from training.contract import UserError
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
 
 ALLOWED = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from training.config import settings
+from lockstep.training.config import settings
 
 
 class Section(settings.Section):

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.compose.backend import ComposeBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.compose.backend import ComposeBackend
+from lockstep.jobs.spec.model import JobSpec
 from tests.engine import Built, docker, remove_jobs
 
 BOUND = 240

@@ -22,13 +22,13 @@ import pytest
 import torch
 import yaml
 
-from jobs.compose import checks as compose_doctor
-from jobs.compose.backend import ComposeBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.compose import checks as compose_doctor
+from lockstep.jobs.compose.backend import ComposeBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 from tests.containers.jobs import BOUND, Jobs, assert_same, weights
 from tests.engine import docker, inspect, remove_jobs
 from tests.processes import ROOT, poll
-from training.contract import UserError
 
 pytestmark = pytest.mark.containers
 
@@ -144,7 +144,7 @@ def test_health_and_the_closed_root(jobs: Jobs) -> None:
         "touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status",
         check=False,
     )
-    assert said.count("Read-only file system") == 2 and "python -m training launch" in said, said
+    assert said.count("Read-only file system") == 2 and "python -m lockstep.training launch" in said, said
     assert all(line.split()[1].strip("0") == "" for line in said.splitlines() if line.startswith("Cap")), said
     assert "NoNewPrivs:\t1" in docker("exec", name, "cat", "/proc/1/status")
     docker(
@@ -272,7 +272,9 @@ def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, m
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     folder = tmp_path / "own"
     folder.mkdir()
-    (folder / "train.py").write_text("import helper, os, training; print(helper.WORD, os.getcwd(), flush=True)\n")
+    (folder / "train.py").write_text(
+        "import helper, os, lockstep.training; print(helper.WORD, os.getcwd(), flush=True)\n"
+    )
     (folder / "helper.py").write_text("WORD = 'broken off'\n")
     spec = jobs.spec("code", command=["python", "train.py"], code=str(folder), ranks_per_node=1)
     monkeypatch.setattr(ComposeBackend, "_up", lambda self, spec: self._bring_code(spec))
@@ -339,7 +341,7 @@ def test_a_loop_of_ones_own_is_signalled_and_ends_in_the_same_bits(
 
 WAITS = "import time; print('begun', flush=True); time.sleep(600)"
 TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
-PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 
 
 def test_a_command_beside_a_rank_hears_signals_and_has_a_terminal(jobs: Jobs) -> None:

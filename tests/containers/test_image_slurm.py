@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from submitit.core import utils
 
-from jobs.slurm import render
-from jobs.slurm.backend import SlurmBackend, training_task
-from jobs.slurm.checks import PROGRAM
-from jobs.slurm.transport.local import LOCAL
-from jobs.spec.model import JobSpec
+from lockstep.jobs.slurm import render
+from lockstep.jobs.slurm.backend import SlurmBackend, training_task
+from lockstep.jobs.slurm.checks import PROGRAM
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training import contract
+from lockstep.training.contract import UserError
 from tests.containers.test_images import run
 from tests.engine import Built, docker
 from tests.events import events
 from tests.processes import poll
 from tests.slurm.conftest import HERE as CLUSTER
 from tests.slurm.conftest import Bench, _missing, bare, bench, cluster  # noqa: F401 - fixtures of that folder
-from training import contract
-from training.contract import UserError
 
 OURS = f"{os.getuid()}:{os.getgid()}"
 """Both run a container as the user who submits."""

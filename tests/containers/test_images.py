@@ -64,8 +64,8 @@ def test_nothing_is_writable_by_everybody_lends_rights_or_compiles(files: list[t
 def test_only_what_is_named_enters_a_build(engine: str, tmp_path: Path) -> None:
     context, out = tmp_path / "context", tmp_path / "out"
     shutil.copytree(ROOT / "docker", context / "docker")
-    for name in ("training", "jobs"):
-        shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("lockstep", "training", "jobs"):
+        shutil.copytree(ROOT / name, context / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".dockerignore"):
         shutil.copy(ROOT / name, context / name)
     for name in (
@@ -84,6 +84,7 @@ def test_only_what_is_named_enters_a_build(engine: str, tmp_path: Path) -> None:
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert {name.split("/")[0] for name in found} == {
         "docker",
+        "lockstep",
         "training",
         "jobs",
         "pyproject.toml",
@@ -215,7 +216,7 @@ def based() -> list[str]:
 def test_who_it_is(cpu_image: Built) -> None:
     config = inspect(cpu_image.name)[0]["Config"]
     assert config["User"] == "1000:0"
-    assert config["Entrypoint"] == ["python", "-m", "training", "launch"], "exec form: PID 1 gets TERM"
+    assert config["Entrypoint"] == ["python", "-m", "lockstep.training", "launch"], "exec form: PID 1 gets TERM"
     assert config["Healthcheck"]["Test"][:2] == ["CMD", "python"]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     labels = config["Labels"]
@@ -226,7 +227,7 @@ def test_who_it_is(cpu_image: Built) -> None:
 
 def test_what_it_prints_and_refuses(cpu_image: Built) -> None:
     code, output = run(cpu_image.name)
-    assert code == 0 and "usage: python -m training launch" in output
+    assert code == 0 and "usage: python -m lockstep.training launch" in output
     code, output = run(cpu_image.name, "run", "smok")
     assert code == 2 and "did you mean 'smoke'" in output
     words = ("--ranks", "1", "run", "smoke", "--run-dir", "/runs/x", "--set", "compile=true")

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.training import config
+from lockstep.training import cudagraph as capture
+from lockstep.training.cudagraph import CapturedTrainer
+from lockstep.training.observe.clock import StepClock
+from lockstep.training.parallel.world import World
+from lockstep.training.run import prepare
+from lockstep.training.run.prepare import Prepared
+from lockstep.training.run.recipe import make_trainer
+from lockstep.training.trainer import NonFinite
 from tests.ranks import on_ranks
 from tests.recorder import OperatorRecorder
-from training import config
-from training import cudagraph as capture
-from training.cudagraph import CapturedTrainer
-from training.observe.clock import StepClock
-from training.parallel.world import World
-from training.run import prepare
-from training.run.prepare import Prepared
-from training.run.recipe import make_trainer
-from training.trainer import NonFinite
 
 BASE = [
     "data.source=synthetic", "data.options={n: 97, n_test: 10, size: 8}", "data.num_shards=3", "augment.crop=1",

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from lockstep.training.checkpoint import store
+from lockstep.training.models import build
 from tests.ranks import training
 from tests.runs import FINAL, LOSSY_START, Job
-from training.checkpoint import store
-from training.models import build
 
 PARAMETERS = {f"{layer}.{kind}" for layer in ("conv1", "conv2", "head", "norm") for kind in ("weight", "bias")}
 BUFFERS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.training import config
+from lockstep.training.parallel.world import World
+from lockstep.training.run import prepare
+from lockstep.training.run.recipe import make_trainer
 from tests.ranks import on_ranks
-from training import config
-from training.parallel.world import World
-from training.run import prepare
-from training.run.recipe import make_trainer
 
 STRATEGIES = ["ddp", "flat"]  # test_sync_contract.py holds them all
 VARIANTS: dict[str, list[str]] = {
@@ -115,7 +115,7 @@ def test_both_ways_to_begin_give_the_same_weights_and_whitening_on_every_rank(da
 
 
 def _scores(world: World, root: str, run: str) -> list[tuple[int, int, float]]:
-    from training.evaluate.evaluator import Evaluator
+    from lockstep.training.evaluate.evaluator import Evaluator
 
     scores = []
     for n_test, batch in ((50, 7), (2, 512), (101, 16)):
@@ -142,9 +142,9 @@ def test_each_test_image_is_counted_once_at_every_world_size(data_root: Path, tm
 
 
 def _agreeing(world: World) -> tuple[str, str]:
-    from training.contract import UserError
-    from training.parallel.agreement import raise_together
-    from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees
+    from lockstep.training.contract import UserError
+    from lockstep.training.parallel.agreement import raise_together
+    from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees
 
     assert all_gather_trees({"r": torch.arange(world.rank)}, world)[1]["r"].tolist() == [0]
     assert broadcast_tree({"from": world.rank}, world, source=1) == {"from": 1}

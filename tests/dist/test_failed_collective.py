@@ -7,9 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.hang import is_collective
 from tests.ranks import on_ranks
-from training.parallel.world import World
-from training.resilience.hang import is_collective
 
 
 def _several_at_once(world: World) -> list[str]:

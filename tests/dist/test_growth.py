@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.scale_counts import Counts
 from benchmarks.scale_parts import calls
+from lockstep.training import config as configuration
+from lockstep.training import files
+from lockstep.training.parallel.world import World
 from tests.ranks import on_ranks
-from training import config as configuration
-from training import files
-from training.parallel.world import World
 
 SIZES = (2, 8)
 LINEAR = 7.0
@@ -28,8 +28,8 @@ FREE = [
 
 def _counted(world: World, folder: str) -> dict[str, dict[str, float]]:
     """Of this rank: messages and bytes of each exchange; names listed by the exporter; files read to be verified."""
-    from training.observe.exporter import Exporter
-    from training.run import prepare
+    from lockstep.training.observe.exporter import Exporter
+    from lockstep.training.run import prepare
 
     root = Path(folder)
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
@@ -67,7 +67,7 @@ def _verifying() -> Iterator[list[str]]:
 
 
 def _verified_on_two_nodes(world: World, folder: str) -> list[str]:
-    from training.run import prepare
+    from lockstep.training.run import prepare
 
     place = dataclasses.replace(world, local_rank=world.rank % 2, local_size=2, node=world.rank // 2, nodes=2)
     config = configuration.load("smoke", [f"data.root={Path(folder) / 'data'}", *FREE])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.checkpoint import store
+from lockstep.training.parallel.world import cores
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, require, run
 from tests.ranks import gang, training
 from tests.runs import Job
-from training.checkpoint import store
-from training.parallel.world import cores
 
 BIN = Path(PYTHON).parent
 
@@ -225,7 +225,7 @@ def test_bad_input_is_one_line_and_exit_2(name: str, tmp_path: Path, data_root: 
 @pytest.mark.parametrize("words", [["settings"], ["rum"]])
 def test_a_process_from_a_shell_agrees(words: list[str]) -> None:
     """What is forked elsewhere in these tests, here from a shell: exit code and output."""
-    fresh, forked = run([PYTHON, "-m", "training", *words]), training(*words)
+    fresh, forked = run([PYTHON, "-m", "lockstep.training", *words]), training(*words)
     assert fresh == forked and fresh.code == (0 if words == ["settings"] else 2)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lockstep.training.checkpoint import store
+from lockstep.training.models.arithmetic import autocast
+from lockstep.training.optim.loss_scaler import GROWTH_STEPS, HIGHEST, INITIAL, LOWEST, LossScaler, is_state
 from tests.nets import SmallConv
 from tests.runs import FINAL, LOSSY_START, Job, tensors
-from training.checkpoint import store
-from training.models.arithmetic import autocast
-from training.optim.loss_scaler import GROWTH_STEPS, HIGHEST, INITIAL, LOWEST, LossScaler, is_state
 
 
 def _gradients(precision: str, factor: float = 1.0) -> list[torch.Tensor]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.training import config
+from lockstep.training.parallel.world import World
+from lockstep.training.run import prepare
+from lockstep.training.run.recipe import make_trainer
 from tests.ranks import on_ranks
-from training import config
-from training.parallel.world import World
-from training.run import prepare
-from training.run.recipe import make_trainer
 
 
 def _four_steps(world: World, base: list[str], run: str) -> dict[int, torch.Tensor]:

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lockstep.training import config
+from lockstep.training.checkpoint import store
+from lockstep.training.parallel.world import World
 from tests.events import events
 from tests.ranks import on_ranks
-from training import config
-from training.checkpoint import store
-from training.parallel.world import World
 
 
 def _twice(world: World, base: list[str], folder: str) -> int:
     """Trains an epoch, puts this node's disk a checkpoint back where it is the first one, and trains another epoch."""
-    from training.run import recipe
+    from lockstep.training.run import recipe
 
     me = dataclasses.replace(world, local_rank=0, local_size=1, node=world.rank, nodes=world.size)
     run = Path(folder) / f"node{world.rank}"

@@ -28,7 +28,7 @@ def _words(tmp_path: Path, *settings: str) -> list[list[str]]:
     roots = [tmp_path / "quick", tmp_path / "slow"]
     for root in roots:
         root.mkdir()
-    common = ["-m", "training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", "data.source=mine:samples",
+    common = ["-m", "lockstep.training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", "data.source=mine:samples",
               "data.options={}", "epochs=1", "batch_size=16", "metrics.port=0", "collective_timeout=4", *settings]  # fmt: skip
     return [[*common, f"data.root={root}"] for root in roots]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.training.observe.reading import Reading
+from lockstep.training.parallel.world import World
 from tests.events import events
 from tests.ranks import on_ranks
 from tests.runs import Job
-from training.observe.reading import Reading
-from training.parallel.world import World
 
 
 def _readings(world: World) -> list[list[dict[str, object]]]:

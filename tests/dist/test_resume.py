@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.training import config
+from lockstep.training.checkpoint import store
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.preempt import Consensus, Decision
+from lockstep.training.run import recipe
 from tests.conftest import Undisturbed
 from tests.events import events
 from tests.ranks import on_ranks
 from tests.runs import FINAL, LOSSY_START, Job, assert_same, tensors
-from training import config
-from training.checkpoint import store
-from training.parallel.world import World
-from training.resilience.preempt import Consensus, Decision
-from training.run import recipe
 
 THREE, TWO = ("0:5", "last:6", "1:16"), ("0:8", "last:9")
 """Rank and forward pass of each kill. A resumed start begins at the newest even step below, so: mid-epoch, one step after

@@ -19,23 +19,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.training import config, optim, sync
+from lockstep.training.checkpoint.state import Cursor, TrainState, gather, scatter
+from lockstep.training.contract import UserError
+from lockstep.training.data.order import bounds
+from lockstep.training.observe.clock import StepClock
+from lockstep.training.optim import Muon
+from lockstep.training.optim.ema import Ema
+from lockstep.training.parallel.exchange import broadcast_tree, pack, unpack
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
+from lockstep.training.sync.base import GradientSync, global_norm
+from lockstep.training.sync.fsdp import MEAN_ON_CPU
 from tests import processes
 from tests.events import events
 from tests.nets import SmallConv
 from tests.ranks import on_ranks
 from tests.warm.gang import python
-from training import config, optim, sync
-from training.checkpoint.state import Cursor, TrainState, gather, scatter
-from training.contract import UserError
-from training.data.order import bounds
-from training.observe.clock import StepClock
-from training.optim import Muon
-from training.optim.ema import Ema
-from training.parallel.exchange import broadcast_tree, pack, unpack
-from training.parallel.world import World
-from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
-from training.sync.base import GradientSync, global_norm
-from training.sync.fsdp import MEAN_ON_CPU
 
 STEPS, HALF, BATCH = 10, 5, 25
 Shapes = list[tuple[int, ...]]
@@ -495,7 +495,7 @@ def _one_sum(world: World, name: str) -> torch.Tensor:
 
 def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[str, Any]:
     """One epoch more of a run that the gangs before have begun."""
-    from training.run import recipe
+    from lockstep.training.run import recipe
 
     settings = CASES[name]
     options = "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in settings.options.items()) + "}"
@@ -510,7 +510,7 @@ def _whole_run(world: World, name: str, base: list[str], folder: Path) -> dict[s
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("zero1", "fsdp"):
-            patch.setattr(f"training.sync.{module}.global_norm", counted)
+            patch.setattr(f"lockstep.training.sync.{module}.global_norm", counted)
         code = recipe.train(config.load("smoke", words), world, run)
     return {"code": code, "epochs": events(run, "epoch"), "norms": norms}
 
@@ -858,7 +858,7 @@ def test_what_a_strategy_cannot_do_is_refused_by_name(case: str) -> None:
 
 
 def test_a_torch_that_takes_the_sum_for_the_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.sync.fsdp.MEAN_ON_CPU", False)
+    monkeypatch.setattr("lockstep.training.sync.fsdp.MEAN_ON_CPU", False)
     with pytest.raises(
         UserError, match="sync.name=fsdp gets wrong gradients from torch .* install torch 2.9"
     ) as caught:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.buckets import SentAlready
 from tests.ranks import on_ranks
-from training.parallel.world import World
-from training.sync.buckets import SentAlready
 
 
 def _net() -> nn.Module:
@@ -38,7 +38,7 @@ def _raised(action: Any) -> str:
 
 
 def _everything(world: World) -> dict[str, Any]:
-    import training.sync.horovod as hvd
+    import lockstep.training.sync.horovod as hvd
 
     found: dict[str, Any] = {"before": _raised(hvd.rank)}
     assert hvd.init() == (world.rank, world.device)  # the gang of this test has joined already
@@ -258,7 +258,7 @@ def test_errors_as_horovods(by_size: Any, size: int) -> None:
 def test_a_group_that_takes_no_cpu_tensors_is_refused() -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        from training.sync import horovod as hvd
+        from lockstep.training.sync import horovod as hvd
 
         with pytest.raises(ValueError, match="no backend for CPU tensors"):
             hvd.init()

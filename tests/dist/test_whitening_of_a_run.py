@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from lockstep.training import config
+from lockstep.training.data.augment import normalise
+from lockstep.training.models.whitening import whitening_filters
+from lockstep.training.parallel.world import World
+from lockstep.training.run import prepare
 from tests.ranks import on_ranks
-from training import config
-from training.data.augment import normalise
-from training.models.whitening import whitening_filters
-from training.parallel.world import World
-from training.run import prepare
 
 
 def _filters(world: World, root: str, run: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-import jobs
 import lockstep
+import lockstep.jobs as jobs
 from docsite import check, drawing, links, nav, reference, stage
-from jobs import registry, status
-from jobs.spec.model import JobSpec
+from lockstep.jobs import registry, status
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training import contract
+from lockstep.training.config import Config, OwnSettings, recipes, settings
+from lockstep.training.contract import UserError
+from lockstep.training.observe.metrics import TABLE
 from tests.printed import PAGES
 from tests.processes import ROOT
-from training import contract
-from training.config import Config, OwnSettings, recipes, settings
-from training.contract import UserError
-from training.observe.metrics import TABLE
 
 INTERNAL = {"LOCKSTEP_DOCTOR_FAULT": "lockstep doctor gpu sets it for ranks that it starts itself"}
 """Variables that no user and no script meets, each with the reason."""
-OURS = r"(?:training|jobs|lockstep)\b[\w.]*"
+OURS = r"lockstep\b[\w.]*"
 BEGINS = r"(?:^[ ]*|`)"
 """What stands before an import: in code, in a docstring, or within backticks."""
 
@@ -59,11 +59,11 @@ def test_every_command_is_on_the_page_with_its_help(pages: dict[str, str]) -> No
     for name in names:
         section = text.partition(f"## lockstep {name}\n")[2]
         assert "--help" in section.partition("## ")[0], name
-    assert "## python -m training launch\n" in text and "## lockstep bench scaling\n" in text
+    assert "## python -m lockstep.training launch\n" in text and "## lockstep bench scaling\n" in text
     for section in text.split("\n## ")[1:]:
         called, _, shown = section.partition("\n")
         assert re.search(rf"(?i)^```text\nusage: {called}\b", shown, re.MULTILINE), called
-        assert called.startswith("python") or "python -m training" not in shown, f"{called} was not called so"
+        assert called.startswith("python") or "python -m lockstep.training" not in shown, f"{called} was not called so"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,11 @@ def test_what_pages_and_examples_import_is_on_the_page(pages: dict[str, str]) ->
     files = [ROOT / page for page in PAGES]
     files += [path for folder in ("examples", "jobs/project/templates") for path in (ROOT / folder).rglob("*.py")]
     found = {name: path for path in files for name in _imported(path.read_text(encoding="utf-8"))}
-    assert len(found) > 20 and "training.sync.horovod" in found and "jobs.slurm.backend.training_task" in found
+    assert (
+        len(found) > 20
+        and "lockstep.training.sync.horovod" in found
+        and "lockstep.jobs.slurm.backend.training_task" in found
+    )
     assert {name: str(path.relative_to(ROOT)) for name, path in found.items() if name not in listed} == {}
 
 

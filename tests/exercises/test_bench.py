@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import metrics
+from lockstep.training import config
+from lockstep.training.exercises.bench.gang import PHASES, Job, Measured, _Timer
+from lockstep.training.exercises.bench.inference import _verdict
+from lockstep.training.exercises.bench.scaling import _each_strategy, against_ddp, table, why
+from lockstep.training.parallel.world import World
+from lockstep.training.run import prepare
 from tests.ranks import on_ranks, training
 from tests.warm.gang import python
-from training import config
-from training.exercises.bench.gang import PHASES, Job, Measured, _Timer
-from training.exercises.bench.inference import _verdict
-from training.exercises.bench.scaling import _each_strategy, against_ddp, table, why
-from training.parallel.world import World
-from training.run import prepare
 
 
 def _made(step: float, **phases: float) -> Measured:

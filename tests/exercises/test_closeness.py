@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 from tests.nets import NormedConv
 from tests.processes import clean_env
 from tests.ranks import gang, on_ranks, training
-from training.parallel.world import World
-from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 
 
 def _message(model: torch.nn.Module, **options: object) -> str:

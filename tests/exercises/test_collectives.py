@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.training.exercises import collectives
+from lockstep.training.parallel.world import World
 from tests.processes import PYTHON, ROOT, run
 from tests.ranks import gang, on_ranks, training
-from training.exercises import collectives
-from training.parallel.world import World
 
 SIZES = [(7, 5, 3), (2, 9, 4), (1, 1, 1), (33, 2, 17)]
 

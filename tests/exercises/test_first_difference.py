@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 from tests.ranks import on_ranks
-from training.parallel.world import World
-from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 
 
 def _drifted(world: World) -> str:

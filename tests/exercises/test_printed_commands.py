@@ -34,7 +34,7 @@ def _is_run(page: str) -> bool:
 
 def test_commands_stand_in_shell_blocks() -> None:
     """What looks like one elsewhere would not be run."""
-    begins = ("lockstep ", "make ", "torchrun ", "mpiexec ", "srun ", "python -m training run")
+    begins = ("lockstep ", "make ", "torchrun ", "mpiexec ", "srun ", "python -m lockstep.training run")
     for page in PAGES:
         for block in blocks(page):
             assert block.language in (*CODE, *OUTPUT, "sh"), (page, block.language)

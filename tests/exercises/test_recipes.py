@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lockstep.training import models
+from lockstep.training.checkpoint import generators
+from lockstep.training.data.sources import SOURCES
 from tests.events import events
 from tests.idx import write_fashion
 from tests.ranks import gang, training
-from training import models
-from training.checkpoint import generators
-from training.data.sources import SOURCES
 
 LINE = re.compile(r"step +(\d+) \| train_loss +([\d.]+) \| test_loss +([\d.]+) \| step time +([\d.]+) ms")
 

@@ -143,6 +143,7 @@ def test_two_checkouts_are_compared_in_turn_and_the_record_names_them(tmp_path: 
     (other / "benchmarks").mkdir(parents=True)
     refused = _program("revisions.py", str(other), *words)
     assert refused.code == 2 and f"error: {other} is no checkout of this project" in refused.error, refused
+    (other / "benchmarks/__init__.py").touch()  # else the installed one is found before it
     (other / "benchmarks/our_step.py").write_text("raise SystemExit(7)\n")
     failed = _program("revisions.py", str(other), *words)
     assert failed.code == 2 and f"error: {other}: a rank ended with 7" in failed.error, failed

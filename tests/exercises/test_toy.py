@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.training.exercises import toy
+from lockstep.training.parallel.world import World
 from tests.ranks import gang, on_ranks, training
-from training.exercises import toy
-from training.parallel.world import World
 
 
 def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:

@@ -18,18 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.cli import ranks
+from lockstep.jobs.cli import ranks
+from lockstep.training import contract, files
+from lockstep.training.checkpoint import store, weights
+from lockstep.training.checkpoint.store import CorruptCheckpoint
+from lockstep.training.config import Data, settings
+from lockstep.training.contract import UserError
+from lockstep.training.data import sources
+from lockstep.training.data.sources.fashion_mnist import _split, read_idx
+from lockstep.training.observe.report import record
 from tests.faults.test_hostile_files import resealed
 from tests.ranks import training
 from tests.runs import Job
-from training import contract, files
-from training.checkpoint import store, weights
-from training.checkpoint.store import CorruptCheckpoint
-from training.config import Data, settings
-from training.contract import UserError
-from training.data import sources
-from training.data.sources.fashion_mnist import _split, read_idx
-from training.observe.report import record
 
 GROWTH = 96 << 20
 """Bytes that a refused file may cost."""

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from lockstep.training.observe import trackers
 from tests.conftest import Undisturbed
 from tests.events import events
 from tests.runs import FINAL, Job, assert_same, tensors
-from training.observe import trackers
 
 
 @pytest.mark.parametrize("strategy", ["flat", "ddp"])

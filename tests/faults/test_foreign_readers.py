@@ -24,22 +24,22 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.cli import ranks
-from jobs.code import listing
+from lockstep.jobs.cli import ranks
+from lockstep.jobs.code import listing
+from lockstep.training import config, contract
+from lockstep.training.checkpoint import store, weights
+from lockstep.training.checkpoint.store import CorruptCheckpoint
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
+from lockstep.training.data import shards, sources
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.sources.fashion_mnist import read_idx
+from lockstep.training.launch import archive
+from lockstep.training.observe import rundir
+from lockstep.training.observe.report import record
 from tests.faults.test_bombs import cheap
 from tests.processes import ROOT, clean_env
 from tests.warm.gang import python
-from training import config, contract
-from training.checkpoint import store, weights
-from training.checkpoint.store import CorruptCheckpoint
-from training.config import settings
-from training.contract import UserError
-from training.data import shards, sources
-from training.data.shards import Manifest, Samples
-from training.data.sources.fashion_mnist import read_idx
-from training.launch import archive
-from training.observe import rundir
-from training.observe.report import record
 
 ROUNDS = int(os.environ.get("LOCKSTEP_FUZZ", "25"))
 SEED = int(os.environ.get("LOCKSTEP_FUZZ_SEED", "33"))
@@ -402,7 +402,11 @@ def test_a_name_from_outside_stays_in_its_line(words: str, name: str, tmp_path: 
     for suffix in (".yaml", ".npz", ".pth"):
         (tmp_path / f"{name}{suffix}").write_bytes(b"[")
     program, *asked = [word.replace("P", name) for word in words.split()]
-    command = ["-m", program] if program == "training" else ["-c", "from jobs.cli.main import main; main()"]
+    command = (
+        ["-m", "lockstep.training"]
+        if program == "training"
+        else ["-c", "from lockstep.jobs.cli.main import main; main()"]
+    )
     done = python(
         *command, *asked, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_HOME=str(tmp_path / "home"))
     )
@@ -414,6 +418,8 @@ def test_a_name_from_outside_stays_in_its_line(words: str, name: str, tmp_path: 
 def test_debug_shows_what_was_raised(tmp_path: Path) -> None:
     (tmp_path / "w.pth").write_bytes(b"\x1b]0;x\x07")
     for words in (["--debug", "evaluate", "w.pth"], ["evaluate", "w.pth"]):
-        done = python("-m", "training", *words, "--recipe", "smoke", cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
+        done = python(
+            "-m", "lockstep.training", *words, "--recipe", "smoke", cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT))
+        )
         assert done.code == 2 and ("Traceback" in done.output) == (words[0] == "--debug"), done
         assert done.output.splitlines()[-1].startswith("error: cannot read w.pth") and "\x1b" not in done.output

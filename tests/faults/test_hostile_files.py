@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.training import config, files
+from lockstep.training.__main__ import main
+from lockstep.training.checkpoint import store, weights
+from lockstep.training.checkpoint.store import CorruptCheckpoint, Writer
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
+from lockstep.training.data import shards, sources
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.manifest import seal
+from lockstep.training.observe import rundir
 from tests.processes import ROOT, clean_env
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.gang import python
-from training import config, files
-from training.__main__ import main
-from training.checkpoint import store, weights
-from training.checkpoint.store import CorruptCheckpoint, Writer
-from training.config import settings
-from training.contract import UserError
-from training.data import shards, sources
-from training.data.shards import Manifest, Samples
-from training.manifest import seal
-from training.observe import rundir
 
 
 def _damaged(data: bytes, chance: random.Random) -> bytes:
@@ -268,7 +268,7 @@ def test_a_name_that_leads_nowhere(name: str, words: str, tmp_path: Path, job: J
         job.ranks = 1
         assert job.go().code == 0
     told = [word.replace("P", str(tmp_path / name)).replace("RUN", str(job.run_dir)) for word in words.split()]
-    done = python("-m", "training", *told, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
+    done = python("-m", "lockstep.training", *told, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
     assert done.code == 2 and len(done.output.splitlines()) == 1 and "error: " in done.output, done
     assert os.readlink(tmp_path / "loop") == "loop" and not (tmp_path / "new").exists()
 

@@ -19,7 +19,7 @@ LAUNCHED = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], os.environ[
 def two_gangs(tmp_path: Path, data_root: Path) -> None:
     """The suite that is interrupted: forked ranks in the middle of a run, and two ranks below the real launcher."""
     job, here = Job(tmp_path / "run", data_root, 2), [tmp_path / name for name in ("0", "1", "held")]
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--", PYTHON, "-c", LAUNCHED, str(tmp_path)]
+    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "2", "--", PYTHON, "-c", LAUNCHED, str(tmp_path)]
     with started(command), job.started(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(here[2])):
         poll(lambda: all(path.exists() for path in here), 180, "both gangs")
         Path(os.environ["READY"]).touch()

@@ -13,11 +13,11 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep.training.launch.codes import cluster_code, deaths, exit_code, too_early
 from tests.conftest import Undisturbed
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, run, started
 from tests.runs import Job, assert_same
-from training.launch.codes import cluster_code, deaths, exit_code, too_early
 
 
 def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
@@ -55,7 +55,7 @@ def _ends(how: str, counted: Path, *launch: str) -> int:
         f"if os.environ['RANK'] == '0': import time; time.sleep(60)\n{END}"
     )
     words = ["launch", "--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", program, how]
-    done = run([PYTHON, "-m", "training", *words])
+    done = run([PYTHON, "-m", "lockstep.training", *words])
     assert "Traceback" not in done.output, done.output
     return done.code
 
@@ -124,14 +124,14 @@ def test_who_was_killed_is_said() -> None:
 )  # fmt: skip
 def test_why_a_program_cannot_be_started_is_said(tmp_path: Path, name: str, mode: int, word: str, told: str) -> None:
     (tmp_path / name).touch(mode)
-    done = run([PYTHON, "-m", "training", "launch", "--", word], clean_env(PYTHONPATH=str(ROOT)), 60, tmp_path)
+    done = run([PYTHON, "-m", "lockstep.training", "launch", "--", word], clean_env(PYTHONPATH=str(ROOT)), 60, tmp_path)
     assert done.code == 2 and f"error: launch: {told}" in done.output, done.output
 
 
 def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> None:
     program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(9); time.sleep(60)"
     words = ["launch", "--ranks", "2", "--max-restarts", "1", "--", PYTHON, "-c", program]
-    done = run([PYTHON, "-m", "training", *words], clean_env())
+    done = run([PYTHON, "-m", "lockstep.training", *words], clean_env())
     assert done.code == 1 and [line for line in done.output.splitlines() if line.startswith("launch: ")] == [
         "launch: rank 1 ended with exit code 9", "launch: all ranks start again; restarts left after that: 0",
         "launch: rank 1 ended with exit code 9",
@@ -153,7 +153,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undistur
 def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
     env = clean_env(TMPDIR=str(tmp_path))
     sleeping = ["-c", "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(60)"]
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", "--", PYTHON]
+    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--", PYTHON]
 
     def folders() -> list[Path]:
         return list(tmp_path.glob("lockstep-*"))
@@ -170,7 +170,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path: Path) ->
 
 def test_the_launcher_runs_any_program_and_prefixes_its_lines() -> None:
     script = "import os; print('I am', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
-    done = run([PYTHON, "-m", "training", "launch", "--ranks", "3", "--", PYTHON, "-c", script], clean_env())
+    done = run([PYTHON, "-m", "lockstep.training", "launch", "--ranks", "3", "--", PYTHON, "-c", script], clean_env())
     assert done.code == 0, done.output
     assert sorted(done.output.splitlines()) == [f"[rank {rank}] I am {rank} of 3" for rank in range(3)]
 
@@ -179,7 +179,7 @@ def test_the_words_of_a_program_reach_it_as_they_are_written() -> None:
     words = ["$$", "$local_rank", "${local_rank}x", "a$$b", "$", "${", "100 %", "{0}", "a b", ""]
     script = "import json, sys; print(json.dumps(sys.argv[1:]))"
     command = ["launch", "--ranks", "1", "--no-prefix", "--", PYTHON, "-c", script, *words]
-    done = run([PYTHON, "-m", "training", *command], clean_env())
+    done = run([PYTHON, "-m", "lockstep.training", *command], clean_env())
     assert done.code == 0 and json.loads(done.output) == words, done.output
 
 
@@ -209,7 +209,7 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
     assert process.returncode == 75 and "launch: SIGTERM before the ranks had started" in output, output
 
 
-LOCKSTEP = [PYTHON, "-c", "from jobs.cli.main import main; main()"]
+LOCKSTEP = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
@@ -218,7 +218,9 @@ def test_a_signal_before_lockstep_run_is_a_launcher_is_not_lost(job: Job, name: 
     with started([*LOCKSTEP, "run", "smoke", "--ranks", "1", *job.words[2:]], job.env()) as process:
 
         def reading() -> bool:
-            return b"jobs.cli.main" in Path(f"/proc/{process.pid}/cmdline").read_bytes() and _blocks_term(process.pid)
+            return b"lockstep.jobs.cli.main" in Path(f"/proc/{process.pid}/cmdline").read_bytes() and _blocks_term(
+                process.pid
+            )
 
         poll(reading, what="a command that holds signals back")
         process.send_signal(signal.Signals[name])
@@ -226,7 +228,7 @@ def test_a_signal_before_lockstep_run_is_a_launcher_is_not_lost(job: Job, name: 
     assert process.returncode == 75 and f"launch: {name} before the ranks had started" in output, output
 
 
-@pytest.mark.parametrize("command", [[*LOCKSTEP, "run"], [PYTHON, "-m", "training", "launch", "--no-prefix"]])
+@pytest.mark.parametrize("command", [[*LOCKSTEP, "run"], [PYTHON, "-m", "lockstep.training", "launch", "--no-prefix"]])
 def test_what_a_launcher_starts_blocks_no_signal(command: list[str]) -> None:
     """Nor does the launcher itself, when its ranks run."""
     program = (
@@ -267,7 +269,20 @@ sys.exit(9)
 
 def test_a_program_may_use_usr1_for_itself_and_is_restarted_all_the_same(tmp_path: Path) -> None:
     program = USR1.format(folder=str(tmp_path))
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", "--max-restarts", "1", "--", PYTHON, "-c", program]
+    command = [
+        PYTHON,
+        "-m",
+        "lockstep.training",
+        "launch",
+        "--ranks",
+        "1",
+        "--max-restarts",
+        "1",
+        "--",
+        PYTHON,
+        "-c",
+        program,
+    ]
     with started(command) as launcher:
         poll((tmp_path / "ready").exists, what="a handler")
         launcher.send_signal(signal.SIGUSR1)
@@ -299,7 +314,7 @@ def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
     command = [
         PYTHON,
         "-m",
-        "training",
+        "lockstep.training",
         "launch",
         "--ranks",
         "2",
@@ -343,7 +358,7 @@ def test_a_launcher_that_is_killed_takes_ranks_that_still_import_with_it(launche
     (tmp_path / "train.py").write_text(IMPORTING)
     mark = Job(tmp_path, tmp_path)
     if launcher == "launch":
-        command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--", PYTHON, "train.py"]
+        command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "2", "--", PYTHON, "train.py"]
     else:
         command = [PYTHON, "-m", launcher, "--nproc-per-node", "2", "--master-port", str(free_port()), "train.py"]
     with started(command, clean_env(LOCKSTEP_TEST_MARK=mark.mark), tmp_path) as process:
@@ -356,7 +371,7 @@ def test_a_launcher_that_is_killed_takes_ranks_that_still_import_with_it(launche
 def test_a_recipe_whose_torchrun_is_killed_ends_when_it_has_imported(job: Job) -> None:
     """It holds signals back until then, and does not begin to wait for its peers after that."""
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    with started([*command, "-m", "training", *job.words], job.env()) as process:
+    with started([*command, "-m", "lockstep.training", *job.words], job.env()) as process:
         poll(
             lambda: all(_blocks_term(pid) for rank in (0, 1) if (pid := job.rank_pid(rank) or os.getpid())),
             what="ranks",

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from lockstep.training.checkpoint import store
 from tests.events import events
 from tests.processes import PYTHON, clean_env, free_port, poll, require, started
 from tests.runs import Job, settings
 from tests.warm.gang import running
-from training.checkpoint import store
 
 
 class Node:
@@ -26,7 +26,7 @@ class Node:
         inside = ["ip", "netns", "exec", namespace] if namespace else []
         self.mark = Job(job.run_dir, Path(), 1).mark
         self.command = [
-            *inside, PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "1:2", "--max-restarts", "5",
+            *inside, PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "1:2", "--max-restarts", "5",
             "--rendezvous", f"{host}:{port}", "--serve" if number == 0 else "--no-serve", "--address", address,
             "--grace", "10", *job.words,
         ]  # fmt: skip
@@ -151,7 +151,9 @@ def test_node_local_checkpoints_survive_a_rank_0_that_moved(tmp_path: Path, data
     words = settings(data_root, **{"checkpoint.write": "node", "model": "tests.nets:Paced"})
 
     def both(disks: str) -> tuple[list[int | None], str]:
-        each = [["-m", "training", "run", "smoke", "--run-dir", str(tmp_path / disk), *words] for disk in disks]
+        each = [
+            ["-m", "lockstep.training", "run", "smoke", "--run-dir", str(tmp_path / disk), *words] for disk in disks
+        ]
         alone = clean_env(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCKSTEP_THREADS="1")
         with running(each, alone) as gang:
             done = gang.wait(90)

@@ -14,7 +14,10 @@ import pytest
 
 from tests.processes import PYTHON, clean_env, free_port, poll, started
 
-QUICK = "import sys; from training.launch import agent, rendezvous; rendezvous.SAID_EVERY = 0.3; sys.exit(agent.main(sys.argv[1:]))"
+QUICK = (
+    "import sys; from lockstep.training.launch import agent, rendezvous; rendezvous.SAID_EVERY = 0.3; "
+    "sys.exit(agent.main(sys.argv[1:]))"
+)
 
 
 class Nodes:
@@ -22,7 +25,7 @@ class Nodes:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self.flags, self.port = folder, flags, free_port()
-        self.start = ["-m", "training", "launch"]
+        self.start = ["-m", "lockstep.training", "launch"]
 
     @contextlib.contextmanager
     def node(self, number: int, program: str, *flags: str, secret: str = "") -> Iterator[subprocess.Popen[str]]:

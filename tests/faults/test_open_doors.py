@@ -19,16 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from jobs import private
+from lockstep.jobs import private
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
+from lockstep.training.models import build
 from tests.events import events
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, require, run, started
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.process import start
-from training import contract, files
-from training.contract import UserError
-from training.models import build
 
 
 def _listening(pids: list[int]) -> set[tuple[str, int]]:
@@ -116,7 +116,7 @@ def test_a_run_directory_runs_no_code_of_its_own(job: Job, tmp_path: Path) -> No
     env = clean_env(PYTHONPATH=f"{ROOT}:{tmp_path}")
     for words in (["evaluate", str(job.run_dir)], ["export", str(job.run_dir), str(tmp_path / "w.pth")],
                   ["report", str(job.run_dir)]):  # fmt: skip
-        run([PYTHON, "-m", "training", *words], env, cwd=tmp_path)
+        run([PYTHON, "-m", "lockstep.training", *words], env, cwd=tmp_path)
     assert not (tmp_path / "bomb-went-off").exists()
 
 
@@ -171,8 +171,8 @@ def test_two_fresh_starts_at_once_never_share_a_directory(tmp_path: Path) -> Non
     """30 rounds (LOCKSTEP_FRESH for more): each ends with every directory owned by one start, and the loser is told."""
     program = (
         "import sys, pathlib, time\n"
-        "from training import config\nfrom training.observe import rundir\n"
-        "from training.contract import UserError\n"
+        "from lockstep.training import config\nfrom lockstep.training.observe import rundir\n"
+        "from lockstep.training.contract import UserError\n"
         "rundir.LOCK_SECONDS = 0.3\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "while not (path.parent / 'go').exists(): pass\n"

@@ -152,7 +152,7 @@ def _two_nodes(job: Job, join: int = 30, **env: str) -> list[tuple[list[str], di
     port = free_port()
     return [
         (
-            [PYTHON, "-m", "training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
+            [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
              "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10",
              "--join-timeout", str(join), *job.words],
             job.env(**env),
@@ -163,7 +163,7 @@ def _two_nodes(job: Job, join: int = 30, **env: str) -> list[tuple[list[str], di
 
 def _one_node(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
     words = ["run", "smoke", "--ranks", "2", *job.words[2:]]
-    return [([PYTHON, "-c", "from jobs.cli.main import main; main()", *words], job.env(**env))]
+    return [([PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words], job.env(**env))]
 
 
 def _submitted(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
@@ -174,7 +174,9 @@ def _submitted(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
     file.write_text(yaml.safe_dump({**spec, "overrides": overrides}))
     words = ["submit", "local", str(file), "--wait", "200"]
     home = str(job.run_dir.parent / "home")
-    return [([PYTHON, "-c", "from jobs.cli.main import main; main()", *words], job.env(LOCKSTEP_HOME=home, **env))]
+    return [
+        ([PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words], job.env(LOCKSTEP_HOME=home, **env))
+    ]
 
 
 def _jobs(folder: Path, data_root: Path, starts: list[Start], **changes: object) -> dict[Start, Job]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from lockstep.training import contract
 from tests.conftest import Undisturbed
 from tests.processes import PYTHON, ROOT, clean_env, poll, run, started
 from tests.runs import FINAL, Job, assert_same
-from training import contract
 
 
 def _continue(job: Job, undisturbed: Undisturbed) -> None:
@@ -165,11 +165,11 @@ def test_only_a_run_and_its_launcher_hold_signals_back(tmp_path: Path, words: st
         "import runpy, signal, sys\n"
         "class Look:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'training.extras':\n"
+        "        if name == 'lockstep.training.extras':\n"
         "            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
         "            sys.exit(0)\n"
         "sys.meta_path.insert(0, Look())\n"
-        "runpy.run_module('training', run_name='__main__', alter_sys=True)\n"
+        "runpy.run_module('lockstep.training', run_name='__main__', alter_sys=True)\n"
     )
     done = run([PYTHON, "-c", program, *words.split()], clean_env(PYTHONPATH=str(ROOT)), cwd=tmp_path)
     assert done.code == 0 and done.output == f"{held}\n", done

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.checkpoint import store
 from tests.own.job import OwnJob, script
 from tests.own.test_session_scores import EPOCHS, SCRIPT, STOPPED
 from tests.runs import Job
-from training.checkpoint import store
 
 NEVER = {"checkpoint.every_steps": 0}
 """None before the end of the first epoch, after 8 steps."""
@@ -54,7 +54,7 @@ def test_75_is_given_where_a_checkpoint_is_on_the_disk(tmp_path: Path, data_root
 @pytest.mark.parametrize("words", [(), ("checkpoint.on_signal=false",)], ids=["saving", "not saving"])
 def test_a_session_whose_disk_refuses_does_not_say_75(tmp_path: Path, words: tuple[str, ...]) -> None:
     code = f"""{SCRIPT}{EPOCHS}{STOPPED}
-from training.checkpoint.store import Writer
+from lockstep.training.checkpoint.store import Writer
 def full(*arguments):
     raise OSError(28, "No space left on device")
 Writer._write = full

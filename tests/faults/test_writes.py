@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.training import files
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.store import Writer
 from tests.conftest import Undisturbed
 from tests.nets import WRITE_POINTS
 from tests.processes import require
 from tests.runs import FINAL, Job, assert_same
-from training import files
-from training.checkpoint import store
-from training.checkpoint.store import Writer
 
 
 def _state(step: int) -> dict[str, Any]:

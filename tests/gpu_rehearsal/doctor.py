@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from lockstep.training.__main__ import leave
+from lockstep.training.contract import user_errors
+from lockstep.training.doctor.command import main
 from tests.gpu_rehearsal.rehearsal import RANK
-from training.__main__ import leave
-from training.contract import user_errors
-from training.doctor.command import main
 
 if __name__ == "__main__":
     with user_errors():

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lockstep.training.__main__ import leave
+from lockstep.training.contract import user_errors
+from lockstep.training.parallel.world import detect, joined
 from tests.gpu_rehearsal.emulation import Emulation
-from training.__main__ import leave
-from training.contract import user_errors
-from training.parallel.world import detect, joined
 
 if __name__ == "__main__":
     emulation = Emulation()

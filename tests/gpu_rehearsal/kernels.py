@@ -26,9 +26,9 @@ from torch._inductor.runtime import triton_helpers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from training import config, models
-from training.__main__ import leave
-from training.models.arithmetic import autocast
+from lockstep.training import config, models
+from lockstep.training.__main__ import leave
+from lockstep.training.models.arithmetic import autocast
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BATCH = 128

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.training.cudagraph import CapturedTrainer
 from tests.nets import DyingPlain, SmallConv
-from training.cudagraph import CapturedTrainer
 
 
 class Normed(SmallConv):

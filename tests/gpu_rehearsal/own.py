@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep import Session
+from lockstep.training.__main__ import leave
 from tests.gpu_rehearsal.emulation import Emulation
 from tests.nets import DyingPlain
-from training.__main__ import leave
 
 SAMPLES, BATCH, EPOCHS = 96, 24, 2
 SCALE = 2.0**19

@@ -1,4 +1,4 @@
-"""python -m tests.gpu_rehearsal.rank WORDS: `python -m training WORDS`, its CUDA operators computed.
+"""python -m tests.gpu_rehearsal.rank WORDS: `python -m lockstep.training WORDS`, its CUDA operators computed.
 
 REHEARSAL_FOUND=file gets what the emulation has found, as JSON. REHEARSAL_FAULT=module:Class.method plants a fault: that
 method does nothing.
@@ -12,9 +12,9 @@ import signal
 import sys
 from pathlib import Path
 
+from lockstep.training import __main__ as program
+from lockstep.training.launch.lifeline import FORWARDED
 from tests.gpu_rehearsal.emulation import Emulation
-from training import __main__ as program
-from training.launch.lifeline import FORWARDED
 
 
 def _plant(fault: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.doctor.table import ROWS
 from tests.gpu_rehearsal.rehearsal import preload
 from tests.processes import PYTHON, Result, clean_env, run
-from training.doctor.table import ROWS
 
 
 def _doctor(folder: Path, devices: int, *words: str, **extra: str) -> tuple[Result, dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> Non
     """Each rank keeps its own gradients."""
     done, value = _doctor(
         tmp_path, 2, "--only", "peer", "--only", "NCCL", "--only", "strategy",
-        REHEARSAL_FAULT="training.sync.allreduce:AllReduce.synchronize",
+        REHEARSAL_FAULT="lockstep.training.sync.allreduce:AllReduce.synchronize",
     )  # fmt: skip
     assert done.code == 1, done.output
     _assert_no_rates(done, value)

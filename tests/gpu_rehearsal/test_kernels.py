@@ -62,4 +62,4 @@ def test_there_is_no_kernel_of_ours() -> None:
         for name, path in known.items()
         if any("triton" in what for what in imported(ast.parse(path.read_text()), known))
     ]
-    assert users == ["training.models.arithmetic"]  # asks whether it is there
+    assert users == ["lockstep.training.models.arithmetic"]  # asks whether it is there

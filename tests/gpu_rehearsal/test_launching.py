@@ -18,7 +18,7 @@ def _env(tmp_path: Path, **extra: str) -> dict[str, str]:
 
 def test_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root)]
-    done = run([PYTHON, "-m", "training", "launch", "--", PYTHON, *RANK, *words], _env(tmp_path), 150)
+    done = run([PYTHON, "-m", "lockstep.training", "launch", "--", PYTHON, *RANK, *words], _env(tmp_path), 150)
     assert done.code == 0, done.output
     assert "2 ranks on cuda" in done.output
     assert differing(saved(tmp_path / "run"), on_cpu()) == []
@@ -30,7 +30,7 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(tmp_path: Path, data_root: 
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]
     env = _env(tmp_path, LOCKSTEP_TEST_FATE="1:3:KILL", TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
     launch = ["launch", "--max-restarts", "0", "--grace", "5"]
-    done = run([PYTHON, "-m", "training", *launch, "--", PYTHON, *RANK, *words], env, 150)
+    done = run([PYTHON, "-m", "lockstep.training", *launch, "--", PYTHON, *RANK, *words], env, 150)
     assert done.code == 1, done.output
     assert "rank 1 did not arrive: ended by SIGKILL" in done.output
     status = json.loads((tmp_path / "run" / "status.json").read_text())

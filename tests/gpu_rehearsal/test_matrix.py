@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training import config
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import differing, rehearsed, trained
 from tests.gpu_rehearsal.test_strategies import STRATEGIES, changes_of
 from tests.processes import ROOT
-from training import config
 
 pytestmark = pytest.mark.matrix
 RECIPES = sorted(path.stem for path in (ROOT / "training" / "recipes").glob("*.yaml"))

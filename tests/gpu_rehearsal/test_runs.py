@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.training.checkpoint import store
+from lockstep.training.optim.loss_scaler import INITIAL
 from tests.events import events
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import STEPS, differing, rehearsed, rehearsing, saved, settings, trained
 from tests.gpu_rehearsal.test_strategies import changes_of
 from tests.processes import poll
 from tests.runs import tensors
-from training.checkpoint import store
-from training.optim.loss_scaler import INITIAL
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float64"])

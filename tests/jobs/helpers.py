@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli.main import main
-from jobs.local.backend import LocalBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.cli.main import main
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.spec.model import JobSpec
 
 
 def lockstep(folder: Path, *words: str, encoding: str = "utf-8", **env: str) -> subprocess.CompletedProcess[str]:

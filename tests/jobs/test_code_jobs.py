@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import command as commands
-from jobs import sweep
-from jobs.code import pin, store
-from jobs.code.collect import collect
-from jobs.compose import render as compose_render
-from jobs.compose.backend import ComposeBackend
-from jobs.local.backend import LocalBackend
-from jobs.slurm import render as slurm_render
-from jobs.spec.model import JobSpec
+from lockstep.jobs import command as commands
+from lockstep.jobs import sweep
+from lockstep.jobs.code import pin, store
+from lockstep.jobs.code.collect import collect
+from lockstep.jobs.compose import render as compose_render
+from lockstep.jobs.compose.backend import ComposeBackend
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.slurm import render as slurm_render
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import EXIT_USAGE, UserError
+from lockstep.training.launch import archive, carried
 from tests.jobs.helpers import Bare, lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll
-from training.contract import EXIT_USAGE, UserError
-from training.launch import archive, carried
 
 BOUND = 60
 JOB = {"name": "own", "command": ["python", "train.py"], "code": ".", "max_restarts": 0, "ranks_per_node": 2}
@@ -32,7 +32,7 @@ TRAIN = """
 import os, pathlib, sys, time
 pathlib.Path(os.environ["STARTED"] + os.environ["RANK"]).touch()
 while not os.path.exists(os.environ["GO"]): time.sleep(0.02)
-import helper, training
+import helper, lockstep.training
 print(helper.WORD, os.environ["LOCKSTEP_CODE"], flush=True)
 """
 
@@ -290,7 +290,7 @@ def test_a_backend_that_brings_no_code_refuses_it(folder: Path, tmp_path: Path) 
 
 
 def launch(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "1", *words]
+    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", *words]
     return subprocess.run(
         command, env=clean_env(PYTHONPATH=str(ROOT), **env), cwd=cwd, timeout=BOUND, capture_output=True, text=True, check=False
     )  # fmt: skip
@@ -336,7 +336,7 @@ def test_the_launcher_unpacks_pieces_below_its_temporary_folder(folder: Path, tm
 def test_words_that_name_no_code_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
 ) -> None:
-    from training.launch.agent import main
+    from lockstep.training.launch.agent import main
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:

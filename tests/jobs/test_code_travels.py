@@ -19,16 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.code import collect as collecting
-from jobs.code import refusals, repository
-from jobs.code.collect import collect
-from jobs.code.listing import files_of
-from jobs.code.tree import Found, Tree
+from lockstep.jobs.code import collect as collecting
+from lockstep.jobs.code import refusals, repository
+from lockstep.jobs.code.collect import collect
+from lockstep.jobs.code.listing import files_of
+from lockstep.jobs.code.tree import Found, Tree
+from lockstep.training.contract import UserError
+from lockstep.training.launch import archive
+from lockstep.training.launch.archive import File
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, processes, require, started
-from training.contract import UserError
-from training.launch import archive
-from training.launch.archive import File
 
 Write = Callable[[str, "str | bytes"], Path]
 
@@ -292,7 +292,7 @@ def test_git_that_waits_for_a_pipe_is_ended_and_nothing_of_a_killed_command_is_l
     os.mkfifo(folder / ".gitignore")
     tmp = tmp_path / "tmp"
     tmp.mkdir()
-    command = [PYTHON, "-c", "from jobs.cli.main import main; main()", "render", "slurm", "job.yaml"]
+    command = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", "render", "slurm", "job.yaml"]
 
     def waiting() -> list[int]:
         return [pid for pid, *_ in processes() if str(folder).encode() in _words(pid) and b"ls-files" in _words(pid)]
@@ -401,8 +401,7 @@ def test_no_file_makes_the_search_for_secrets_slow(piece: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("training/x.py", "the package of Lockstep named training"), ("jobs.py", "the package of Lockstep named jobs"),
-        ("lockstep/__init__.py", "the package of Lockstep named lockstep"), ("queue.py", "the standard module queue"),
+        ("lockstep/__init__.py", "the package lockstep of Lockstep"), ("queue.py", "the standard module queue"),
         ("json/__init__.py", "the standard module json"), ("sitecustomize.py", "the standard module sitecustomize"),
         ("math.cpython-311-x86_64-linux-gnu.so", "the standard module math"),
     ],
@@ -581,7 +580,7 @@ def test_above_the_limits_the_largest_are_named(folder: Path, write: Write, monk
 
 
 def test_too_many_files_are_refused(folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs.code import listing
+    from lockstep.jobs.code import listing
 
     monkeypatch.setattr(listing, "MAX_FILES", 3)
     for number in range(4):
@@ -739,7 +738,7 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(folder: Path, write: Wr
 NODE = """
 import os, sys, tempfile
 from pathlib import Path
-from training.launch import archive, carried
+from lockstep.training.launch import archive, carried
 identity, parts, mine = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 target = Path(tempfile.gettempdir(), f"lockstep-code-{identity[:16]}")
 os.symlink(mine, target.with_name(f".{target.name}.{os.getpid()}"))  # by somebody else, as is what lies at the target

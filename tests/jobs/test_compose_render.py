@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.checks.rule import errors
-from jobs.compose import checks as compose_doctor
-from jobs.compose import engine as client
-from jobs.compose import render as compose
-from jobs.compose import rules as compose_rules
-from jobs.compose.backend import ComposeBackend
-from jobs.compose.observe import explain
-from jobs.compose.rules import RULES
-from jobs.manifest import to_yaml
-from jobs.spec.model import JobSpec
+from lockstep.jobs.checks.rule import errors
+from lockstep.jobs.compose import checks as compose_doctor
+from lockstep.jobs.compose import engine as client
+from lockstep.jobs.compose import render as compose
+from lockstep.jobs.compose import rules as compose_rules
+from lockstep.jobs.compose.backend import ComposeBackend
+from lockstep.jobs.compose.observe import explain
+from lockstep.jobs.compose.rules import RULES
+from lockstep.jobs.manifest import to_yaml
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import METRICS_PORT, UserError
 from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
-from training.contract import METRICS_PORT, UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN: dict[str, Any] = {"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2}
@@ -116,7 +116,7 @@ def test_two_nodes_share_no_gpu() -> None:
 def test_prepare_writes_to_the_volume_and_is_no_node() -> None:
     file = compose.render_prepare(JobSpec.of(SPECS["compose-gpu"]))
     (service,) = file["services"].values()
-    assert service["entrypoint"] == ["python", "-m", "training", "shard"] and "deploy" not in service
+    assert service["entrypoint"] == ["python", "-m", "lockstep.training", "shard"] and "deploy" not in service
     assert not any(mount.get("read_only") for mount in service["volumes"]) and "lockstep/job" not in service["labels"]
     with pytest.raises(UserError, match="has no shards"):
         compose.render_prepare(spec_of())

@@ -48,7 +48,7 @@ def test_a_rank_that_no_longer_answers_is_unhealthy(tmp_path: Path) -> None:
     words = ["--ranks", "2", "--grace", "5", "run", "smoke", "--run-dir", str(tmp_path / "run")]
     words += ["--set", "epochs=100000", "threads=1", f"metrics.port={port}"]
     env = clean_env(TMPDIR=str(tmp_path))  # what a killed launcher leaves behind goes with this folder
-    with started([PYTHON, "-m", "training", "launch", *words], env) as launcher:
+    with started([PYTHON, "-m", "lockstep.training", "launch", *words], env) as launcher:
         endpoints = tmp_path / "run/endpoints"
         poll(lambda: len(list(endpoints.glob("rank-*.json"))) == 2, 60, "both ranks serve")
         ranks = [json.loads(path.read_text())["pid"] for path in sorted(endpoints.glob("rank-*.json"))]
@@ -74,10 +74,12 @@ def test_what_serves_nothing_on_known_ports_is_not_asked(tmp_path: Path, words: 
     rank.mkdir()
     (rank / "environ").write_text("LOCAL_RANK=0\0LOCAL_WORLD_SIZE=2\0")
     (rank / "cmdline").write_text(
-        "\0".join(["python", "-m", "training", "run", "smoke", "--set", words, "epochs=3", ""])
+        "\0".join(["python", "-m", "lockstep.training", "run", "smoke", "--set", words, "epochs=3", ""])
     )
     assert check(tmp_path, LOCKSTEP_METRICS_PORT=str(two_ports())).code == 0
-    (rank / "cmdline").write_text("\0".join(["python", "-m", "training", "run", "smoke", "--set", "epochs=3", ""]))
+    (rank / "cmdline").write_text(
+        "\0".join(["python", "-m", "lockstep.training", "run", "smoke", "--set", "epochs=3", ""])
+    )
     found = check(tmp_path, LOCKSTEP_METRICS_PORT=str(two_ports()))
     assert found.code == 1 and "local rank 0 does not answer" in found.output
 

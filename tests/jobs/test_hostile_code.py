@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.code import listing, patterns
+from lockstep.jobs.code import listing, patterns
 from tests.jobs.helpers import lockstep
 
 COMMANDS = [

@@ -1,4 +1,4 @@
-"""`lockstep evaluate` and the like: the commands of `python -m training` under the name that people have typed."""
+"""`lockstep evaluate` and the like: the commands of `python -m lockstep.training` under the name that people have typed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.cli import COMMANDS, INSIDE
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import training
-from training.cli import COMMANDS, INSIDE
 
-LOCKSTEP = [PYTHON, "-c", "from jobs.cli.main import main; main()"]
+LOCKSTEP = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
 SHARED = [name for name in COMMANDS if name not in INSIDE]
 
 
@@ -24,7 +24,7 @@ def test_the_help_is_the_commands_own_under_the_name_that_was_typed(name: str) -
 
 def _plain(text: str) -> str:
     """Without the program's name, whose length moves the ends of lines."""
-    return " ".join(text.replace("python -m training", "lockstep").split())
+    return " ".join(text.replace("python -m lockstep.training", "lockstep").split())
 
 
 def test_words_and_exit_codes_pass_through(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import pytest
 from k8s_cluster import Fault
 from k8s_server import ApiServer
 
-from jobs.cli.main import spread
-from jobs.cli.names import teller
-from jobs.status import Status
+from lockstep.jobs.cli.main import spread
+from lockstep.jobs.cli.names import teller
+from lockstep.jobs.status import Status
 from tests.imports import SHARED, modules
 from tests.jobs import helpers
 from tests.processes import PYTHON, Result, clean_env, require, run, started
@@ -40,7 +40,7 @@ def start(tmp_path: Path, *words: str, **more: str) -> contextlib.AbstractContex
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(tmp_path / "kubeconfig"), "LOCKSTEP_HOME": str(tmp_path / "home"), **more,
     }  # fmt: skip
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
     return started([sys.executable, "-c", program, *words], env, tmp_path, stderr=subprocess.PIPE)
 
 
@@ -307,9 +307,9 @@ def test_nothing_in_jobs_imports_torch() -> None:
 def test_jobs_knows_only_the_torch_free_part_of_training() -> None:
     for path in modules("jobs").values():
         for name in _imports(ast.parse(path.read_text())):
-            assert not name.startswith("training") or name in SHARED, f"{path}: {name}"
+            assert not name.startswith("lockstep.training") or name in SHARED, f"{path}: {name}"
     for path in (ROOT / "training").rglob("*.py"):
-        assert not any(name.split(".")[0] == "jobs" for name in _imports(ast.parse(path.read_text()))), path
+        assert not any(name.startswith("lockstep.jobs") for name in _imports(ast.parse(path.read_text()))), path
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -318,7 +318,9 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (
-                f"{node.module}.{alias.name}" if node.module in ("training", "training.launch") else node.module
+                f"{node.module}.{alias.name}"
+                if node.module in ("lockstep.training", "lockstep.training.launch")
+                else node.module
                 for alias in node.names
             )
 
@@ -326,7 +328,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 def test_python_is_a_driver_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    from jobs import JobSpec, submit
+    from lockstep.jobs import JobSpec, submit
 
     spec: Any = JobSpec(name="py", command=["python", "-c", "print('[rank 0] hi')"], max_restarts=0)
     driver = submit(spec, backend=helpers.Bare(tmp_path / "home"))
@@ -370,7 +372,7 @@ def test_doctor_checks_the_image_that_submit_is_given(tmp_path: Path) -> None:
         assert "a:1" not in told.stdout and [one for one in ("b:2",) if one in told.stdout] == told_of, told
 
 
-_MAIN = "from jobs.cli.main import main; main()"
+_MAIN = "from lockstep.jobs.cli.main import main; main()"
 
 
 def _typed(words: str, redirections: str, folder: Path) -> Result:

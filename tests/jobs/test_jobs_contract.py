@@ -20,19 +20,19 @@ from k8s_kubelet import kill_tree
 from k8s_operator import Running, until
 from k8s_server import ApiServer
 
-from jobs import registry
-from jobs.backend import Backend
-from jobs.compose.backend import ComposeBackend
-from jobs.foreground import Streams
-from jobs.kubernetes.api import Api, load_configuration
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.local.backend import LocalBackend
-from jobs.spec.model import JobSpec
-from jobs.status import FINAL, Listed, Status, Submitted
+from lockstep.jobs import registry
+from lockstep.jobs.backend import Backend
+from lockstep.jobs.compose.backend import ComposeBackend
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.kubernetes.api import Api, load_configuration
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import FINAL, Listed, Status, Submitted
+from lockstep.training import files
+from lockstep.training.contract import UserError
 from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
 from tests.jobs.helpers import Bare
-from training import files
-from training.contract import UserError
 
 BOUND = 120
 HELLO = "import os; print('hello from', os.environ['RANK'], flush=True)"
@@ -167,7 +167,7 @@ def test_submitting_at_once(bench: Bench) -> None:
 
 JOINS = """
 import torch, torch.distributed as dist
-from training.parallel import world
+from lockstep.training.parallel import world
 with world.script() as me:
     total = torch.tensor([me.rank + 1.0])
     dist.all_reduce(total)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from jobs.local.backend import LocalBackend
-from jobs.local.processes import living
-from jobs.spec.model import JobSpec
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.local.processes import living
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 from tests.events import events
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, run
-from training.contract import UserError
 
 BOUND = 90
 
@@ -137,7 +137,9 @@ def test_a_submitted_job_has_a_directory_of_its_own(backend: LocalBackend, tmp_p
     try:
         # A forked process would have the umask of its server.
         done = run(
-            [PYTHON, "-m", "training", "run", "smoke", "--set", *words], clean_env(PYTHONPATH=str(ROOT)), cwd=tmp_path
+            [PYTHON, "-m", "lockstep.training", "run", "smoke", "--set", *words],
+            clean_env(PYTHONPATH=str(ROOT)),
+            cwd=tmp_path,
         )
         assert done.code == 0, done
         sets = [word for text in words for word in ("--set", f"overrides.{text}")]

@@ -17,16 +17,16 @@ import pytest
 from k8s_exec import Container
 from k8s_server import ApiServer
 
-from jobs.kubernetes.api import Api, load_configuration
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.api import Api, load_configuration
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.launch import beside
 from tests.jobs.helpers import Bare
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from tests.terminal import at_a_terminal, resize, until_shown
-from training.launch import beside
 
 BOUND = 30
-PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_SESSION": "{}"}
 LAUNCHER = (
     "import os, subprocess; "
@@ -77,9 +77,9 @@ def emulated(folder: Path) -> Iterator[Place]:
         backend.submit(
             JobSpec.of({"name": "long", "command": ["true"], "image": "registry.example/a:1", "run_dir": "/runs/long"})
         )
-        launcher = {"LOCKSTEP_LAUNCHER": f"1000000{os.getpid()}"}
-        rank = subprocess.Popen(["sleep", "600"], env={**env, **RANK, **launcher}, cwd=folder)
-        server.cluster.containers.there["long-worker-0"] = Container({**env, **launcher}, folder)
+        marked = {**env, "LOCKSTEP_JOB": f"long-of-{os.getpid()}"}
+        rank = subprocess.Popen(["sleep", "600"], env={**marked, **RANK, "LOCKSTEP_LAUNCHER": "1"}, cwd=folder)
+        server.cluster.containers.there["long-worker-0"] = Container(marked, folder)
         meta = {"name": "long-worker-0", "labels": {"lockstep/job": "long"}}
         server.cluster.put("pods", {"metadata": meta, "spec": {"nodeName": "n"}, "status": {"phase": "Running"}})
         try:

@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from jobs import registry
+from lockstep.jobs import registry
 from tests.imports import imported, modules
 from tests.processes import PYTHON, ROOT, clean_env
 
@@ -20,8 +20,8 @@ def test_a_backend_is_named_in_its_folder_and_in_the_table_alone() -> None:
     """Nobody else imports it, nor goes by its name."""
     names = {*registry.BUILT_IN, *registry.ALIASES}
     for module, path in MODULES.items():
-        if f"{module}.".startswith((*FOLDERS, "jobs.backends.")) or module == "jobs.registry":
-            continue  # jobs.backends is an old place, which queued jobs name
+        if f"{module}.".startswith((*FOLDERS, "lockstep.jobs.backends.")) or module == "lockstep.jobs.registry":
+            continue  # lockstep.jobs.backends is an old place, which queued jobs name
         tree = ast.parse(path.read_text())
         assert [name for name in imported(tree, MODULES) if f"{name}.".startswith(FOLDERS)] == [], module
         compared = {
@@ -41,12 +41,21 @@ def test_a_backend_is_named_in_its_folder_and_in_the_table_alone() -> None:
 
 def test_nothing_of_slurm_goes_past_the_transport() -> None:
     """Its files and commands may be on another machine. What runs on the nodes (`task`) is there already."""
-    apart = ("jobs.slurm.transport.", "jobs.slurm.task.")
-    known = [module for module in MODULES if module.startswith("jobs.slurm") and not f"{module}.".startswith(apart)]
+    apart = ("lockstep.jobs.slurm.transport.", "lockstep.jobs.slurm.task.")
+    known = [
+        module for module in MODULES if module.startswith("lockstep.jobs.slurm") and not f"{module}.".startswith(apart)
+    ]
     assert len(known) > 8
     for module in known:
         tree = ast.parse(MODULES[module].read_text())
-        found = {*imported(tree, MODULES)} & {"subprocess", "shutil", "glob", "tempfile", "jobs.lock", "jobs.private"}
+        found = {*imported(tree, MODULES)} & {
+            "subprocess",
+            "shutil",
+            "glob",
+            "tempfile",
+            "lockstep.jobs.lock",
+            "lockstep.jobs.private",
+        }
         names = {
             alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "pathlib"
             for alias in node.names
@@ -60,7 +69,7 @@ def test_nothing_of_slurm_goes_past_the_transport() -> None:
 
 SECTION = """
 from pydantic import Field
-from jobs.spec.section import Section
+from lockstep.jobs.spec.section import Section
 
 class Cave(Section):
     depth: int = Field(default=1, ge=1)
@@ -69,8 +78,8 @@ class Cave(Section):
 SECTION = Cave
 """
 BACKEND = """
-from jobs.backend import Backend, Found
-from jobs.status import Listed, Status, Submitted
+from lockstep.jobs.backend import Backend, Found
+from lockstep.jobs.status import Listed, Status, Submitted
 from cave.section import Cave
 
 class CaveBackend(Backend):
@@ -107,7 +116,7 @@ def test_a_backend_of_another_package_is_found_by_its_entry_point(tmp_path: Path
 
     def lockstep(*words: str) -> subprocess.CompletedProcess[str]:
         env = clean_env(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
-        command = [PYTHON, "-c", "from jobs.cli.main import main; main()", *words]
+        command = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words]
         return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert "cave" in json.loads(lockstep("schema").stdout)["properties"]

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from jobs.local import backend as local
-from jobs.local import supervise
-from jobs.local.backend import LocalBackend
-from jobs.private import make
-from jobs.slurm import folder as slurm_folder
-from jobs.spec.model import JobSpec
+from lockstep.jobs.local import backend as local
+from lockstep.jobs.local import supervise
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.private import make
+from lockstep.jobs.slurm import folder as slurm_folder
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 from tests.jobs.helpers import Bare, lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, run
-from training.contract import UserError
 
 BOUND = 60
 
@@ -131,7 +131,7 @@ def test_a_locale_without_our_letters_ends_no_command(backend: LocalBackend, tmp
     done = lockstep(tmp_path, "logs", "local", "bad", encoding=encoding, LOCKSTEP_HOME=home)
     assert done.returncode == 0 and done.stdout.endswith("\\u2603\n"), done
     assert ("größer" if encoding == "latin-1" else "gr\\xf6\\xdfer") in done.stdout
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
     process = subprocess.run(
         [PYTHON, "-c", program, "logs", "local", "bad"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=clean_env(LOCKSTEP_HOME=home, PYTHONIOENCODING=f"{encoding}:strict"), encoding=encoding,
@@ -143,7 +143,7 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
     """`| head` that has seen enough: the pipe has no reader any more."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [PYTHON, "-m", "training", "settings"]
+    command = [PYTHON, "-m", "lockstep.training", "settings"]
     with os.fdopen(writer, "wb") as pipe:
         done = subprocess.run(
             command, env=clean_env(), cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60
@@ -151,7 +151,9 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, ""), done
 
 
-@pytest.mark.parametrize("command", ["-m training settings", "-c 'from jobs.cli.main import main; main()' schema"])
+@pytest.mark.parametrize(
+    "command", ["-m lockstep.training settings", "-c 'from lockstep.jobs.cli.main import main; main()' schema"]
+)
 def test_output_that_is_closed_is_no_traceback(command: str) -> None:
     done = subprocess.run(
         ["sh", "-c", f"{PYTHON} {command} >&-"],
@@ -168,7 +170,7 @@ def test_a_full_disk_below_the_log_costs_no_training(tiny: list[str], tmp_path: 
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "epochs=1"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [PYTHON, "-m", "training", *words],
+            [PYTHON, "-m", "lockstep.training", *words],
             env=clean_env(TMPDIR=str(tmp_path)),
             cwd=ROOT,
             stdout=full,
@@ -285,7 +287,7 @@ def test_a_home_that_may_not_be_read_ends_in_a_line(tmp_path: Path, closed: str)
     (tmp_path / closed).chmod(0)
     # Root without the right to read everything.
     root = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-    command = [*root, PYTHON, "-c", "from jobs.cli.main import main; main()"]
+    command = [*root, PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
     env = {**clean_env(PYTHONPATH=str(ROOT), HOME=str(home)), "LOCKSTEP_HOME": ""}
     try:
         for words in ("list local", "status local a"):
@@ -410,7 +412,7 @@ def test_a_refused_submission_takes_nothing_away(backend: LocalBackend, monkeypa
 
 
 def test_a_job_that_submits_another_leaves_it_alone(backend: LocalBackend) -> None:
-    words = f"from tests.jobs.helpers import Bare; from pathlib import Path; from jobs.spec.model import JobSpec; " \
+    words = f"from tests.jobs.helpers import Bare; from pathlib import Path; from lockstep.jobs.spec.model import JobSpec; " \
         f"Bare(Path({str(backend.folder)!r})).submit(JobSpec(name='inner', command=['python', '-c', 'import time; time.sleep(3)'], " \
         f"max_restarts=0, ranks_per_node=1))"  # fmt: skip
     backend.submit(_spec("outer", words))

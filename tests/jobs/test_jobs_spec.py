@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.cli import options
-from jobs.command import launch, rank
-from jobs.kubernetes.section import k8s
-from jobs.slurm.section import slurm
-from jobs.spec.model import JobSpec
-from jobs.spec.types import seconds, size_in_bytes
-from jobs.sweep import expand
-from training.contract import UserError
+from lockstep.jobs.cli import options
+from lockstep.jobs.command import launch, rank
+from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.slurm.section import slurm
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import seconds, size_in_bytes
+from lockstep.jobs.sweep import expand
+from lockstep.training.contract import UserError
 
 BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
 

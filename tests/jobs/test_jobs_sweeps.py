@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from k8s_server import ApiServer
 
-from jobs.backend import next_name
-from jobs.local.backend import LocalBackend
+from lockstep.jobs.backend import next_name
+from lockstep.jobs.local.backend import LocalBackend
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jobs.cli import top
-from jobs.cli.ranks import Reader, Snapshot, judge
+from lockstep.jobs.cli import top
+from lockstep.jobs.cli.ranks import Reader, Snapshot, judge
+from lockstep.training.contract import UserError
 from tests.jobs.helpers import lockstep
-from training.contract import UserError
 
 TEXT = """# HELP training_step Steps.
 # TYPE training_step gauge

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import large_run
-from jobs.cli import top
-from jobs.cli.ranks import Reader, judge
-from jobs.local import processes
-from jobs.local.backend import LocalBackend
+from lockstep.jobs.cli import top
+from lockstep.jobs.cli.ranks import Reader, judge
+from lockstep.jobs.local import processes
+from lockstep.jobs.local.backend import LocalBackend
 
 RANKS = 1024
 SLOW = 700

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.local.backend import LocalBackend
-from jobs.local.supervise import ENDED
-from jobs.spec.model import JobSpec
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.local.supervise import ENDED
+from lockstep.jobs.spec.model import JobSpec
 from tests.processes import ROOT, poll
 
 

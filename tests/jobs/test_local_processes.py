@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs import command
-from jobs.backend import Backend
-from jobs.local import processes
-from jobs.local.backend import LocalBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs import command
+from lockstep.jobs.backend import Backend
+from lockstep.jobs.local import processes
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training import contract
+from lockstep.training.contract import UserError
 from tests.jobs.helpers import Bare
 from tests.processes import PYTHON, ROOT, clean_env, poll, run
-from training import contract
-from training.contract import UserError
 
 BOUND = 60
 
@@ -125,7 +125,9 @@ def test_a_rank_whose_launcher_died_before_it_asked_ends_below_a_supervisor_too(
     """It is no child of init then."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    program = "import os; from training.launch.lifeline import end_with_launcher; end_with_launcher(os.environ)"
+    program = (
+        "import os; from lockstep.training.launch.lifeline import end_with_launcher; end_with_launcher(os.environ)"
+    )
     assert run([PYTHON, "-c", program], clean_env(**{contract.ENV_LAUNCHER: str(gone.pid)})).code == -signal.SIGTERM
     assert run([PYTHON, "-c", program], clean_env(**{contract.ENV_LAUNCHER: str(os.getpid())})).code == 0
 
@@ -134,7 +136,7 @@ def test_a_rank_whose_launcher_died_before_it_asked_ends_below_a_supervisor_too(
 def test_a_job_that_a_cancelled_one_has_submitted_goes_on(backend: LocalBackend, tmp_path: Path) -> None:
     inner = "import time; time.sleep(600)"
     words = (
-        f"from tests.jobs.helpers import Bare; from pathlib import Path; from jobs.spec.model import JobSpec; import time; "
+        f"from tests.jobs.helpers import Bare; from pathlib import Path; from lockstep.jobs.spec.model import JobSpec; import time; "
         f"Bare(Path({str(backend.folder)!r})).submit(JobSpec(name='inner', command=['python', '-c', {inner!r}], "
         f"max_restarts=0, ranks_per_node=1)); time.sleep(600)"
     )

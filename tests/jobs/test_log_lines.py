@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs import lines
-from jobs.lines import STAMPED, Pieces
-from jobs.local.backend import LocalBackend
-from jobs.slurm import logs as slurm_logs
-from jobs.slurm.transport.local import LOCAL
-from jobs.spec.model import JobSpec
+from lockstep.jobs import lines
+from lockstep.jobs.lines import STAMPED, Pieces
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.slurm import logs as slurm_logs
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.spec.model import JobSpec
 from tests.jobs.helpers import Bare
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jobs.slurm.send import COMMIT, NEW
-from jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.slurm.send import COMMIT, NEW
+from lockstep.jobs.slurm.transport.local import LOCAL
 
 TOKEN = "number-12ab"
 FILES = {

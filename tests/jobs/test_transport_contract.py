@@ -11,12 +11,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from jobs.foreground import Streams
-from jobs.slurm.transport.base import CHUNK, LAST, MAX_FILE, Transport
-from jobs.slurm.transport.local import Local
-from jobs.slurm.transport.ssh import Ssh
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.slurm.transport.base import CHUNK, LAST, MAX_FILE, Transport
+from lockstep.jobs.slurm.transport.local import Local
+from lockstep.jobs.slurm.transport.ssh import Ssh
+from lockstep.training.contract import UserError
 from tests.processes import PYTHON, poll
-from training.contract import UserError
 
 STAND_IN = """#!/bin/sh
 for word; do case $word in -G | -O) exit 0 ;; esac; done
@@ -243,7 +243,7 @@ def test_folders_are_private(way: Way) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from jobs import lock
+from lockstep.jobs import lock
 with lock.held(Path(sys.argv[1]), 30):
     Path(sys.argv[2]).touch()
     sys.stdin.read()
@@ -262,7 +262,7 @@ def test_the_lock_is_the_clusters(way: Way, tmp_path: Path) -> None:
             pass
         holder.communicate(timeout=30)
     with way.transport.locked(folder, 30):
-        probe = f"from jobs import lock; from pathlib import Path; lock.held(Path({str(way.seen / 'jobs')!r}), 0.2).__enter__()"
+        probe = f"from lockstep.jobs import lock; from pathlib import Path; lock.held(Path({str(way.seen / 'jobs')!r}), 0.2).__enter__()"
         told = subprocess.run([PYTHON, "-c", probe], capture_output=True, text=True, timeout=60)
         assert "is locked by another lockstep command" in told.stderr, told
     with way.transport.locked(folder, 1):

@@ -13,8 +13,8 @@ from k8s_cluster import Cluster
 from k8s_operator import Operator
 from k8s_server import ApiServer
 
-from jobs.kubernetes.api import Api, load_configuration
-from jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.kubernetes.api import Api, load_configuration
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
 from tests.processes import ROOT
 
 

@@ -284,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(201, made)
 
     def _patch(self, match: re.Match[str], query: dict[str, str], body: Any, fault: Fault | None) -> None:
-        from jobs.manifest import merge
+        from lockstep.jobs.manifest import merge
 
         found = self.cluster.get(match["plural"], match["name"], match["namespace"] or "")
         if found is None:

@@ -28,7 +28,7 @@ def test_a_job_is_submitted_and_cancelled_where_an_empty_list_is_null(
     """As every API server answers who asks for the metadata of objects that are not there. It was a traceback."""
     env = clean_env(PYTHONPATH=str(ROOT), KUBECONFIG=str(server.kubeconfig(tmp_path / "kubeconfig")))
     (tmp_path / "job.yaml").write_text(JOB)
-    command = [PYTHON, "-c", "from jobs.cli.main import main; main()"]
+    command = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
     done = run([*command, "submit", "k8s", "job.yaml"], env, cwd=tmp_path)
     assert done.code == 0 and cluster.get("pytorchjobs", "smoke") is not None, done
     done = run([*command, "cancel", "k8s", "smoke"], env, cwd=tmp_path)

@@ -16,11 +16,11 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import until
 from k8s_server import ApiServer
 
-from jobs.kubernetes.answers import Listing
-from jobs.kubernetes.api import Api, ApiError, Gone, load_configuration
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs.kubernetes.answers import Listing
+from lockstep.jobs.kubernetes.api import Api, ApiError, Gone, load_configuration
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
@@ -187,7 +187,7 @@ def test_refusals_say_what_to_do(backend: KubernetesBackend, cluster: Cluster) -
 
 
 def test_pages_that_expire_begin_again_without_doubles(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.kubernetes.api.PAGE", 4)
+    monkeypatch.setattr("lockstep.jobs.kubernetes.api.PAGE", 4)
     for number in range(10):
         server.cluster.put("pods", {"metadata": {"name": f"p{number}"}})
     load, _ = load_configuration(None)
@@ -249,7 +249,7 @@ def test_wait_survives_a_watch_that_never_works(
     """Each broken watch is followed by a pause: it must not become a busy loop."""
     pauses: list[float] = []
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append, time=time.time)
-    monkeypatch.setattr("jobs.kubernetes.backend.time", clock)
+    monkeypatch.setattr("lockstep.jobs.kubernetes.backend.time", clock)
     backend.interval = 60
     backend.submit(SPEC)
     cluster.faults.append(Fault("GET", "watch=true", times=10**6, **fault))
@@ -313,7 +313,7 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: KubernetesBackend, cluste
 
 
 def test_a_thousand_jobs_and_ten_thousand_pods_take_no_second(backend: KubernetesBackend, cluster: Cluster) -> None:
-    from jobs.kubernetes.render import kubernetes as render
+    from lockstep.jobs.kubernetes.render import kubernetes as render
 
     job = render(SPEC.model_copy(update={"nodes": 10}))[1]
     status = {"conditions": [{"type": "Running", "status": "True"}]}

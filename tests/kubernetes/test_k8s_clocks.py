@@ -9,8 +9,8 @@ import pytest
 from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
 
 SPEC = JobSpec.of({"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2})
 HERE = "smoke-worker-0"

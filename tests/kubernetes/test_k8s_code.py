@@ -16,15 +16,15 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import Running, until
 from k8s_server import ApiServer
 
-from jobs.code import pin, store
-from jobs.kubernetes import checks
-from jobs.kubernetes.api import Api, load_configuration
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.code import pin, store
+from lockstep.jobs.kubernetes import checks
+from lockstep.jobs.kubernetes.api import Api, load_configuration
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
+from lockstep.training.launch import archive
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
-from training.contract import UserError
-from training.launch import archive
 
 BOUND = 60
 ROLE = next(

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from k8s_cluster import Cluster
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.kubernetes.pod_rules import MONITORED
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.kubernetes.pod_rules import MONITORED
+from lockstep.jobs.spec.model import JobSpec
 from tests.processes import require
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_the_examples_volumes_are_those_of_the_base() -> None:
 
 
 def test_the_role_holds_what_doctor_asks_for() -> None:
-    from jobs.kubernetes.checks import CODE_RIGHTS, RIGHTS
+    from lockstep.jobs.kubernetes.checks import CODE_RIGHTS, RIGHTS
 
     role = next(item for item in documents((DEPLOY / "base/rbac.yaml").read_text()) if item["kind"] == "Role")
     granted = {
@@ -91,7 +91,7 @@ def test_the_role_holds_what_doctor_asks_for() -> None:
 
 
 def test_the_debug_component_holds_what_exec_needs_and_the_base_does_not() -> None:
-    from jobs.kubernetes.checks import EXEC_RIGHTS
+    from lockstep.jobs.kubernetes.checks import EXEC_RIGHTS
 
     def granted(file: str) -> set[tuple[str, str]]:
         role = next(item for item in documents((DEPLOY / file).read_text()) if item["kind"] == "Role")

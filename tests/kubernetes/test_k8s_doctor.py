@@ -9,9 +9,9 @@ import yaml
 from k8s_cluster import Cluster
 from k8s_nodes import Nodes
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.kubernetes.checks import check
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.kubernetes.checks import check
+from lockstep.jobs.spec.model import JobSpec
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,11 +14,11 @@ from k8s_cluster import Cluster
 from k8s_operator import Running, until
 from safetensors.torch import load_file
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.checkpoint import store
 from tests.events import events
 from tests.ranks import training
-from training.checkpoint import store
 
 BOUND = 240
 

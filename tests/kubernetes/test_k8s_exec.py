@@ -12,13 +12,13 @@ import pytest
 from k8s_cluster import Cluster, Fault
 from k8s_exec import V4, V5, Container
 
-from jobs.foreground import Streams
-from jobs.kubernetes import channels
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
-from jobs.status import Unreachable
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.kubernetes import channels
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 from tests.processes import clean_env
-from training.contract import UserError
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def pods(backend: KubernetesBackend, cluster: Cluster, tmp_path: Path) -> Iterat
     backend.submit(JobSpec.of({**values, "elastic": elastic, "volumes": [{"claim": "runs", "path": "/runs"}]}))
     ranks = []
     for number in range(2):
-        name, launcher = f"long-worker-{number}", {"LOCKSTEP_LAUNCHER": f"200000{number}{os.getpid()}"}
-        env = {**clean_env(), "POD": name}
-        cluster.containers.there[name] = Container({**env, **launcher}, tmp_path)
-        own = {"RANK": str(1 - number), "WORLD_SIZE": "2", **launcher}
+        name = f"long-worker-{number}"
+        env = {**clean_env(), "POD": name, "LOCKSTEP_JOB": f"{name}-of-{os.getpid()}"}
+        cluster.containers.there[name] = Container(env, tmp_path)
+        own = {"RANK": str(1 - number), "WORLD_SIZE": "2", "LOCKSTEP_LAUNCHER": "1"}
         ranks.append(subprocess.Popen(["sleep", "600"], env={**env, **own}, cwd=tmp_path))
         put(cluster, name, "Running")
     yield cluster

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
-from training.launch.agent import own_address
-from training.launch.attempts import Attempts
-from training.launch.codes import cluster_code
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from lockstep.training.launch.agent import own_address
+from lockstep.training.launch.attempts import Attempts
+from lockstep.training.launch.codes import cluster_code
 
 
 def live(folder: Path, code: int | None, restarts: int = 0, node: str = "n-0") -> tuple[bool, int]:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.checks.rule import errors
-from jobs.kubernetes.render import kubernetes as render
-from jobs.kubernetes.rules import RULES
-from jobs.spec.model import JobSpec
+from lockstep.jobs.checks.rule import errors
+from lockstep.jobs.kubernetes.render import kubernetes as render
+from lockstep.jobs.kubernetes.rules import RULES
+from lockstep.jobs.spec.model import JobSpec
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "image": "registry.example/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,

@@ -10,10 +10,10 @@ from k8s_cluster import Cluster
 from k8s_nodes import Nodes
 from k8s_operator import Operator
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
-from jobs.status import Status, Unreachable
-from training.contract import UserError
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Status, Unreachable
+from lockstep.training.contract import UserError
 
 SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
@@ -28,8 +28,8 @@ def nodes(cluster: Cluster, backend: KubernetesBackend, monkeypatch: pytest.Monk
     """Two nodes. The backend lives by their clock, with its own patience."""
     found = Nodes(cluster, "node-0", "node-1")
     backend.interval, backend.lost_after = 10.0, 300.0
-    monkeypatch.setattr("jobs.backend.time", found.clock)
-    monkeypatch.setattr("jobs.kubernetes.backend.time", found.clock)
+    monkeypatch.setattr("lockstep.jobs.backend.time", found.clock)
+    monkeypatch.setattr("lockstep.jobs.kubernetes.backend.time", found.clock)
     monkeypatch.setattr(backend, "pause", lambda job, seconds: found.clock.sleep(min(seconds, backend.interval)))
     return found
 

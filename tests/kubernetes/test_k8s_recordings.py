@@ -13,8 +13,8 @@ from k8s_cluster import KINDS, Cluster
 from k8s_operator import until
 from k8s_server import ApiServer
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
 
 Recorded = dict[str, Any]
 RECORDINGS = Path(__file__).parent / "recordings"

@@ -7,10 +7,10 @@ import json
 import pytest
 from k8s_cluster import Cluster
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.kubernetes.render import kubernetes
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.kubernetes.render import kubernetes
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 PLAIN = {"name": "old", "recipe": "smoke", "image": "registry.example/a:1", "nodes": 2, "ranks_per_node": 2, "gpus": 2}
 

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from k8s_security import violations
 
-from jobs.checks.rule import errors
-from jobs.kubernetes import preparejob
-from jobs.kubernetes.render import kubernetes as render
-from jobs.kubernetes.rules import RULES
-from jobs.manifest import to_yaml
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs.checks.rule import errors
+from lockstep.jobs.kubernetes import preparejob
+from lockstep.jobs.kubernetes.render import kubernetes as render
+from lockstep.jobs.kubernetes.rules import RULES
+from lockstep.jobs.manifest import to_yaml
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

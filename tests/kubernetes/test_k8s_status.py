@@ -10,12 +10,12 @@ import pytest
 from k8s_cluster import Cluster, Fault
 from k8s_operator import until
 
-from jobs.kubernetes import observe
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.kubernetes.observe import slim
-from jobs.manifest import get
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs.kubernetes import observe
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.kubernetes.observe import slim
+from lockstep.jobs.manifest import get
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
@@ -300,7 +300,7 @@ def _pod(job: str, index: int, phase: str = "Running") -> dict[str, Any]:
         "name": "pytorch",
         "image": "registry.example/lockstep:1",
         "env": env,
-        "command": ["python", "-m", "training"],
+        "command": ["python", "-m", "lockstep.training"],
     }
     state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if phase == "Running" else {"waiting": {}}
     return {

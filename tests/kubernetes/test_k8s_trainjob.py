@@ -6,8 +6,8 @@ from typing import Any
 
 from k8s_cluster import Cluster
 
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
 
 SPEC = JobSpec.of(
     {

@@ -14,13 +14,13 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
 
-from jobs.kubernetes import render
-from jobs.kubernetes.api import Api, load_configuration
-from jobs.kubernetes.backend import KubernetesBackend
-from jobs.spec.model import JobSpec
-from jobs.status import Unreachable
+from lockstep.jobs.kubernetes import render
+from lockstep.jobs.kubernetes.api import Api, load_configuration
+from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
 from tests.processes import PYTHON, ROOT, clean_env, free_port, run
-from training.contract import UserError
 
 SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"master": True}}
@@ -193,7 +193,7 @@ def test_a_policy_that_can_never_be_made_is_given_up(
     backend: KubernetesBackend, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """409 is also the answer of a server that is busy with another change."""
-    monkeypatch.setattr("jobs.kubernetes.policy.GONE_SECONDS", 1.0)
+    monkeypatch.setattr("lockstep.jobs.kubernetes.policy.GONE_SECONDS", 1.0)
     busy = Fault("POST", "networkpolicies", status=409, times=10**6)
     cluster.faults.append(busy)
     with pytest.raises(UserError, match="cannot be made"):
@@ -272,7 +272,7 @@ def test_no_answer_is_not_wrong_usage(backend: KubernetesBackend, cluster: Clust
 def test_an_expired_login_and_a_server_that_is_away_end_commands_with_69(
     server: ApiServer, cluster: Cluster, tmp_path: Path
 ) -> None:
-    command = [PYTHON, "-c", "from jobs.cli.main import main; main()", "status", "k8s", "smoke"]
+    command = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", "status", "k8s", "smoke"]
     env = clean_env(PYTHONPATH=str(ROOT), KUBECONFIG=str(server.kubeconfig(tmp_path / "expired", token="old")))
     done = run(command, env, cwd=tmp_path)
     assert done.code == 69 and "log in again" in done.output and done.output.count("\n") == 1, done
@@ -354,7 +354,7 @@ def test_what_somebody_has_set_beats_what_the_pod_was_given(
 ) -> None:
     given = tmp_path / "namespace"
     given.write_text("the-pods-own")
-    monkeypatch.setattr("jobs.kubernetes.api.NAMESPACE_FILE", given)
+    monkeypatch.setattr("lockstep.jobs.kubernetes.api.NAMESPACE_FILE", given)
     assert load_configuration(None)[1] == "team"
     monkeypatch.delenv("KUBECONFIG")
     assert load_configuration(None)[1] == "the-pods-own"

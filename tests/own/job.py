@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.training.checkpoint import store
 from tests.processes import ROOT, Result, clean_env, poll
 from tests.warm.gang import GRACE, running
-from training.checkpoint import store
 
 SCRIPT = str(ROOT / "tests/own/loop.py")
 

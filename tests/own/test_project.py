@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.project.create import KINDS, create
+from lockstep.jobs.project.create import KINDS, create
+from lockstep.training.contract import UserError
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, run
-from training.contract import UserError
 
 FILES = {".github/workflows/test.yml", ".gitignore", ".lockstepignore", "Dockerfile", "Makefile", "README.md", "job.yaml", "net.py",
          "test_train.py"}  # fmt: skip

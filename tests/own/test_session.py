@@ -444,7 +444,7 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     assert other.code == 2 and "config: {'width': 8} → {'width': 9}" in other.output, other.output
     recipe = gang(1, "run", "smoke", "--run-dir", str(run_dir))
     assert recipe.code == 2 and "holds a run with another config (it trains script" in recipe.output, recipe.output
-    scored = python("-m", "training", "evaluate", str(run_dir))
+    scored = python("-m", "lockstep.training", "evaluate", str(run_dir))
     assert scored.code == 2 and "not of a recipe" in scored.output, scored.output
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
     words = _train(tmp_path / "words", "checkpoint.every_step=3")

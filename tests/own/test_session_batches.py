@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lockstep.training.data.batches import to_device
 from tests.own.job import script
-from training.data.batches import to_device
 
 META = torch.device("meta")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.launch import early
 from tests.processes import PYTHON, clean_env, poll, processes, run, started
-from training.launch import early
 
-LAUNCH = [PYTHON, "-m", "training", "launch", "--max-restarts", "2"]
+LAUNCH = [PYTHON, "-m", "lockstep.training", "launch", "--max-restarts", "2"]
 SCRIPT = """
 import os, pathlib, sys, time
 here, place = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -81,7 +81,7 @@ def test_a_rank_that_opens_no_session_is_ended_by_what_came_to_it_alone(tmp_path
     program = """
 import os, pathlib, sys, time
 import lockstep
-from training.launch import early
+from lockstep.training.launch import early
 early.HOLD_SECONDS = 1
 (pathlib.Path(sys.argv[1]) / os.environ["RANK"]).touch()
 time.sleep(60)
@@ -167,7 +167,7 @@ IN_A_RANK = """
 import os, signal, sys, threading, time
 os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
 import lockstep
-from training.launch import early
+from lockstep.training.launch import early
 early.HOLD_SECONDS = 1
 number, how = int(sys.argv[1]), sys.argv[2]
 if how == "another thread":
@@ -224,7 +224,7 @@ print(sorted({"torch", "jobs"} & set(sys.modules)))
 def own(*_): pass
 signal.signal(signal.SIGUSR1, own)
 os.kill(os.getpid(), signal.SIGTERM)
-from training.resilience.preempt import Signals
+from lockstep.training.resilience.preempt import Signals
 signals = Signals(["TERM", "USR1"])
 while signals.received is None:
     pass

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import sweep
-from jobs.command import handed
-from jobs.job import Job
-from jobs.local.backend import LocalBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs import sweep
+from lockstep.jobs.command import handed
+from lockstep.jobs.job import Job
+from lockstep.jobs.local.backend import LocalBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.config.own import own_settings
+from lockstep.training.contract import ENV_SESSION, UserError
+from lockstep.training.launch.handed import Handed
 from tests.events import events
 from tests.own.job import SCRIPT, OwnJob, assert_same
 from tests.processes import PYTHON, ROOT, clean_env, run
-from training.config.own import own_settings
-from training.contract import ENV_SESSION, UserError
-from training.launch.handed import Handed
 
 BOUND = 120
 TINY = """

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from lockstep import Session
 from tests.nets import SmallConv
-from training import config
-from training.data.augment import augment, draw_keys
-from training.data.shards import Manifest, Samples
+from lockstep.training import config
+from lockstep.training.data.augment import augment, draw_keys
+from lockstep.training.data.shards import Manifest, Samples
 
 run_dir, shards, start, rate, sync, *settings = sys.argv[1:]
 recipe = config.load("smoke", settings)

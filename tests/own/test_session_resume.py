@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.training.checkpoint import store
+from lockstep.training.sync import STRATEGIES
 from tests.events import events
 from tests.own.job import OwnJob, assert_same
 from tests.processes import poll
-from training.checkpoint import store
-from training.sync import STRATEGIES
 
 ALONE = ("data_parallel",)
 OPTIONS = {"powersgd": ["sync.options={rank: 1, start: 3}"]}

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from lockstep.training.checkpoint import store
 from tests.events import events
 from tests.own.job import script
 from tests.own.test_session import SCRIPT
 from tests.ranks import training
 from tests.warm.gang import python
-from training.checkpoint import store
 
 EPOCHS = """
 import os
@@ -40,7 +40,7 @@ def train(folder, *words, **settings):
                 run.log(accuracy=score, test_loss=epoch)
 """
 STOPPED = """
-from training.resilience import preempt
+from lockstep.training.resilience import preempt
 
 def stopping_at(number):
     seen = [0]

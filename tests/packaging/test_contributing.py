@@ -50,7 +50,7 @@ def test_the_example_passes_the_contract_test_that_it_names(name: str, tmp_path:
     copy = tmp_path / "lockstep"
     for file in sources():
         (copy / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, copy / file)
+        shutil.copy(ROOT / file, copy / file, follow_symlinks=False)
     apply(EXAMPLES[name], copy)
     (commands,) = COMMANDS.findall(EXAMPLES[name])
     env = clean_env(PYTHONPATH=str(tmp_path / "installed"), PYTEST_ADDOPTS="-p no:cacheprovider", PIP_NO_INDEX="1")

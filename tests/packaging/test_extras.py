@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
+from lockstep.training.extras import DISTRIBUTION, EXTRAS
 from tests.environments import declared, linked
 from tests.processes import ROOT, clean_env
-from training.extras import DISTRIBUTION, EXTRAS
 
 Lockstep = Callable[..., "subprocess.CompletedProcess[str]"]
-MAIN = "from jobs.cli.main import main; main()"
+MAIN = "from lockstep.jobs.cli.main import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,10 @@ def test_the_dispatcher_alone(started: Lockstep, words: list[str], said: str) ->
     [
         ("train", ["-c", MAIN, "run", "smoke"]),
         ("train", ["-c", MAIN, "submit", "local", "--recipe", "smoke"]),
-        ("train", ["-m", "training", "run", "smoke"]),
-        ("train", ["-m", "training", "launch", "run", "smoke"]),
-        ("train", ["-m", "training", "shard", "smoke"]),
-        ("train", ["-m", "training", "toy"]),
+        ("train", ["-m", "lockstep.training", "run", "smoke"]),
+        ("train", ["-m", "lockstep.training", "launch", "run", "smoke"]),
+        ("train", ["-m", "lockstep.training", "shard", "smoke"]),
+        ("train", ["-m", "lockstep.training", "toy"]),
         ("k8s", ["-c", MAIN, "submit", "k8s", *JOB]),
         ("k8s", ["-c", MAIN, "status", "k8s", "smoke"]),
         ("k8s", ["-c", MAIN, "doctor", "k8s"]),
@@ -120,7 +120,7 @@ def test_where_it_is_installed_pip_is_given_the_distributions_name(started: Lock
 
 def test_a_driver_of_ones_own_is_told_too(started: Lockstep) -> None:
     program = (
-        "from jobs import JobSpec, submit; from training.contract import user_errors\n"
+        "from lockstep.jobs import JobSpec, submit; from lockstep.training.contract import user_errors\n"
         "with user_errors(): submit(JobSpec(name='a', recipe='smoke', image='a@sha256:' + '0' * 64), backend='k8s')"
     )
     done = started(words=["-c", program])
@@ -151,14 +151,14 @@ def test_a_report_needs_no_extra(started: Lockstep, tmp_path: Path) -> None:
     """People look at runs where nothing trains."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
-    done = started(words=["-m", "training", "report", "run"])
+    done = started(words=["-m", "lockstep.training", "report", "run"])
     assert done.returncode == 0 and done.stdout == "run/report.html\n", done.stdout + done.stderr
 
 
 def test_every_module_of_the_dispatcher_loads_with_its_extras(started: Lockstep) -> None:
     program = (
-        "import importlib, pkgutil, jobs\n"
-        "names = [one.name for one in pkgutil.walk_packages(jobs.__path__, 'jobs.')]\n"
+        "import importlib, pkgutil\nfrom lockstep import jobs\n"
+        "names = [one.name for one in pkgutil.walk_packages(jobs.__path__, 'lockstep.jobs.')]\n"
         "for name in names: importlib.import_module(name)\n"
         "print(len(names))"
     )
@@ -188,7 +188,7 @@ def test_what_is_imported_is_declared() -> None:
             canonicalize_name(name) for name in distributions.get(package, [package])
         }  # not installed here: its own name
 
-    known = sys.stdlib_module_names | {"jobs", "training", "triton"}  # torch's builds for GPUs bring triton
+    known = sys.stdlib_module_names | {"lockstep", "triton"}  # torch's builds for GPUs bring triton
     for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "tensorboard", "wandb"))):
         allowed = declared().union(*map(declared, extras))
         for file, name in imported(package):

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.extras import DISTRIBUTION
 from tests.environments import declared, linked, project, sources, uv
 from tests.processes import PYTHON, ROOT, clean_env, require
-from training.extras import DISTRIBUTION
 
-PACKAGES = ("lockstep", "training", "jobs")
+LINKED = ("training", "jobs")
+"""Folders of the checkout that `lockstep/` has links to: in the wheel they are folders of it."""
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
 JOB = ["--recipe", "smoke", "--image", "registry.example/lockstep@sha256:" + "0" * 64]
 Done = subprocess.CompletedProcess[str]
@@ -34,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     for name in sources():
         (folder / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "checkout" / name)
+        shutil.copy(ROOT / name, folder / "checkout" / name, follow_symlinks=False)
     uv("build", "--out-dir", str(folder), cwd=folder / "checkout")
     uv("build", "--wheel", "--out-dir", str(folder / "direct"), cwd=folder / "checkout")
     return folder
@@ -82,7 +83,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     names = set(zipfile.ZipFile(built / WHEEL).namelist())
     about = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert {name.split("/", 1)[1] for name in about} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
-    ours = {name for name in sources() if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
+    links = {f"lockstep/{package}" for package in LINKED}
+    ours = {name for name in sources() if name.startswith("lockstep/")} - links
+    ours |= {f"lockstep/{name}" for name in sources() if name.startswith(tuple(f"{package}/" for package in LINKED))}
     assert names - about == ours
     for suffix in (".yaml", ".j2", ".js", "py.typed"):
         assert any(name.endswith(suffix) for name in ours), suffix
@@ -97,7 +100,7 @@ def test_the_sdist_makes_the_same_wheel_and_brings_no_tests(built: Path) -> None
         members = [member.name.split("/")[1:] for member in archive.getmembers() if member.isfile()]
     inside = {parts[0] for parts in members}
     assert inside == {
-        *PACKAGES, "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg",
+        "lockstep", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg",
         f"{DISTRIBUTION.replace('-', '_')}.egg-info",
     }  # fmt: skip
 
@@ -166,12 +169,60 @@ def test_the_command_of_the_message_installs_the_extra(built: Path, tmp_path: Pa
 
 def test_beside_torch_no_second_one_is_installed_and_the_wheel_trains(with_torch: Path, tmp_path: Path) -> None:
     site = next(with_torch.parent.glob("lib/python*/site-packages"))
-    assert (site / "torch").is_symlink() and not (site / "training").is_symlink()
+    assert (site / "torch").is_symlink() and not (site / "lockstep").is_symlink()
     done = ran(
         with_torch, "lockstep", "run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "threads=1",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0 and "Final validation accuracy" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "run/report.html").stat().st_size > 10_000  # its template and its assets came along
-    where = ran(with_torch, "python", "-c", "import training; print(training.__file__)", cwd=tmp_path).stdout
+    where = ran(
+        with_torch, "python", "-c", "from lockstep import training; print(training.__file__)", cwd=tmp_path
+    ).stdout
     assert where.startswith(str(site)), where
+
+
+THEIRS = """
+from pathlib import Path
+
+import torch
+
+from jobs.names import NAME
+from lockstep import Session
+from training.net import Net
+
+with Session("run") as run:
+    model = run.replicate(Net())
+    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(1):
+        for x, y in run.batches(torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), 4):
+            run.step(torch.nn.functional.mse_loss(model(x), y))
+print("trained", NAME)
+"""
+
+
+def test_a_project_with_packages_training_and_jobs_uses_lockstep(with_torch: Path, tmp_path: Path) -> None:
+    """Its Session runs beside them, and they travel with its job."""
+    project = tmp_path / "project"
+    for package, module, text in (
+        (
+            "training",
+            "net",
+            "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 1)\n",
+        ),
+        ("jobs", "names", "NAME = 'theirs'\n"),
+    ):
+        (project / package).mkdir(parents=True)
+        (project / package / "__init__.py").touch()
+        (project / package / f"{module}.py").write_text(text)
+    (project / "train.py").write_text(THEIRS)
+    (project / "job.yaml").write_text(
+        "name: theirs\ncommand: [python, train.py]\ncode: .\nranks_per_node: 2\nmax_restarts: 0\n"
+    )
+    done = ran(with_torch, "lockstep", "run", "--ranks", "2", "--", "python", "train.py", cwd=project)
+    assert done.returncode == 0 and done.stdout.count("trained theirs") >= 1, done.stdout + done.stderr
+    done = ran(with_torch, "lockstep", "submit", "local", "job.yaml", "--wait", "120", cwd=project)
+    told = ran(with_torch, "lockstep", "logs", "local", "theirs", cwd=project).stdout
+    assert done.returncode == 0 and "trained theirs" in told, done.stdout + done.stderr + told
+    where = ran(with_torch, "python", "-c", "import training", cwd=ROOT)
+    assert where.returncode == 1 and "is imported as lockstep.training" in where.stderr, where

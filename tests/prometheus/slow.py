@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from lockstep.training.data.loader import Batch, Loader
 from tests.nets import SmallConv
-from training.data.loader import Batch, Loader
 
 PACE, DELAY = 0.03, 0.3
 """Seconds of every rank's forward pass, and of the slow rank's delay: well above this machine's noise."""

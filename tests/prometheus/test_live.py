@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cli.ranks import parse
+from lockstep.jobs.cli.ranks import parse
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, processes, require, started
 from tests.prometheus.servers import Prometheus, prometheus
@@ -38,7 +38,7 @@ def _words(run_dir: Path, tiny: list[str], server: Prometheus, *more: str) -> li
 
 @contextlib.contextmanager
 def _running(words: list[str], server: Prometheus, **env: str) -> Iterator[subprocess.Popen[str]]:
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--grace", "20", *words]
+    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "2", "--grace", "20", *words]
     with started(command, clean_env(LOCKSTEP_FILE_SD=str(server.targets), **env)) as process:
         yield process
 
@@ -57,7 +57,7 @@ def _scraped(server: Prometheus, run: str) -> bool:
 
 def _top(run_dir: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [PYTHON, "-c", "from jobs.cli.main import main; main()", "top", str(run_dir), "--json", "--every", "3"],
+        [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", "top", str(run_dir), "--json", "--every", "3"],
         capture_output=True, text=True, timeout=60, cwd=ROOT, env=clean_env(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,7 +132,19 @@ def test_ranks_that_are_started_again_are_scraped_at_the_same_ports(
     targets = [{"targets": [f"127.0.0.1:{port + rank}" for rank in (0, 1)], "labels": {"role": "fixed"}}]
     (server.targets / "fixed.json").write_text(json.dumps(targets))
     words = _words(run_dir, tiny, server, "epochs=400", f"metrics.port={port}", "checkpoint.every_steps=20")
-    command = [PYTHON, "-m", "training", "launch", "--ranks", "2", "--grace", "20", "--max-restarts", "1", *words]
+    command = [
+        PYTHON,
+        "-m",
+        "lockstep.training",
+        "launch",
+        "--ranks",
+        "2",
+        "--grace",
+        "20",
+        "--max-restarts",
+        "1",
+        *words,
+    ]
 
     def attempts() -> dict[str, str]:
         found = server.query('training_attempt{role="fixed"} and on(instance) up{role="fixed"} == 1')

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lockstep.training.observe.metrics import PREFIX, TABLE
 from tests.printed import PAGES, marked
 from tests.processes import ROOT
 from tests.prometheus.servers import OBSERVABILITY, RULES, needs
-from training.observe.metrics import PREFIX, TABLE
 
 MARKER = "needs promtool"
 BOARDS = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))

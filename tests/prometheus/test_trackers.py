@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep.training import config as configuration
+from lockstep.training.observe import trackers
 from tests.events import events
 from tests.processes import clean_env
 from tests.ranks import training
-from training import config as configuration
-from training.observe import trackers
 
 NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
 

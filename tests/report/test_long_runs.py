@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import large_run, scale_outside
+from lockstep.training.observe.report import charts, record
+from lockstep.training.observe.report.series import Series, thinned
 from tests.processes import PYTHON
-from training.observe.report import charts, record
-from training.observe.report.series import Series, thinned
 
 READINGS = 100_000
 
@@ -23,7 +23,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_hundred_thousand_readings_take_little_memory(long: Path, tmp_path: Path) -> None:
     small = large_run.run_directory(tmp_path / "small", 2, 10)
-    words = [PYTHON, "-m", "training", "report"]
+    words = [PYTHON, "-m", "lockstep.training", "report"]
     costs = [
         scale_outside.cost([*words, str(run), "--out", str(tmp_path / f"{run.name}.html")]) for run in (small, long)
     ]

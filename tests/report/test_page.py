@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from lockstep.training.observe import report
 from tests.processes import PYTHON, ROOT, clean_env
-from training.observe import report
 
 HOSTILE = "</script></style></title></td><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' --><!-- {{ 7 * 7 }} {% raw %}"
 IN_A_NAME = "<script>alert(1)<!-- \"' onload=x {{ 7 * 7 }}"
@@ -121,7 +121,7 @@ def test_a_long_run_costs_no_more_page_than_a_short_one(tmp_path: Path) -> None:
 def test_it_loads_no_torch(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run")
     code = (
-        "import sys; from training.__main__ import main\ncode = main(['report', sys.argv[1]])\n"
+        "import sys; from lockstep.training.__main__ import main\ncode = main(['report', sys.argv[1]])\n"
         "print(code, [name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.observe import report
+from lockstep.training.observe.report import record
+from lockstep.training.observe.report.charts import Chart, Line
 from tests.processes import PYTHON, poll, require, started
 from tests.ranks import gang, training
-from training.observe import report
-from training.observe.report import record
-from training.observe.report.charts import Chart, Line
 
 TRICK = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)><!--"
 SCREENSHOTS = os.environ.get("LOCKSTEP_SCREENSHOTS")
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ]  # fmt: skip
     first, second = folder / "first", folder / "second"
     words = ["run", "smoke", "--run-dir", str(first), "--set", *settings, "lr=0.05"]
-    with started([PYTHON, "-m", "training", "launch", "--ranks", "2", *words]) as process:
+    with started([PYTHON, "-m", "lockstep.training", "launch", "--ranks", "2", *words]) as process:
         poll(lambda: process.poll() is not None or (first / "checkpoints/step-00000016").exists(), 60, "a checkpoint")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75

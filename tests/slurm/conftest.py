@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from jobs.slurm.backend import SlurmBackend
-from jobs.spec.model import JobSpec
-from jobs.status import Status
+from lockstep.jobs.slurm.backend import SlurmBackend
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Status
 from tests.processes import PYTHON, ROOT, require
 
 HERE = Path(__file__).parent / "cluster"
@@ -235,7 +235,7 @@ class Bench:
 
 def lockstep(*words: str, bound: float = 120) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
     return subprocess.run([PYTHON, "-c", program, *words], capture_output=True, text=True, timeout=bound)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from jobs.slurm.backend import SlurmBackend
-from jobs.slurm.transport.ssh import Ssh
-from jobs.spec.model import JobSpec
+from lockstep.jobs.slurm.backend import SlurmBackend
+from lockstep.jobs.slurm.transport.ssh import Ssh
+from lockstep.jobs.spec.model import JobSpec
 from tests.processes import PYTHON, ROOT, free_port, poll, processes, require
 from tests.slurm.conftest import Cluster, every
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 
-from jobs.code import store
-from jobs.slurm.backend import SlurmBackend
-from jobs.spec.model import JobSpec
+from lockstep.jobs.code import store
+from lockstep.jobs.slurm.backend import SlurmBackend
+from lockstep.jobs.spec.model import JobSpec
 from tests.processes import PYTHON
 from tests.slurm.conftest import Bench, lockstep
 
 TRAIN = """
-import os, sys, helper, training
+import os, sys, helper, lockstep.training
 print(helper.WORD, os.environ["LOCKSTEP_CODE"], os.getcwd(), os.environ["RANK"], flush=True)
 """
 

@@ -9,16 +9,16 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from jobs.foreground import Streams
-from jobs.slurm import beside, render
-from jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.slurm import beside, render
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.training.contract import UserError
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import Bench
 from tests.terminal import at_a_terminal, until_shown
-from training.contract import UserError
 
 WAITS = "import time; print('begun', flush=True); time.sleep(600)"
-PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 BOUND = 60
 

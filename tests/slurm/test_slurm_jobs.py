@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from jobs.slurm import render
-from jobs.spec.model import JobSpec
+from lockstep.jobs.slurm import render
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 from tests.events import events
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import Bench, both, lockstep
 from tests.slurm.trainings import Training, assert_same, trained_here, training
-from training.contract import UserError
 
 LONG = "import time; print('begun', flush=True); time.sleep(600)"
 

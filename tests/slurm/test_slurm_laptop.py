@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from jobs import sweep
-from jobs.slurm.backend import SlurmBackend
-from jobs.slurm.transport.ssh import Ssh
-from jobs.spec.model import JobSpec
-from jobs.status import Disconnected
+from lockstep.jobs import sweep
+from lockstep.jobs.slurm.backend import SlurmBackend
+from lockstep.jobs.slurm.transport.ssh import Ssh
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Disconnected
+from lockstep.training.contract import UserError
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import Cluster, every, lockstep
 from tests.slurm.login import HOST, Laptop, laptop
 from tests.slurm.trainings import SETTINGS
-from training.contract import UserError
 
 HELLO = "import os; print('hello from', os.environ['RANK'], flush=True)"
 WAITS = (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jobs.slurm import render
-from jobs.slurm.rules import RULES
-from jobs.spec.model import JobSpec
+from lockstep.jobs.slurm import render
+from lockstep.jobs.slurm.rules import RULES
+from lockstep.jobs.spec.model import JobSpec
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "nodes": 2, "gpus": 4, "cpus": 16, "memory": "64Gi", "run_dir": "/shared/runs/good",

@@ -14,13 +14,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import sweep
-from jobs.cli import options
-from jobs.slurm import render
-from jobs.spec import profile as profiles
-from jobs.spec.model import JobSpec
+from lockstep.jobs import sweep
+from lockstep.jobs.cli import options
+from lockstep.jobs.slurm import render
+from lockstep.jobs.spec import profile as profiles
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 from tests.processes import PYTHON, ROOT, run
-from training.contract import UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDER = Path("/shared/lockstep/slurm/big/submitit")
@@ -67,7 +67,7 @@ def test_the_example_does_not_drift(tmp_path: Path) -> None:
     words = ["render", "slurm", "job.yaml", "--profile", "gpu-cluster", "--gpus", "4"]
     words += ["--set", "slurm.python=/shared/venv/bin/python", "--set", "run_dir=/shared/runs/smoke"]
     words += ["--set", "cpus=32", "--set", "memory=256Gi"]
-    program = f"import sys; sys.argv[:] = ['lockstep', *{words!r}]; from jobs.cli.main import main; main()"
+    program = f"import sys; sys.argv[:] = ['lockstep', *{words!r}]; from lockstep.jobs.cli.main import main; main()"
     done = run([PYTHON, "-c", program], env, 60, ROOT)
     assert done.code == 0 and done.output == example, "make example-slurm"
 

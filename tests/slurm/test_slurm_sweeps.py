@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 
-from jobs import sweep
-from jobs.slurm.backend import training_task
+from lockstep.jobs import sweep
+from lockstep.jobs.slurm.backend import training_task
 from tests.events import events
 from tests.processes import PYTHON, ROOT, poll, run, started
 from tests.slurm.conftest import Bench, accounted, lockstep

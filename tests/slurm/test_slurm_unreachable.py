@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jobs import private
-from jobs.spec.model import JobSpec
+from lockstep.jobs import private
+from lockstep.jobs.spec.model import JobSpec
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, poll
 
@@ -239,7 +239,7 @@ def test_a_preparation_that_broke_off_is_not_waited_for(site: Site) -> None:
 def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
     """sbatch is still at work: nobody knows yet whether there will be a job."""
     site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
-    program = "import sys; sys.argv[0] = 'lockstep'; from jobs.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
     command = [PYTHON, "-c", program, "submit", "slurm", site.file]
     with subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL) as process:
         try:

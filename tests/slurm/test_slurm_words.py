@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from jobs import private, sweep
-from jobs.slurm import folder as slurm_folder
-from jobs.slurm import query as slurm_query
-from jobs.slurm import reasons as slurm_words
-from jobs.slurm import render
-from jobs.slurm.backend import SlurmBackend
-from jobs.slurm.checks import _gpus_in, seconds
-from jobs.slurm.observe import SETTLE_SECONDS, explain
-from jobs.slurm.query import FINAL, Found
-from jobs.slurm.task import TrainingTask, _last_error
-from jobs.spec.model import JobSpec
-from training.contract import UserError
+from lockstep.jobs import private, sweep
+from lockstep.jobs.slurm import folder as slurm_folder
+from lockstep.jobs.slurm import query as slurm_query
+from lockstep.jobs.slurm import reasons as slurm_words
+from lockstep.jobs.slurm import render
+from lockstep.jobs.slurm.backend import SlurmBackend
+from lockstep.jobs.slurm.checks import _gpus_in, seconds
+from lockstep.jobs.slurm.observe import SETTLE_SECONDS, explain
+from lockstep.jobs.slurm.query import FINAL, Found
+from lockstep.jobs.slurm.task import TrainingTask, _last_error
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.training.contract import UserError
 
 NOW = 1000.0
 SPEC = JobSpec.of({"name": "a", "recipe": "smoke", "nodes": 2, "ranks_per_node": 2, "max_restarts": 3})
@@ -229,4 +229,4 @@ def test_a_patch_of_what_the_spec_says_is_refused(option: str, tmp_path: Path) -
 
 def test_a_job_that_an_earlier_version_has_queued_finds_its_payload() -> None:
     """submitit's pickle names the module."""
-    assert pickle.loads(b"cjobs.backends.slurm_task\nTrainingTask\n.") is TrainingTask
+    assert pickle.loads(b"clockstep.jobs.backends.slurm_task\nTrainingTask\n.") is TrainingTask

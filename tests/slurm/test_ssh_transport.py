@@ -14,10 +14,11 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from jobs.foreground import Streams
-from jobs.slurm.transport import scripts
-from jobs.slurm.transport.ssh import Ssh
-from jobs.status import Disconnected, LoggedOut
+from lockstep.jobs.foreground import Streams
+from lockstep.jobs.slurm.transport import scripts
+from lockstep.jobs.slurm.transport.ssh import Ssh
+from lockstep.jobs.status import Disconnected, LoggedOut
+from lockstep.training.contract import UserError
 from tests.jobs.test_transport_contract import (  # noqa: F401 - collected here, with the way below
     Way,
     test_a_program_in_the_foreground,
@@ -36,7 +37,6 @@ from tests.jobs.test_transport_contract import (  # noqa: F401 - collected here,
 )
 from tests.processes import poll, require
 from tests.slurm.login import HOST, Login, login_node, missing
-from training.contract import UserError
 
 
 @pytest.fixture

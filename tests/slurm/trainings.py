@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from jobs.spec.model import JobSpec
-from jobs.status import Status
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Status
+from lockstep.training.checkpoint import store
 from tests.events import events
 from tests.processes import clean_env, poll
 from tests.ranks import gang
 from tests.slurm.conftest import Bench
-from training.checkpoint import store
 
 STEPS_PER_EPOCH, EPOCHS = 8, 5
 SETTINGS: dict[str, Any] = {

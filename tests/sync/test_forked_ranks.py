@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training import sync
 from tests.conftest import Undisturbed
 from tests.processes import PYTHON, free_port, started
 from tests.runs import LOSSY_START, Job, assert_same
-from training import sync
 
 STRATEGIES = [name for name in sync.STRATEGIES if name != "data_parallel"]
 
@@ -26,7 +26,7 @@ def test_forked_ranks_train_what_ranks_from_a_shell_do(
         for rank in range(2):
             place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
             env = job.env(MASTER_ADDR="127.0.0.1", **{name: str(value) for name, value in place.items()})
-            ranks.append(stack.enter_context(started([PYTHON, "-m", "training", *job.words], env)))
+            ranks.append(stack.enter_context(started([PYTHON, "-m", "lockstep.training", *job.words], env)))
         outputs = [process.communicate(timeout=180)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     assert_same(job.run_dir, undisturbed(2, strategy))

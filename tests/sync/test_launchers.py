@@ -14,12 +14,12 @@ from tests.sync.test_mpi import mpiexec_command, need_open_mpi
 
 BIN = Path(PYTHON).parent
 LAUNCHERS = {
-    "torchrun": lambda: [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "training"],
+    "torchrun": lambda: [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "lockstep.training"],
     "torch.distributed.launch": lambda: [
         PYTHON, "-m", "torch.distributed.launch", "--master-port", str(free_port()), "--nproc-per-node", "2", "-m",
-        "training",
+        "lockstep.training",
     ],
-    "mpiexec": lambda: [*mpiexec_command(2), "-m", "training"],
+    "mpiexec": lambda: [*mpiexec_command(2), "-m", "lockstep.training"],
 }  # fmt: skip
 """`training launch` is in tests/faults, srun in tests/slurm, `lockstep run` in tests/dist."""
 
@@ -41,7 +41,7 @@ def test_killed_and_run_again_under(name: str, undisturbed: Undisturbed, tmp_pat
 SPAWNING = """
 import os
 import torch.multiprocessing as mp
-from training.__main__ import main
+from lockstep.training.__main__ import main
 
 def work(rank, words):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT={port!r})

@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.training import models
+from lockstep.training.checkpoint import weights
+from lockstep.training.contract import UserError
+from lockstep.training.data.dataset import SourceDataset
+from lockstep.training.data.partition import torch_type
+from lockstep.training.exercises.collectives import gather_objects, matmul_by_reduction, matmul_by_row
+from lockstep.training.models.resnet9 import ResNet9
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
+from lockstep.training.sync import horovod
+from lockstep.training.sync.hooked import HookedDataParallel
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training
-from training import models
-from training.checkpoint import weights
-from training.contract import UserError
-from training.data.dataset import SourceDataset
-from training.data.partition import torch_type
-from training.exercises.collectives import gather_objects, matmul_by_reduction, matmul_by_row
-from training.models.resnet9 import ResNet9
-from training.parallel.world import World
-from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
-from training.sync import horovod
-from training.sync.hooked import HookedDataParallel
 
 
 def _steps(kind: Any, world: World) -> list[torch.Tensor]:
@@ -263,8 +263,8 @@ def test_an_optimizer_by_hand_steps_with_the_mean_of_all_ranks() -> None:
 
 ALONE = """
 import torch
-from training.resilience.closeness import check_parameter_closeness
-from training.sync.hooked import HookedDataParallel
+from lockstep.training.resilience.closeness import check_parameter_closeness
+from lockstep.training.sync.hooked import HookedDataParallel
 net = torch.nn.Linear(2, 2)
 assert check_parameter_closeness(net)
 wrapped = HookedDataParallel(net)
@@ -288,7 +288,7 @@ last = []
 atexit.register(lambda: print("dropped" if last[0]() is None else "in gloo's hands"))  # called after all others
 import torch
 import torch.distributed as dist
-from training.exercises.collectives import gather_objects
+from lockstep.training.exercises.collectives import gather_objects
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.barrier()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training.parallel.world import cores
 from tests.processes import PYTHON, ROOT, Result, clean_env, require, run
 from tests.warm.gang import python
-from training.parallel.world import cores
 
 EXAMPLES = ROOT / "examples"
 
@@ -49,7 +49,7 @@ SCRIPT = """
 import sys
 import torch
 import torch.nn.functional as F
-import training.sync.horovod as hvd
+import lockstep.training.sync.horovod as hvd
 
 hvd.init()
 torch.manual_seed(hvd.rank())
@@ -102,7 +102,16 @@ def test_any_strategy_under_mpiexec_gives_what_one_process_gives() -> None:
 
 def test_a_recipe_under_mpiexec(tmp_path: Path, tiny: list[str]) -> None:
     done = _mpiexec(
-        2, "-m", "training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "sync.name=horovod"
+        2,
+        "-m",
+        "lockstep.training",
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        *tiny,
+        "sync.name=horovod",
     )
     assert done.code == 0, done.output
     assert f"2 ranks on cpu, {max(1, cores() // 2)} thread" in done.output, done.output

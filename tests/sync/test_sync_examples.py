@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.training import sync
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.world import World
 from tests.processes import PYTHON, ROOT, clean_env, free_port, run, started
 from tests.ranks import on_ranks
 from tests.warm.gang import python
-from training import sync
-from training.contract import UserError
-from training.parallel.world import World
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -118,8 +118,8 @@ from pathlib import Path
 sys.path.insert(0, {examples!r})
 import parallel
 import torch
-from training import sync
-from training.parallel import world
+from lockstep.training import sync
+from lockstep.training.parallel import world
 
 for name, port in {ports!r}.items():
     os.environ["MASTER_PORT"] = port
@@ -168,8 +168,8 @@ def work(rank, port):
     sys.argv = ["parallel.py", "flat"]
     sys.path.insert(0, {examples!r})
     import parallel
-    from training.parallel import world
-    from training.contract import UserError
+    from lockstep.training.parallel import world
+    from lockstep.training.contract import UserError
     try:
         with world.joined() as me:
             parallel.main(me)
@@ -207,8 +207,8 @@ def test_a_script_that_spawns_is_refused_inside_torchrun(spawning: str) -> None:
 DEAF = """
 import torch
 from torch import nn
-from training import sync
-from training.parallel import world
+from lockstep.training import sync
+from lockstep.training.parallel import world
 
 class Net(nn.Module):
     def __init__(self):

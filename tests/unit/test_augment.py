@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training.config import Augment, Data
-from training.data.augment import augment, draw_keys, draws, normalise
+from lockstep.training.config import Augment, Data
+from lockstep.training.data.augment import augment, draw_keys, draws, normalise
 
 N = 64
 IMAGES = torch.randint(0, 256, (N, 12, 10, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

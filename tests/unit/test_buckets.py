@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.sync.flat import cut
+from lockstep.training.sync.flat import cut
 
 
 def sizes(counts: list[int], min_bytes: float) -> list[int]:

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training import files
-from training.checkpoint import layout, naming, store
-from training.checkpoint.state import checked
-from training.checkpoint.store import CorruptCheckpoint, Writer, load, newest_verified, verify
-from training.contract import UserError
-from training.parallel.exchange import DTYPES, join, pack, split, unpack
+from lockstep.training import files
+from lockstep.training.checkpoint import layout, naming, store
+from lockstep.training.checkpoint.state import checked
+from lockstep.training.checkpoint.store import CorruptCheckpoint, Writer, load, newest_verified, verify
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.exchange import DTYPES, join, pack, split, unpack
 
 
 def _state(step: int) -> dict[str, Any]:

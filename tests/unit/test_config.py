@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.training import config
+from lockstep.training.__main__ import main
+from lockstep.training.config import load, settings
+from lockstep.training.config.own import own_settings
+from lockstep.training.contract import UserError
+from lockstep.training.run import context
 from tests.processes import ROOT
-from training import config
-from training.__main__ import main
-from training.config import load, settings
-from training.config.own import own_settings
-from training.contract import UserError
-from training.run import context
 
 
 @pytest.mark.parametrize("name", config.recipes())

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from training import config, sync
-from training.config import settings
-from training.contract import UserError
+from lockstep.training import config, sync
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
 
 TABLE = (Path(__file__).parent / "config_values.txt").read_text().split("\n[")
 

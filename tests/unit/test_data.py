@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from training.config import Config, Data
-from training.contract import UserError
-from training.data import shards, sources
-from training.data.loader import Loader
-from training.data.shards import Manifest, Samples
-from training.data.sources.cifar10 import _read_batch
-from training.parallel.world import World
+from lockstep.training.config import Config, Data
+from lockstep.training.contract import UserError
+from lockstep.training.data import shards, sources
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.sources.cifar10 import _read_batch
+from lockstep.training.parallel.world import World
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ from typing import ClassVar
 import pytest
 import torch
 
+from lockstep.training import config
+from lockstep.training.contract import EXIT_DONE, SUMMARY_FILE, UserError
+from lockstep.training.doctor import devices, speedrun
+from lockstep.training.doctor.command import Table, main
+from lockstep.training.doctor.outside import Ended, Program, in_processes
+from lockstep.training.doctor.table import REHEARSAL, ROWS, Check, Outcome, Place
+from lockstep.training.parallel.world import World
 from tests.jobs.helpers import lockstep
 from tests.jobs.test_inside_commands import LOCKSTEP
 from tests.processes import clean_env, processes, run
-from training import config
-from training.contract import EXIT_DONE, SUMMARY_FILE, UserError
-from training.doctor import devices, speedrun
-from training.doctor.command import Table, main
-from training.doctor.outside import Ended, Program, in_processes
-from training.doctor.table import REHEARSAL, ROWS, Check, Outcome, Place
-from training.parallel.world import World
 
 PLAYED = """
 import json, os, subprocess, sys, time
@@ -63,7 +63,7 @@ def _rows(folder: Path, *names: str, bound: float = 30.0, left: float = 300.0) -
 
 
 def test_what_fails_dies_or_hangs_costs_the_others_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.doctor.outside.START_SECONDS", 15.0)
+    monkeypatch.setattr("lockstep.training.doctor.outside.START_SECONDS", 15.0)
     found = _rows(tmp_path, "one", "raises", "two", "dies", "three", "hangs", "four", bound=2.0)
     assert {name: row.result for name, row in found.items()} == {
         "one": "ok", "raises": "failed", "two": "ok", "dies": "failed", "three": "ok", "hangs": "failed", "four": "ok",
@@ -117,7 +117,7 @@ def test_every_row_has_its_function_and_its_advice() -> None:
     assert len(set(names)) == len(names)
     for check in ROWS:
         module, _, function = check.function.partition(":")
-        assert callable(getattr(importlib.import_module(f"training.doctor.{module}"), function))
+        assert callable(getattr(importlib.import_module(f"lockstep.training.doctor.{module}"), function))
         assert check.advice and 0 < check.bound <= 300
 
 
@@ -160,7 +160,7 @@ def test_a_first_row_that_failed_without_a_word_keeps_the_gpus_known(
 def _call_gpus(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """What the process says that is asked for their names; it ends badly where there are none."""
     said = f"import sys; print('a warning'); print({json.dumps(names)!r}); sys.exit({int(not names)})"
-    monkeypatch.setattr("training.doctor.outside._NAMES", said)
+    monkeypatch.setattr("lockstep.training.doctor.outside._NAMES", said)
 
 
 def test_a_rehearsal_is_known_where_its_first_row_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ class _Played(Program):
 
 def _speedrun(folder: Path, rehearsal: bool = False, **played: object) -> Outcome:
     kind = type("Played", (_Played,), played)
-    return speedrun.train(kind(("python", "-m", "training"), 4, folder, folder / "data", rehearsal), 100)
+    return speedrun.train(kind(("python", "-m", "lockstep.training"), 4, folder, folder / "data", rehearsal), 100)
 
 
 def test_a_speedrun_is_judged_by_its_accuracy(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_the_speedrun_is_the_recipe_on_one_gpu_with_settings_that_there_are(tmp_
     (tmp_path / "data" / "test_batch.bin").touch()
     _speedrun(tmp_path)
     words = _Played.asked
-    assert words[:8] == ["python", "-m", "training", "launch", "--ranks", "1", "--max-restarts", "0"]
+    assert words[:8] == ["python", "-m", "lockstep.training", "launch", "--ranks", "1", "--max-restarts", "0"]
     assert words[words.index("run") :][:3] == ["run", "speedrun", "--run-dir"]
     settings = config.load("speedrun", words[words.index("--set") + 1 :])
     assert (settings.precision, settings.capture, settings.device) == ("float16", "auto", "cuda")

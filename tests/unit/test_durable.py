@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from training import files
-from training.checkpoint import store
-from training.checkpoint.store import Writer
+from lockstep.training import files
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.store import Writer
 
 
 def _state(step: int) -> dict[str, Any]:

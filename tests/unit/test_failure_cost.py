@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.failure import Mark, main, marks, parts
 from benchmarks.interval import costs, expected
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 KILLED = Mark("killed", 1, 11, 100.0, 31)
 START = [

@@ -17,8 +17,8 @@ import pytest
 from benchmarks import measure
 from benchmarks.figures import Figure, Run, compared, figure, interval, options, ratios
 from benchmarks.measure import Load, interleaved, steady
+from lockstep.training.contract import UserError
 from tests.processes import poll
-from training.contract import UserError
 
 SPIN = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from training import files
-from training.parallel.memory import mapped_bytes, resident_bytes
+from lockstep.training import files
+from lockstep.training.parallel.memory import mapped_bytes, resident_bytes
 
 
 @pytest.mark.parametrize("durable", [True, False])

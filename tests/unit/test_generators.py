@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.checkpoint import generators
+from lockstep.training.checkpoint import generators
 
 CPU = torch.device("cpu")
 

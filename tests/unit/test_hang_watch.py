@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from training.parallel.world import World
-from training.resilience import hang
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience import hang
 
 TIMEOUT = 0.5
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import typer
 
-from jobs.cli.main import app
-from training import __main__ as programs
-from training import cli
-from training.exercises import bench
+from lockstep.jobs.cli.main import app
+from lockstep.training import __main__ as programs
+from lockstep.training import cli
+from lockstep.training.exercises import bench
 
 COMMANDS = [name for name in cli.COMMANDS if name not in programs._APART]
 
@@ -31,7 +31,7 @@ def _apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.ArgumentParser]
     monkeypatch.setattr(cli.Parser, "parse_args", stop)
     for module in (*programs._APART.values(), *(f"exercises.bench.{part}" for part in bench._PARTS)):
         with pytest.raises(Built) as caught:
-            importlib.import_module(f"training.{module}").main([])
+            importlib.import_module(f"lockstep.training.{module}").main([])
         yield caught.value.args[0]
 
 

@@ -35,9 +35,9 @@ def test_no_module_is_long(package: str) -> None:
 
 def test_nothing_rests_on_the_exercises_and_only_programs_on_an_attempt() -> None:
     for name, imports in graph("training").items():
-        if not name.startswith("training.exercises"):
-            assert not [other for other in imports if other.startswith("training.exercises")], name
-            assert name == "training.__main__" or "training.run.recipe" not in imports, name
+        if not name.startswith("lockstep.training.exercises"):
+            assert not [other for other in imports if other.startswith("lockstep.training.exercises")], name
+            assert name == "lockstep.training.__main__" or "lockstep.training.run.recipe" not in imports, name
 
 
 HOP = re.compile(r"^\| (\d) \| `([\w/]+\.py):(\d+)` `(.+)` \|")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.training import config as configuration
+from lockstep.training.checkpoint.interval import LEAST_SECONDS, MOST_SECONDS, PRIOR_SECONDS, Interval
+from lockstep.training.contract import UserError
+from lockstep.training.run.saver import Saver
 from tests.events import events
 from tests.ranks import training
-from training import config as configuration
-from training.checkpoint.interval import LEAST_SECONDS, MOST_SECONDS, PRIOR_SECONDS, Interval
-from training.contract import UserError
-from training.run.saver import Saver
 
 
 def _measured(cost: float, write: float = 0.5, failures: int = 0) -> Interval:

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from training.launch import failures
-from training.parallel import stores
+from lockstep.training.launch import failures
+from lockstep.training.parallel import stores
 
 ENDS = ("sleep 600", "exit 0", "exit 75", "exit 2", "exit 7", "kill -9 $$")
 TOLD = {4: "ended with exit code 7", 5: "ended by SIGKILL, by hand or because the memory was used up"}

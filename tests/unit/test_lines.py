@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.__main__ import main
-from training.checkpoint import weights
-from training.contract import UserError
-from training.launch.lines import LIMIT, WholeLines, say
+from lockstep.training.__main__ import main
+from lockstep.training.checkpoint import weights
+from lockstep.training.contract import UserError
+from lockstep.training.launch.lines import LIMIT, WholeLines, say
 
 
 class Recorder(io.StringIO):

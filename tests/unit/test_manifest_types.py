@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from training.checkpoint import store
-from training.checkpoint.store import CorruptCheckpoint, Writer, newest_verified, verify
-from training.manifest import seal
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.store import CorruptCheckpoint, Writer, newest_verified, verify
+from lockstep.training.manifest import seal
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from lockstep.training import config, contract
+from lockstep.training.contract import UserError
+from lockstep.training.observe.clock import CudaStepClock, StepClock
+from lockstep.training.observe.exporter import Exporter
+from lockstep.training.observe.metrics import BUCKETS, LATER, PREFIX, TABLE, Metrics
+from lockstep.training.parallel.world import World
 from tests.processes import ROOT, free_port, poll
-from training import config, contract
-from training.contract import UserError
-from training.observe.clock import CudaStepClock, StepClock
-from training.observe.exporter import Exporter
-from training.observe.metrics import BUCKETS, LATER, PREFIX, TABLE, Metrics
-from training.parallel.world import World
 
 CPU = torch.device("cpu")
 TIMES = {"step_duration": 0.02, "data_wait": 0.0005, "grad_ready": 0.011, "sync_wait": 0.004}

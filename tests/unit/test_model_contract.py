@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training import models
+from lockstep.training import models
 
 OPTIONS = {"bag_of_tricks": {"width": 0.125}, "speedrun": {"width": 0.125}}
 """Smaller than the published ones, for time."""

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training import config, models, optim
-from training.config import Config, Optim
-from training.contract import UserError
-from training.models.bag_of_tricks import BagOfTricks, GhostBatchNorm, whitening_filters
-from training.optim.ema import Ema
-from training.optim.nesterov import Nesterov
-from training.optim.schedules import piecewise_linear
-from training.optim.torchs import SGD, Adam
+from lockstep.training import config, models, optim
+from lockstep.training.config import Config, Optim
+from lockstep.training.contract import UserError
+from lockstep.training.models.bag_of_tricks import BagOfTricks, GhostBatchNorm, whitening_filters
+from lockstep.training.optim.ema import Ema
+from lockstep.training.optim.nesterov import Nesterov
+from lockstep.training.optim.schedules import piecewise_linear
+from lockstep.training.optim.torchs import SGD, Adam
 
 
 def _images(n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -40,6 +40,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs").mkdir()
     root = tmp_path / "root"
     files = {
+        "training/__init__.py": "",
         "training/small.py": CODE,
         "tests/test_small.py": TESTS,
         ".gitignore": "secret.txt\n",

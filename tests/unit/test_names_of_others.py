@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
+from lockstep.training.contract import VERSION
+from lockstep.training.extras import DISTRIBUTION
 from tests.environments import project
 from tests.processes import ROOT
-from training.contract import VERSION
-from training.extras import DISTRIBUTION
 
 PACKAGES = {"einops", "mkdocs-material", "pip", "tensorboard", "torch", "torchvision", "uv", "wandb", "zensical"}
 """Of others, and meant."""

@@ -15,10 +15,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from training.launch import nodes, signed
-from training.launch.nodes import Several, decode, encode
-from training.launch.signed import Secret, SignedStore
-from training.parallel import stores
+from lockstep.training.launch import nodes, signed
+from lockstep.training.launch.nodes import Several, decode, encode
+from lockstep.training.launch.signed import Secret, SignedStore
+from lockstep.training.parallel import stores
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=timezone.utc)
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.contract import UserError
-from training.data import order
+from lockstep.training.contract import UserError
+from lockstep.training.data import order
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1))

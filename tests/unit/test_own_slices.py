@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from training import config
-from training.data import shards, sources
-from training.data.loader import Loader
-from training.parallel.world import World
+from lockstep.training import config
+from lockstep.training.data import shards, sources
+from lockstep.training.data.loader import Loader
+from lockstep.training.parallel.world import World
 
 
 @pytest.mark.parametrize(("uneven", "steps"), [("drop", 5), ("weight", 11), ("pad", 11)])

@@ -19,18 +19,18 @@ import pytest
 import safetensors.torch
 import torch
 
+from lockstep.training import config, contract
+from lockstep.training.checkpoint import weights
+from lockstep.training.checkpoint.store import Writer
+from lockstep.training.contract import UserError
+from lockstep.training.observe import rundir
+from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.rundir import RunDirectory
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.preempt import Consensus, Decision, Signals
+from lockstep.training.run.saver import Saver
 from tests.imports import SHARED, modules
 from tests.processes import ROOT, poll
-from training import config, contract
-from training.checkpoint import weights
-from training.checkpoint.store import Writer
-from training.contract import UserError
-from training.observe import rundir
-from training.observe.metrics import Metrics
-from training.observe.rundir import RunDirectory
-from training.parallel.world import World
-from training.resilience.preempt import Consensus, Decision, Signals
-from training.run.saver import Saver
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_one_signal_sets_a_flag_and_its_echo_is_the_same_one(signals: Signals, c
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal, sys, threading\nfrom training.resilience.preempt import Signals\nclock = [0.0]\n"
+        "import os, signal, sys, threading\nfrom lockstep.training.resilience.preempt import Signals\nclock = [0.0]\n"
         "s = Signals(['TERM'], now=lambda: clock[0])\nos.kill(os.getpid(), signal.SIGTERM)\n"
         "while s.received is None: pass\n"
         "clock[0] = 2.1\nos.kill(os.getpid(), signal.SIGTERM)\nthreading.Event().wait(30)\nprint('survived')"
@@ -201,32 +201,36 @@ def _imports(path: Path) -> set[str]:
 
 
 FORBIDDEN = {
-    "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "training."), "training/extras.py": ("torch", "yaml"),
+    "jobs": ("torch",), "training/contract.py": ("torch", "yaml", "lockstep.training."), "training/extras.py": ("torch", "yaml"),
     "training/config/settings.py": ("torch",), "training/config/__init__.py": ("torch",),
     "training/config/sections.py": ("torch",), "training/config/types.py": ("torch", "yaml"),
-    "training/config/complaints.py": ("torch", "yaml", "training."),
-    "training/checkpoint/store.py": ("torch.distributed", "training.run.recipe", "training.sync", "training.checkpoint.state"),
-    "training/checkpoint": ("training.run", "training.trainer"),
-    "training/data/order.py": ("training.config", "training.parallel.world", "torch.distributed"),
-    "training/models": ("training.optim", "training.sync", "training.data", "training.run.recipe"),
-    "training/optim": ("training.models", "training.sync", "training.data", "training.run.recipe"),
-    "training/sync": (
-        "training.run.recipe", "training.models", "training.optim", "training.trainer", "training.checkpoint.state",
-        "training.data.loader", "training.data.shards", "training.data.sources", "training.data.augment",
+    "training/config/complaints.py": ("torch", "yaml", "lockstep.training."),
+    "training/checkpoint/store.py": (
+        "torch.distributed", "lockstep.training.run.recipe", "lockstep.training.sync", "lockstep.training.checkpoint.state",
     ),
-    "training/data/partition.py": ("training.parallel.world", "training.config", "torch.distributed"),
+    "training/checkpoint": ("lockstep.training.run", "lockstep.training.trainer"),
+    "training/data/order.py": ("lockstep.training.config", "lockstep.training.parallel.world", "torch.distributed"),
+    "training/models": ("lockstep.training.optim", "lockstep.training.sync", "lockstep.training.data", "lockstep.training.run.recipe"),
+    "training/optim": ("lockstep.training.models", "lockstep.training.sync", "lockstep.training.data", "lockstep.training.run.recipe"),
+    "training/sync": (
+        "lockstep.training.run.recipe", "lockstep.training.models", "lockstep.training.optim",
+        "lockstep.training.trainer", "lockstep.training.checkpoint.state",
+        "lockstep.training.data.loader", "lockstep.training.data.shards", "lockstep.training.data.sources",
+        "lockstep.training.data.augment",
+    ),
+    "training/data/partition.py": ("lockstep.training.parallel.world", "lockstep.training.config", "torch.distributed"),
 }  # fmt: skip
 
 
 def test_who_may_import_whom() -> None:
-    assert (ROOT / "training/__init__.py").read_text() == ""
+    assert not _imports(ROOT / "training/__init__.py")
     for path in [*modules("training").values(), *modules("jobs").values()]:
         name = str(path.relative_to(ROOT))
         imports = _imports(path)
         if name.startswith("training/"):
-            assert not any(module.split(".")[0] == "jobs" for module in imports), name
+            assert not any(module.startswith("lockstep.jobs") for module in imports), name
         else:
-            ours = {module for module in imports if module.startswith("training.")}
+            ours = {module for module in imports if module.startswith("lockstep.training.")}
             assert all(module.startswith(SHARED) for module in ours), (name, ours)
         for place, forbidden in FORBIDDEN.items():
             if name == place or name.startswith(place + "/"):
@@ -235,7 +239,7 @@ def test_who_may_import_whom() -> None:
 
 
 def test_the_dispatcher_loads_no_torch() -> None:
-    code = "import sys, jobs.cli.main; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
+    code = "import sys, lockstep.jobs.cli.main; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
@@ -243,7 +247,7 @@ def test_the_dispatcher_loads_no_torch() -> None:
 def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
     """torch imports its own for some harmless calls; that costs seconds of every start. One process, a run for each optimizer."""
     code = (
-        "import sys; from training.__main__ import leave, main\n"
+        "import sys; from lockstep.training.__main__ import leave, main\n"
         "def run(name): return main(['run', 'smoke', '--run-dir', f'{sys.argv[1]}/{name}', '--set', *sys.argv[2:], f'optim.name={name}'])\n"
         "def loaded(): return [m for m in ('torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib') if m in sys.modules]\n"
         "print([(name, run(name), loaded()) for name in ('nesterov', 'sgd', 'adam')])\n"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from training import config
-from training.data import mapped, shards, sources
-from training.data.loader import Loader
-from training.data.shards import Manifest, Samples
-from training.parallel.world import World
+from lockstep.training import config
+from lockstep.training.data import mapped, shards, sources
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.parallel.world import World
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from training.contract import UserError
-from training.data import order
-from training.data.sampler import OrderSampler
+from lockstep.training.contract import UserError
+from lockstep.training.data import order
+from lockstep.training.data.sampler import OrderSampler
 
 K3_N10 = {
     "drop": [[0, 3, 6], [1, 4, 7], [2, 5, 8]],

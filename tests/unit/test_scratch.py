@@ -9,7 +9,7 @@ from tests.processes import PYTHON, clean_env, started
 
 MANY = """
 import os, time
-from training.launch import scratch
+from lockstep.training.launch import scratch
 until, made, lost = time.monotonic() + 3, 0, 0
 while time.monotonic() < until:
     with scratch.folder("lockstep-test-") as path:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.training import config
+from lockstep.training.__main__ import main
+from lockstep.training.data import shards, show, sources, statistics
+from lockstep.training.data.shards import Manifest
 from tests.pictures import CLASSES, write_pictures
-from training import config
-from training.__main__ import main
-from training.data import shards, show, sources, statistics
-from training.data.shards import Manifest
 
 
 def test_shard_shows_counts_size_statistics_and_a_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training import models
-from training.models import small_maps
-from training.models.small_maps import SmallMapConv2d
+from lockstep.training import models
+from lockstep.training.models import small_maps
+from lockstep.training.models.small_maps import SmallMapConv2d
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 

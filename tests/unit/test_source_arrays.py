@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from training import config
-from training.contract import UserError
-from training.data import shards, sources
-from training.data.shards import Manifest, Samples
-from training.data.sources import arrays
-from training.data.sources.arrays import held_out
+from lockstep.training import config
+from lockstep.training.contract import UserError
+from lockstep.training.data import shards, sources
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.sources import arrays
+from lockstep.training.data.sources.arrays import held_out
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.integers(0, 256, (120, 4, 5, 3), dtype=np.uint8)
@@ -49,7 +49,7 @@ def test_every_format_gives_the_same_shards(
 ) -> None:
     if kind == "safetensors":
         samples = samples.astype(samples.dtype.newbyteorder("="))  # the format has one order
-    monkeypatch.setattr("training.data.sources.raw.PIECE_BYTES", 7 * samples[0].nbytes)  # 18 pieces
+    monkeypatch.setattr("lockstep.training.data.sources.raw.PIECE_BYTES", 7 * samples[0].nbytes)  # 18 pieces
     made = _made(tmp_path, **_write(tmp_path, kind, samples, LABELS.astype(np.uint8)), classes=["a", "b", "c"])
     held = held_out(120, 0.1)
     stored = samples if samples.dtype == np.uint8 else samples.astype(np.float32)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.training.contract import UserError
+from lockstep.training.data import sources
+from lockstep.training.data.sources.raw import Raw
 from tests.idx import write_fashion
-from training.contract import UserError
-from training.data import sources
-from training.data.sources.raw import Raw
 
 
 def _cifar10(folder: Path) -> None:

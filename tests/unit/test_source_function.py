@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
+from lockstep.training import config
+from lockstep.training.contract import UserError
+from lockstep.training.data import shards, sources
+from lockstep.training.data.shards import Manifest
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import training
-from training import config
-from training.contract import UserError
-from training.data import shards, sources
-from training.data.shards import Manifest
 
 MODULE = """
 import numpy as np
@@ -177,5 +177,5 @@ def test_a_run_directory_of_somebody_else_calls_no_source(module: Path, tmp_path
     values["config"]["data"]["source"] = "evil:f"
     run_file.write_text(yaml.safe_dump(values))
     for command in (["evaluate", target], ["export", target, str(tmp_path / "w.pth")], ["report", target]):
-        run([PYTHON, "-m", "training", *command], env, cwd=tmp_path)
+        run([PYTHON, "-m", "lockstep.training", *command], env, cwd=tmp_path)
     assert not (tmp_path / "bomb-went-off").exists()

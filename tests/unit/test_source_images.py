@@ -16,15 +16,15 @@ import pytest
 import safetensors.numpy
 from PIL import Image
 
+from lockstep.training import config
+from lockstep.training.contract import UserError
+from lockstep.training.data import decoders, shards, sources
+from lockstep.training.data.decoders import Decoders, Item
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.sources.class_folders import listed
+from lockstep.training.data.spool import Spool
 from tests.pictures import CLASSES, in_order, is_held_out, pixels, write_pictures
 from tests.processes import ROOT, clean_env, poll
-from training import config
-from training.contract import UserError
-from training.data import decoders, shards, sources
-from training.data.decoders import Decoders, Item
-from training.data.shards import Manifest, Samples
-from training.data.sources.class_folders import listed
-from training.data.spool import Spool
 
 
 def _data(root: Path, **options: object) -> config.Data:
@@ -250,10 +250,10 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next ones get a new process, and so does one whose process ended once."""
-    (tmp_path / "training/data").mkdir(parents=True)
-    for package in ("training", "training/data"):
+    (tmp_path / "lockstep/training/data").mkdir(parents=True)
+    for package in ("lockstep", "lockstep/training", "lockstep/training/data"):
         (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "training/data/decoder.py").write_text(
+    (tmp_path / "lockstep/training/data/decoder.py").write_text(
         "import os, sys, time, json\nos.write(1, b'R')\n"
         "for line in sys.stdin.buffer:\n"
         "    for item in json.loads(line):\n"
@@ -293,7 +293,7 @@ def test_a_signal_to_the_whole_group_costs_no_image(tmp_path: Path) -> None:
 def test_decoders_end_with_whoever_asks_them(tmp_path: Path) -> None:
     """Also where it is killed."""
     program = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom training.data.decoders import Decoders, Item\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom lockstep.training.data.decoders import Decoders, Item\n"
         "running = Decoders(4, 4, 1)\nlist(running.decode([Item(Path('x'), 0, 'x')]))\n"
         "print(running._processes[0]._process.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
@@ -311,8 +311,8 @@ def test_decoders_end_with_whoever_asks_them(tmp_path: Path) -> None:
 PEAK = """
 import re, sys
 from pathlib import Path
-from training import config
-from training.data import shards
+from lockstep.training import config
+from lockstep.training.data import shards
 
 for count in sys.argv[2:]:  # the kernel's mark of the largest memory is set back before each
     Path("/proc/self/clear_refs").write_text("5")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.training import config
+from lockstep.training.contract import UserError
+from lockstep.training.data import shards, sources
+from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
+from lockstep.training.data.shards import Samples
 from tests.idx import write_fashion
-from training import config
-from training.contract import UserError
-from training.data import shards, sources
-from training.data.augment import augment, check_settings, draw_keys, normalise
-from training.data.shards import Samples
 
 
 @pytest.mark.parametrize("packed", [False, True])

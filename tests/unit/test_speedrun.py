@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training import config, optim
-from training.data.augment import augment, draw_keys
-from training.evaluate.evaluator import augmented
-from training.models.speedrun import Speedrun
-from training.optim import muon
-from training.optim.muon import Muon, orthogonalise
+from lockstep.training import config, optim
+from lockstep.training.data.augment import augment, draw_keys
+from lockstep.training.evaluate.evaluator import augmented
+from lockstep.training.models.speedrun import Speedrun
+from lockstep.training.optim import muon
+from lockstep.training.optim.muon import Muon, orthogonalise
 
 
 def plain_newton_schulz(g: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.training.parallel import stores
 from tests.processes import free_port
-from training.parallel import stores
 
 
 def _listens(port: int) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from k8s_server import ApiServer
 
+from lockstep.training.extras import EXTRAS
 from tests.processes import PYTHON, ROOT, clean_env
-from training.extras import EXTRAS
 
 BLOCK = f"""
 import sys
@@ -54,7 +54,7 @@ def lockstep(tmp_path: Path) -> Callable[..., Done]:
             PATH=os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]),
             LOCKSTEP_HOME=str(tmp_path / "home"), RECORD=str(tmp_path / "script"), **env,
         )  # fmt: skip
-        command = [PYTHON, "-c", "from jobs.cli.main import main; main()", *words]
+        command = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words]
         return subprocess.run(
             command, env=settings, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )

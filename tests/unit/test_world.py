@@ -5,8 +5,16 @@ import os
 import pytest
 import torch
 
-from training.contract import UserError, user_errors
-from training.parallel.world import World, choose_device, detect, host_list, joined, set_threads, tasks_per_node
+from lockstep.training.contract import UserError, user_errors
+from lockstep.training.parallel.world import (
+    World,
+    choose_device,
+    detect,
+    host_list,
+    joined,
+    set_threads,
+    tasks_per_node,
+)
 
 TORCHRUN = {
     "RANK": "3",

@@ -41,11 +41,13 @@ PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.nn.functional", "torch.distributed.optim",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.device_mesh", "torch.nn.parallel",
     "torch.optim", "torch._dynamo", "torchvision", "sklearn.datasets", "safetensors.torch", "prometheus_client", "rich",
-    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "training.run.recipe", "training.run.prepare",
-    "training.evaluate.command",
-    "training.checkpoint.weights", "training.observe.report", "training.resilience.preempt", "training.observe.trackers",
-    "training.data.sources", "training.models", "training.optim", "training.sync", "training.cli", "training.launch.lifeline",
-    "training.parallel.world", "tests.nets",
+    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "lockstep.training.run.recipe", "lockstep.training.run.prepare",
+    "lockstep.training.evaluate.command",
+    "lockstep.training.checkpoint.weights", "lockstep.training.observe.report",
+    "lockstep.training.resilience.preempt", "lockstep.training.observe.trackers",
+    "lockstep.training.data.sources", "lockstep.training.models", "lockstep.training.optim",
+    "lockstep.training.sync", "lockstep.training.cli", "lockstep.training.launch.lifeline",
+    "lockstep.training.parallel.world", "tests.nets",
 )  # fmt: skip
 MESSAGE_BYTES = 1 << 18
 """Of a request."""
@@ -59,7 +61,7 @@ def _preload() -> None:
     for name in PRELOADED:
         __import__(name)
     for folder in (Path(__file__).parents[2] / "training").rglob("*.py"):
-        name = ".".join(folder.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
+        name = ".".join(("lockstep", *folder.relative_to(Path(__file__).parents[2]).with_suffix("").parts))
         if not name.endswith(("__main__", "__init__")) and "inference" not in name:
             __import__(name)
     _compute_once()
@@ -92,9 +94,9 @@ def _collapse() -> None:
 
 def _compute_once() -> None:
     """What each process would compute anew for itself: how the settings are checked, and the report's template."""
-    from training import config
-    from training.config.own import own_settings
-    from training.observe import report
+    from lockstep.training import config
+    from lockstep.training.config.own import own_settings
+    from lockstep.training.observe import report
 
     config.load("smoke", [])
     own_settings("script", {}, {}, ())
@@ -286,7 +288,7 @@ def _leave(task: Callable[[], None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     # Not before: a module that is loaded already cannot be run as a program without a warning.
-    from training.__main__ import leave
+    from lockstep.training.__main__ import leave
 
     leave(code & 0xFF)
 

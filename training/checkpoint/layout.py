@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from training.parallel import exchange
+from lockstep.training.parallel import exchange
 
 _PLACES = ((("shared", "optimizer", "state"), ("optim",)), (("shared",), ()))
 """First parts of a path in the state, and their short form in a tensor's name."""

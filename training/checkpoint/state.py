@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.checkpoint import generators, naming
-from training.checkpoint.kept import Kept
-from training.contract import UserError
-from training.observe.clock import StepClock
-from training.optim.ema import Ema
-from training.optim.loss_scaler import LossScaler, is_state
-from training.parallel.agreement import reduced
-from training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
-from training.parallel.world import World
-from training.sync.base import GradientSync
+from lockstep.training.checkpoint import generators, naming
+from lockstep.training.checkpoint.kept import Kept
+from lockstep.training.contract import UserError
+from lockstep.training.observe.clock import StepClock
+from lockstep.training.optim.ema import Ema
+from lockstep.training.optim.loss_scaler import LossScaler, is_state
+from lockstep.training.parallel.agreement import reduced
+from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import GradientSync
 
 
 @dataclass(slots=True)

@@ -32,11 +32,11 @@ from typing import Any
 import safetensors
 import torch
 
-from training import files, manifest
-from training.checkpoint import layout
-from training.checkpoint.score import KeepBest, Rule
-from training.contract import UserError, checkpoint_name
-from training.parallel.exchange import DTYPE_NAMES, split
+from lockstep.training import files, manifest
+from lockstep.training.checkpoint import layout
+from lockstep.training.checkpoint.score import KeepBest, Rule
+from lockstep.training.contract import UserError, checkpoint_name
+from lockstep.training.parallel.exchange import DTYPE_NAMES, split
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -166,7 +166,7 @@ class Writer:
 
         Args:
             step: optimizer steps done; names the checkpoint.
-            state: a tree as in `training.parallel.exchange`.
+            state: a tree as in `lockstep.training.parallel.exchange`.
             score: for `keep_best`; None where the state was not evaluated.
 
         The future raises `OSError` if the checkpoint could not be written or verified.

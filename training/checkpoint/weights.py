@@ -15,11 +15,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from training import files, models
-from training.checkpoint import store
-from training.checkpoint.score import Rule
-from training.checkpoint.state import checked, evaluated_weights
-from training.contract import UserError
+from lockstep.training import files, models
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.score import Rule
+from lockstep.training.checkpoint.state import checked, evaluated_weights
+from lockstep.training.contract import UserError
 
 SAFETENSORS = ".safetensors"
 

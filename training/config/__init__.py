@@ -2,7 +2,7 @@
 
     config = load("bag_of_tricks", ["epochs=2", "optim.lr=1e-3"])
 
-`python -m training settings` prints what stands here. A field that is `Free` may change between two starts of one
+`python -m lockstep.training settings` prints what stands here. A field that is `Free` may change between two starts of one
 run; all others are part of the run's identity, and a run directory refuses a config in which they differ.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from training.config import settings
-from training.config.sections import (
+from lockstep.training.config import settings
+from lockstep.training.config.sections import (
     Augment,
     Checkpoint,
     Data,
@@ -31,9 +31,9 @@ from training.config.sections import (
     Preempt,
     Sync,
 )  # fmt: skip
-from training.config.settings import Section
-from training.config.types import Count, Free, Later, Mark, Number, Plain, Positive
-from training.contract import UserError
+from lockstep.training.config.settings import Section
+from lockstep.training.config.types import Count, Free, Later, Mark, Number, Plain, Positive
+from lockstep.training.contract import UserError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 __all__ = [
@@ -156,7 +156,7 @@ class Config(RunSettings, Recipe):
 
 
 class OwnSettings(RunSettings):
-    """The settings of a loop of one's own (`training.session`)."""
+    """The settings of a loop of one's own (`lockstep.training.session`)."""
 
     script: str
     """Name of the program, in the metrics."""

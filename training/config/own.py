@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training.config import OwnSettings, settings
-from training.contract import UserError
+from lockstep.training.config import OwnSettings, settings
+from lockstep.training.contract import UserError
 
 
 def own_settings(

@@ -1,4 +1,4 @@
-"""The sections of the config tree. A field's docstring is what `python -m training settings` prints of it.
+"""The sections of the config tree. A field's docstring is what `python -m lockstep.training settings` prints of it.
 
 A field that is `Free` may change between two starts of one run; all others are part of the run's identity.
 """
@@ -13,8 +13,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, TypedDict
 
-from training.config.settings import Section
-from training.config.types import (
+from lockstep.training.config.settings import Section
+from lockstep.training.config.types import (
     Count,
     Free,
     Items,

@@ -1,6 +1,6 @@
 """From text to typed settings: strict YAML, `--set NAME=VALUE`, short names.
 
-Recipes (`training.config`) and jobs (`jobs.spec`) are read by these same functions, which know nothing of what a setting
+Recipes (`lockstep.training.config`) and jobs (`lockstep.jobs.spec`) are read by these same functions, which know nothing of what a setting
 means. Every mistake raises `UserError` with the nearest name that exists, never a traceback. No torch.
 """
 
@@ -15,9 +15,19 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from training import files
-from training.config.complaints import Place, bare, expected, explain, fields, is_section, nearest, shown, type_name
-from training.contract import UserError
+from lockstep.training import files
+from lockstep.training.config.complaints import (
+    Place,
+    bare,
+    expected,
+    explain,
+    fields,
+    is_section,
+    nearest,
+    shown,
+    type_name,
+)
+from lockstep.training.contract import UserError
 
 MAX_YAML_BYTES = 1 << 20
 MAX_DIGITS = 64

@@ -20,7 +20,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from training.config.complaints import shown
+from lockstep.training.config.complaints import shown
 
 
 class Mark(enum.Enum):

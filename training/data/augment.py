@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from training.config import Augment, Config, Data
-from training.contract import UserError
-from training.data.order import key, mix
+from lockstep.training.config import Augment, Config, Data
+from lockstep.training.contract import UserError
+from lockstep.training.data.order import key, mix
 
 Keys: TypeAlias = Sequence[int] | torch.Tensor
 

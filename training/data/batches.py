@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from training.contract import UserError
-from training.data import order
-from training.parallel.world import World
-from training.resilience.preempt import ASKING
+from lockstep.training.contract import UserError
+from lockstep.training.data import order
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.preempt import ASKING
 
 _SALT = 11  # apart from the keys of the order and of the augmentation
 

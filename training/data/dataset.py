@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Dataset
 
-from training.data import sources
+from lockstep.training.data import sources
 
 
 class SourceDataset(Dataset[tuple[Any, int]]):

@@ -1,4 +1,4 @@
-"""The program of a decoder process: python -m training.data.decoder HEIGHT WIDTH
+"""The program of a decoder process: python -m lockstep.training.data.decoder HEIGHT WIDTH
 
 It reads batches from stdin until that ends: a line of JSON, a list of {"path": …} with the "kind" that the file's name
 promises or null. It answers each image at once: P and its pixels, uint8 RGB [h, w, 3], or E, the length of a reason
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from training import files
+from lockstep.training import files
 
 MOST_PIXELS = 100_000_000
 """Of one image. A file of a few kilobytes can unpack to gigabytes."""

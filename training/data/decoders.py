@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from training import extras
-from training.parallel.world import cores
+from lockstep.training import extras
+from lockstep.training.parallel.world import cores
 
 SECONDS = 60.0
 """For one image. There are small files that take hours."""
 _START_SECONDS = 120.0
 _BATCH = 16
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class _LostError(Exception):
 
 class _Process:
     def __init__(self, height: int, width: int) -> None:
-        self._command = [sys.executable, "-m", "training.data.decoder", str(height), str(width)]
+        self._command = [sys.executable, "-m", "lockstep.training.data.decoder", str(height), str(width)]
         self._bytes = height * width * 3
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from training.config import Config
-from training.contract import UserError
-from training.data import order
-from training.data.shards import Manifest, Samples
-from training.parallel.world import World
+from lockstep.training.config import Config
+from lockstep.training.contract import UserError
+from lockstep.training.data import order
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)

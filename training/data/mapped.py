@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from training import files
-from training.parallel.memory import mapped_bytes
+from lockstep.training import files
+from lockstep.training.parallel.memory import mapped_bytes
 
 BOUND = 128 << 20
 """Bytes of mapped files that `take` may add to a process' memory, about; one batch more is possible."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 6

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from training.data.order import bounds, global_ids, part
+from lockstep.training.data.order import bounds, global_ids, part
 
 
 def torch_type(name: torch.dtype | str) -> torch.dtype:

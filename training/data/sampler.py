@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from training.data import order
+from lockstep.training.data import order
 
 
 class OrderSampler(Sampler[int]):
@@ -34,7 +34,7 @@ class OrderSampler(Sampler[int]):
             DistributedDataParallel bears only under `join()`.
 
     Raises:
-        training.contract.UserError: the data set is too small for one step.
+        lockstep.training.contract.UserError: the data set is too small for one step.
     """
 
     def __init__(

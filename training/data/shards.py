@@ -24,21 +24,21 @@ import filelock
 import safetensors
 import torch
 
-from training import files
-from training import manifest as manifests
-from training.config import Data
-from training.contract import UserError
-from training.data import sources, statistics
-from training.data.mapped import Kept, Mapped
-from training.data.spool import Spool
-from training.launch.lines import say
+from lockstep.training import files
+from lockstep.training import manifest as manifests
+from lockstep.training.config import Data
+from lockstep.training.contract import UserError
+from lockstep.training.data import sources, statistics
+from lockstep.training.data.mapped import Kept, Mapped
+from lockstep.training.data.spool import Spool
+from lockstep.training.launch.lines import say
 
 MANIFEST = "manifest.json"
 MADE_FROM = "made-from.json"
 """Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
 _FORMAT = 1
 _SPLITS = ("train", "test")
-_MEND = "make the shards again (python -m training shard)"
+_MEND = "make the shards again (python -m lockstep.training shard)"
 
 
 class CorruptShard(UserError):
@@ -93,7 +93,7 @@ class Manifest:
             raise UserError(f"no shards in {directory}: cannot read {MANIFEST} ({error.strerror})") from None
         except manifests.Malformed as error:
             raise UserError(
-                f"{path} is malformed ({error}): make the shards again (python -m training shard)"
+                f"{path} is malformed ({error}): make the shards again (python -m lockstep.training shard)"
             ) from None
 
     @classmethod

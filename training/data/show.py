@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from training.config import Data
-from training.data import statistics
-from training.data.shards import Manifest, Samples, left_out_message
+from lockstep.training.config import Data
+from lockstep.training.data import statistics
+from lockstep.training.data.shards import Manifest, Samples, left_out_message
 
 SHEET = "contact-sheet.png"
 _CLASSES, _EACH = 20, 10

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from training.contract import UserError
-from training.data.order import bounds
+from lockstep.training.contract import UserError
+from lockstep.training.data.order import bounds
 
 _CHUNK = 4 << 20
 _KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}

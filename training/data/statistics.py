@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config import Data
+from lockstep.training.config import Data
 
 _NEAR = 0.02
 

@@ -22,21 +22,21 @@ from typing import Any, TextIO
 
 import torch
 
-from training.cli import PROGRAM, Parser, about, positive
-from training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable
-from training.doctor import inside
-from training.doctor.outside import Program, in_processes, names_of_gpus
-from training.doctor.table import ROWS, VISIBLE, Check, Outcome, is_rehearsal
+from lockstep.training.cli import PROGRAM, Parser, about, positive
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable
+from lockstep.training.doctor import inside
+from lockstep.training.doctor.outside import Program, in_processes, names_of_gpus
+from lockstep.training.doctor.table import ROWS, VISIBLE, Check, Outcome, is_rehearsal
 
 RESULTS = ("benchmarks", "results")
 SECONDS = 300
 
 
-def main(argv: list[str], program_command: Sequence[str] = (sys.executable, "-u", "-m", "training")) -> int:
+def main(argv: list[str], program_command: Sequence[str] = (sys.executable, "-u", "-m", "lockstep.training")) -> int:
     """Prints the table. Returns 1 where a row failed.
 
     Args:
-        program_command: what stands for `python -m training`.
+        program_command: what stands for `python -m lockstep.training`.
 
     Raises:
         UserError: there is no GPU; wrong arguments; a file that cannot be written.
@@ -164,7 +164,9 @@ class Table:
         module, _, function = check.function.partition(":")
         began = time.monotonic()
         try:
-            called: Callable[..., Outcome] = getattr(importlib.import_module(f"training.doctor.{module}"), function)
+            called: Callable[..., Outcome] = getattr(
+                importlib.import_module(f"lockstep.training.doctor.{module}"), function
+            )
             outcome = called(self.program, min(check.bound, self.deadline - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's, and the next one runs
             outcome = Outcome("failed", f"{type(error).__name__}: {error}"[:300])

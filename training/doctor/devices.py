@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from training.doctor.table import Outcome, Place
+from lockstep.training.doctor.table import Outcome, Place
 
 _MEGABYTES, _SMALL = 256, 1
 _TIMES = 5

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from training.checkpoint import weights
-from training.contract import EXIT_DONE, EXIT_FAILED, STATUS_FILE
-from training.doctor.nets import ENV_FAULT
-from training.doctor.outside import Ended, Program
-from training.doctor.table import Outcome
+from lockstep.training.checkpoint import weights
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, STATUS_FILE
+from lockstep.training.doctor.nets import ENV_FAULT
+from lockstep.training.doctor.outside import Ended, Program
+from lockstep.training.doctor.table import Outcome
 
 AT = 6
 """The training pass in which the last rank is struck; there is a checkpoint every two steps."""
@@ -24,7 +24,7 @@ _TIMEOUT, _REHEARSED = 20, 5
 
 def _arguments(program: Program, run: Path, *changes: str) -> list[str]:
     settings = [
-        "model=training.doctor.nets:Faulty", "data.source=synthetic", "data.options={n: 1024, n_test: 16, size: 16}",
+        "model=lockstep.training.doctor.nets:Faulty", "data.source=synthetic", "data.options={n: 1024, n_test: 16, size: 16}",
         "data.num_shards=2", f"data.root={program.folder / 'data'}", f"global_batch_size={8 * program.gpus}", "uneven=drop",
         "epochs=1", "schedule=[]", "optim.lr=1.0e-3", "ema.decay=0", "evaluate.every=100", "checkpoint.every_steps=2",
         "device=cuda", "log.report=false", "metrics.enabled=false",

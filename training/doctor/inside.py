@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.doctor.table import ROWS, Outcome, Place
-from training.models.arithmetic import float32_on_gpus
-from training.parallel.world import World, detect, joined, set_threads
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.training.doctor.table import ROWS, Outcome, Place
+from lockstep.training.models.arithmetic import float32_on_gpus
+from lockstep.training.parallel.world import World, detect, joined, set_threads
 
 COLLECTIVE_SECONDS = 50.0
 """Collectives end by themselves before the row's bound ends them."""
@@ -44,7 +44,7 @@ def main(folder: Path, names: list[str], alone: bool) -> int:
             row_folder.mkdir(exist_ok=True)
             place = Place(world, earlier, str(row_folder))
             try:
-                called = getattr(importlib.import_module(f"training.doctor.{module}"), function)
+                called = getattr(importlib.import_module(f"lockstep.training.doctor.{module}"), function)
                 outcome: Outcome = called(place, check.argument) if check.argument else called(place)
             except Exception as error:  # noqa: BLE001 - any error becomes this row's outcome
                 lines = str(error).strip().splitlines()

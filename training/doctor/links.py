@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from training.doctor.table import PEERS, Outcome, Place
+from lockstep.training.doctor.table import PEERS, Outcome, Place
 
 _ELEMENTS, _SMALL = 64_000_000, 100_003
 _TIMES = 10

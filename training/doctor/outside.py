@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from training.contract import printable
-from training.doctor.inside import begun_file, read
-from training.doctor.table import Check, Outcome
+from lockstep.training.contract import printable
+from lockstep.training.doctor.inside import begun_file, read
+from lockstep.training.doctor.table import Check, Outcome
 
 START_SECONDS = 60.0
 """For processes to load torch and to join, beside the bound of their first row."""
@@ -55,7 +55,7 @@ class Program:
     """How the doctor starts processes on this machine.
 
     Args:
-        command: what stands for `python -m training`.
+        command: what stands for `python -m lockstep.training`.
         gpus: how many are visible.
         folder: for what they write.
         data_root: where data sets lie.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from training.contract import EXIT_DONE, SUMMARY_FILE
-from training.data.sources.cifar10 import files_of
-from training.doctor.outside import Program
-from training.doctor.table import Outcome
+from lockstep.training.contract import EXIT_DONE, SUMMARY_FILE
+from lockstep.training.data.sources.cifar10 import files_of
+from lockstep.training.doctor.outside import Program
+from lockstep.training.doctor.table import Outcome
 
 LEAST = 0.93
 """Test accuracy of one training; published is a mean of 0.9401, and single ones scatter by some 0.0015."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training import config, cudagraph
-from training.doctor.table import Outcome, Place
-from training.run.prepare import prepare
-from training.trainer import Trainer
+from lockstep.training import config, cudagraph
+from lockstep.training.doctor.table import Outcome, Place
+from lockstep.training.run.prepare import prepare
+from lockstep.training.trainer import Trainer
 
 STEPS = 8
 RECIPE = [
@@ -22,7 +22,7 @@ RECIPE = [
 SAME = 1e-3
 """Largest distance of a recorded run's way from the eager one's, relative to it (L2). A step that was left out, or took the data of
 another, is off by a tenth at least."""
-SMALL = "model=training.doctor.nets:Small"
+SMALL = "model=lockstep.training.doctor.nets:Small"
 """For the precisions: the bag of tricks, untrained, makes ten times as much of every rounding."""
 APART = {"tf32": 0.01, "bfloat16": 0.05, "float16": 0.02}
 """Largest distance of a precision's way from float32's, relative to it."""

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training import sync
-from training.config import Sync
-from training.doctor.nets import Small
-from training.doctor.table import Outcome, Place
-from training.parallel.world import World
+from lockstep.training import sync
+from lockstep.training.config import Sync
+from lockstep.training.doctor.nets import Small
+from lockstep.training.doctor.table import Outcome, Place
+from lockstep.training.parallel.world import World
 
 STEPS, PER_RANK = 6, 8
 EXACT = 1e-3

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from training.parallel.world import World
+from lockstep.training.parallel.world import World
 
 REHEARSAL = "Rehearsal"
 """The name of the GPUs of tests/gpu_rehearsal. They are a stand-in: what runs on them does not show how fast a GPU is."""
@@ -53,7 +53,7 @@ class Check:
     Args:
         where: `alone` in one process that sees all GPUs, `ranks` in one rank a GPU; both are called with a `Place`. `runs`
             is called with an `outside.Program`, and starts whole trainings.
-        function: `module:function` below `training.doctor`; gives back an `Outcome`.
+        function: `module:function` below `lockstep.training.doctor`; gives back an `Outcome`.
         argument: handed to the function behind its first one, if there is one.
         bound: seconds.
         gpus: how many it takes at least.

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training import config as configuration
-from training import models
-from training.checkpoint import weights
-from training.config import Config, settings
-from training.contract import UserError, tell_beside
-from training.data import sources
-from training.data.augment import check_settings
-from training.data.shards import Manifest, prepare, verify
-from training.evaluate.evaluator import Evaluator, Score
-from training.models.arithmetic import real_type
-from training.observe.rundir import recipe_of
-from training.parallel.agreement import failing_together
-from training.parallel.patience import waiting_for_all
-from training.parallel.world import World
+from lockstep.training import config as configuration
+from lockstep.training import models
+from lockstep.training.checkpoint import weights
+from lockstep.training.config import Config, settings
+from lockstep.training.contract import UserError, tell_beside
+from lockstep.training.data import sources
+from lockstep.training.data.augment import check_settings
+from lockstep.training.data.shards import Manifest, prepare, verify
+from lockstep.training.evaluate.evaluator import Evaluator, Score
+from lockstep.training.models.arithmetic import real_type
+from lockstep.training.observe.rundir import recipe_of
+from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.parallel.patience import waiting_for_all
+from lockstep.training.parallel.world import World
 
 
 def config_of(

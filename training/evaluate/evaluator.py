@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training.config import Config
-from training.data.augment import normalise
-from training.data.loader import fits
-from training.data.order import bounds
-from training.data.shards import Manifest, Samples
-from training.models.arithmetic import autocast, real_type
-from training.parallel.agreement import reduced
-from training.parallel.world import World
+from lockstep.training.config import Config
+from lockstep.training.data.augment import normalise
+from lockstep.training.data.loader import fits
+from lockstep.training.data.order import bounds
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.models.arithmetic import autocast, real_type
+from lockstep.training.parallel.agreement import reduced
+from lockstep.training.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)

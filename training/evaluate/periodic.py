@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from training.evaluate.evaluator import Score
-from training.observe.reading import mean_loss
-from training.run.prepare import Prepared
+from lockstep.training.evaluate.evaluator import Score
+from lockstep.training.observe.reading import mean_loss
+from lockstep.training.run.prepare import Prepared
 
 
 class PeriodicScore:

@@ -1,4 +1,4 @@
-"""python -m training collectives: what scatter, broadcast, gather and all-reduce are for, on one matrix product.
+"""python -m lockstep.training collectives: what scatter, broadcast, gather and all-reduce are for, on one matrix product.
 
 C = A·B is shared out in two ways, at any number of ranks and any sizes, and checked against one process:
 
@@ -6,7 +6,7 @@ C = A·B is shared out in two ways, at any number of ranks and any sizes, and ch
     by reduction    scatter the columns of A and the rows of B, all-reduce the sum of the partial products
 
 `gather_objects` and `all_gather` do the same for plain values and for tensors of unequal length.
-Start it with `python -m training launch --ranks 3 collectives --sizes 1000 300 500`, torchrun, srun or mpiexec.
+Start it with `python -m lockstep.training launch --ranks 3 collectives --sizes 1000 300 500`, torchrun, srun or mpiexec.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.cli import PROGRAM, Parser, about, positive
-from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.parallel.agreement import raise_together
-from training.parallel.exchange import all_gather_rows, gather_trees, pack, split, unpack
-from training.parallel.world import World, detect, joined, set_threads
+from lockstep.training.cli import PROGRAM, Parser, about, positive
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.training.parallel.agreement import raise_together
+from lockstep.training.parallel.exchange import all_gather_rows, gather_trees, pack, split, unpack
+from lockstep.training.parallel.world import World, detect, joined, set_threads
 
 _TYPES = (torch.float32, torch.float64)
 

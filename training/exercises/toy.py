@@ -1,4 +1,4 @@
-"""python -m training toy: the tutorial's toy model under DDP, cut over two devices, and the same idea done properly.
+"""python -m lockstep.training toy: the tutorial's toy model under DDP, cut over two devices, and the same idea done properly.
 
     basic           the toy model, one copy a rank
     model parallel  its two halves on two devices of each rank, gradients summed by DDP (on CPU both halves on the CPU)
@@ -6,7 +6,7 @@
                     gradients averaged over the data dimension
 
 Each trains a few steps and is compared with one process that trains the whole batch.
-Start it with `python -m training launch --ranks 4 toy`, torchrun, srun or mpiexec.
+Start it with `python -m lockstep.training launch --ranks 4 toy`, torchrun, srun or mpiexec.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.cli import PROGRAM, Parser, about, positive
-from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.models.mlp import MLP
-from training.parallel.exchange import all_gather_trees
-from training.parallel.world import World, detect, joined, set_threads
+from lockstep.training.cli import PROGRAM, Parser, about, positive
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.training.models.mlp import MLP
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.world import World, detect, joined, set_threads
 
 STEPS, PER_RANK, RATE = 5, 20, 0.01
 TOLERANCE = 1e-9

@@ -1,1 +1,1 @@
-"""`python -m training launch`: starts the ranks of a node and waits for their end."""
+"""`python -m lockstep.training launch`: starts the ranks of a node and waits for their end."""

@@ -1,4 +1,4 @@
-"""python -m training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
+"""python -m lockstep.training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
 
 PID 1 of a node: torch's own elastic agent starts the ranks as one gang and restarts them together. What it adds:
 an exit code 2 or 75 ends the restarts, signals reach the ranks instead of ending the agent, every line of output
@@ -28,8 +28,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
-from training.cli import PROGRAM, Parser
-from training.contract import (
+from lockstep.training.cli import PROGRAM, Parser
+from lockstep.training.contract import (
     ENV_LAUNCHER,
     ENV_RESTARTS,
     ENV_SECRET,
@@ -42,14 +42,14 @@ from training.contract import (
     UserError,
     tell_beside,
 )  # fmt: skip
-from training.launch import carried, codes, early, failures, lines, rendezvous, scratch
-from training.launch.attempts import Attempts
-from training.launch.ending import Ending
-from training.launch.lifeline import FORWARDED
-from training.launch.nodes import Several
-from training.launch.rendezvous import NotMet
-from training.launch.torch_agent import TorchAgent
-from training.parallel.world import cores
+from lockstep.training.launch import carried, codes, early, failures, lines, rendezvous, scratch
+from lockstep.training.launch.attempts import Attempts
+from lockstep.training.launch.ending import Ending
+from lockstep.training.launch.lifeline import FORWARDED
+from lockstep.training.launch.nodes import Several
+from lockstep.training.launch.rendezvous import NotMet
+from lockstep.training.launch.torch_agent import TorchAgent
+from lockstep.training.parallel.world import cores
 
 
 class Agent(TorchAgent):
@@ -60,7 +60,7 @@ class Agent(TorchAgent):
     grace: int
     attempts: Attempts
     ours: bool
-    """The ranks are `python -m training run`, which saves on a signal; else a program of which nothing is known."""
+    """The ranks are `python -m lockstep.training run`, which saves on a signal; else a program of which nothing is known."""
     caught: tuple[signal.Signals, ...]
     """Without signals that the launcher ignores (nohup): the ranks ignore them, too."""
     finish_lines: Callable[[], None]
@@ -188,7 +188,7 @@ class Agent(TorchAgent):
 def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         prog=f"{PROGRAM} launch", description="Starts the ranks of this node and waits for their end.",
-        epilog="COMMAND is `run RECIPE …` (any `python -m training` command), or `-- PROGRAM …` for your own program.",
+        epilog="COMMAND is `run RECIPE …` (any `python -m lockstep.training` command), or `-- PROGRAM …` for your own program.",
     )  # fmt: skip
     parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
                         help="ranks on this node; auto: one per visible GPU, or 2 without a GPU")  # fmt: skip
@@ -227,7 +227,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     if args.command[0] == "--":
         command = args.command[1:] or parser.error("nothing after --")
     else:
-        command = [sys.executable, "-u", "-m", "training", *args.command]
+        command = [sys.executable, "-u", "-m", "lockstep.training", *args.command]
     return args, command
 
 

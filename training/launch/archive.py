@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from training import files
-from training.contract import UserError
+from lockstep.training import files
+from lockstep.training.contract import UserError
 
 MAX_FILES = 10_000
 MAX_BYTES = 64 << 20

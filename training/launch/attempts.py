@@ -10,8 +10,8 @@ import json
 import re
 from pathlib import Path
 
-from training import files
-from training.contract import EXIT_FAILED, EXIT_PREEMPTED, UserError
+from lockstep.training import files
+from lockstep.training.contract import EXIT_FAILED, EXIT_PREEMPTED, UserError
 
 PREFIX = "lockstep-restarts-"
 """Of the files' names: the folder may hold others, which are left alone."""

@@ -1,4 +1,6 @@
-"""python -m training.launch.beside --rank N -- COMMAND …: a command beside a rank of this node, in its folder, with its environment.
+"""python -m lockstep.training.launch.beside --rank N -- COMMAND …: a command beside a rank of this node.
+
+It has the rank's folder and its environment.
 
 `lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
 What marks the processes of a job is taken away: the command does not belong to the job, and neither does a run that it starts.
@@ -19,8 +21,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from training.cli import Parser
-from training.contract import (
+from lockstep.training.cli import Parser
+from lockstep.training.contract import (
     ENV_EXEC,
     ENV_JOB,
     ENV_LAUNCHER,
@@ -103,7 +105,7 @@ def _enter_folder(pid: int) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m training.launch.beside", description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(prog="python -m lockstep.training.launch.beside", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
     parser.add_argument("--instead", action="append", default=[], metavar="NAME=VALUE",

@@ -12,10 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from training import files
-from training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, UserError, tell_beside
-from training.launch import archive
-from training.launch.handed import Handed
+from lockstep.training import files
+from lockstep.training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, UserError, tell_beside
+from lockstep.training.launch import archive
+from lockstep.training.launch.handed import Handed
 
 PART = "part-*"
 """Pieces of the archive, in the order of their names: a cluster may hold none that is as large as the whole."""
@@ -52,7 +52,9 @@ def enter(args: argparse.Namespace) -> None:
         folder = args.code_folder.absolute()
     else:
         raise UserError("--code needs --code-folder or --code-parts: where the code lies")
-    launcher_path = sys.path[0]  # where `python -m training` found the launcher; the ranks start in another folder
+    launcher_path = sys.path[
+        0
+    ]  # where `python -m lockstep.training` found the launcher; the ranks start in another folder
     try:
         os.chdir(folder)
     except OSError as error:

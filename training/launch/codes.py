@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""
@@ -65,7 +65,7 @@ def deaths(result: RunResult, signalled: int | None, failed: Container[int] = ()
     Args:
         failed: ranks that had failed when the agent was about to end the others. Empty where the first one failed after
             that: then SIGTERM is the agent's, if another rank ended otherwise.
-        ours: the ranks are `python -m training run`, which say themselves why they end with a code.
+        ours: the ranks are `python -m lockstep.training run`, which say themselves why they end with a code.
     """
     by_itself = any(-failure.exitcode not in _AGENTS for failure in result.failures.values())
     agents = _AGENTS if failed else (signal.SIGTERM,) if by_itself else ()

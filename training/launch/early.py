@@ -1,6 +1,6 @@
 """Signals that come while a rank is still starting. Nobody loses one, and none ends a program that would save in a moment.
 
-A recipe inherits a mask and takes what has come when it is ready (`training.__main__`). Of a program of the user's own
+A recipe inherits a mask and takes what has come when it is ready (`lockstep.training.__main__`). Of a program of the user's own
 nobody knows whether it ever opens a Session, so nothing is blocked. Whoever starts it holds back what it would hand on
 (`Held`), until the program catches signals, or has had time for that. From `import lockstep` on the program itself keeps
 what comes for its Session (`keep_for_session`). Imports nothing heavy.
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from training.contract import ENV_LAUNCHER
-from training.launch.lifeline import FORWARDED
+from lockstep.training.contract import ENV_LAUNCHER
+from lockstep.training.launch.lifeline import FORWARDED
 
 HOLD_SECONDS = 20.0
 """For a rank's imports, from its start; then for what comes before its Session, from the signal on."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from training.contract import EXIT_PREEMPTED
-from training.launch.nodes import Several
-from training.launch.rendezvous import NotMet
-from training.launch.signed import SignedStore
+from lockstep.training.contract import EXIT_PREEMPTED
+from lockstep.training.launch.nodes import Several
+from lockstep.training.launch.rendezvous import NotMet
+from lockstep.training.launch.signed import SignedStore
 
 DONE, ENDED, HEARD = "done", "ended", "heard"
 """Said by each node for itself."""

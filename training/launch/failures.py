@@ -1,6 +1,6 @@
 """Tells the ranks that still run which rank of this node has ended, and how: they need not wait for a timeout.
 
-It is said in the store where the ranks meet (`training.resilience.hang` reads it), so other nodes' ranks hear of it, too.
+It is said in the store where the ranks meet (`lockstep.training.resilience.hang` reads it), so other nodes' ranks hear of it, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from training.launch.codes import FINAL, how
-from training.parallel import stores
+from lockstep.training.launch.codes import FINAL, how
+from lockstep.training.parallel import stores
 
 SECONDS = 2.0
 """Bound on it all: rank 0, which serves the store, may be the one that is lost, or stand still."""

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from training.contract import ENV_SESSION, RUN_FILE, UserError
+from lockstep.training.contract import ENV_SESSION, RUN_FILE, UserError
 
 
 @dataclass(frozen=True, slots=True)

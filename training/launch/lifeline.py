@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from training.contract import ENV_LAUNCHER
+from lockstep.training.contract import ENV_LAUNCHER
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the launcher hands on to its ranks."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from training.contract import printable
+from lockstep.training.contract import printable
 
 LIMIT = 1 << 16
 """Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""

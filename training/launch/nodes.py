@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from training.launch.signed import FOREIGN, LOOK_SECONDS, Secret, SignedStore
+from lockstep.training.launch.signed import FOREIGN, LOOK_SECONDS, Secret, SignedStore
 
 BEAT_SECONDS = 5
 LOST_BEATS = 3

@@ -20,11 +20,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from training.contract import ENV_SECRET, MASTER_PORT, UserError
-from training.launch.lines import say
-from training.launch.nodes import Alone, Several
-from training.launch.signed import Secret
-from training.parallel import stores
+from lockstep.training.contract import ENV_SECRET, MASTER_PORT, UserError
+from lockstep.training.launch.lines import say
+from lockstep.training.launch.nodes import Alone, Several
+from lockstep.training.launch.signed import Secret
+from lockstep.training.parallel import stores
 
 SAID_EVERY = 60.0
 """Seconds between two lines about nodes that are missing."""

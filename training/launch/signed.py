@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from training.contract import ENV_SECRET
+from lockstep.training.contract import ENV_SECRET
 
 MOST_BYTES = 1 << 20
 """Of one value. The state of 4,096 nodes has about half of that."""

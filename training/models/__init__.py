@@ -17,16 +17,16 @@ from typing import Any
 
 from torch import nn
 
-from training.config import settings
-from training.contract import UserError
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
 
 MODELS = {
-    "bag_of_tricks": "training.models.bag_of_tricks:BagOfTricks",
-    "fashion_cnn": "training.models.fashion_cnn:FashionCNN",
-    "mlp": "training.models.mlp:MLP",
-    "resnet9": "training.models.resnet9:ResNet9",
-    "speedrun": "training.models.speedrun:Speedrun",
-    "resnet18": "training.models.resnet18:ResNet18",
+    "bag_of_tricks": "lockstep.training.models.bag_of_tricks:BagOfTricks",
+    "fashion_cnn": "lockstep.training.models.fashion_cnn:FashionCNN",
+    "mlp": "lockstep.training.models.mlp:MLP",
+    "resnet9": "lockstep.training.models.resnet9:ResNet9",
+    "speedrun": "lockstep.training.models.speedrun:Speedrun",
+    "resnet18": "lockstep.training.models.resnet18:ResNet18",
 }
 
 
@@ -58,7 +58,7 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
             f"unknown model {name!r}{settings.nearest(name, MODELS)} (your own class is written package.module:Class)"
         )
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `-m training` has it, a console script has not
+        sys.path.insert(0, os.getcwd())  # `-m lockstep.training` has it, a console script has not
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 
 def real_type(precision: str) -> torch.dtype:

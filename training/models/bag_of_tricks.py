@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training.models.whitening import whitening_filters
+from lockstep.training.models.whitening import whitening_filters
 
 GHOST = 32
 """Samples that one ghost batch norm group normalises: 512 in 16 groups, as published."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.contract import UserError
-from training.models import small_maps
+from lockstep.training.contract import UserError
+from lockstep.training.models import small_maps
 
 
 class ResNet18(nn.Module):

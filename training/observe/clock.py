@@ -41,7 +41,7 @@ def mark(device: torch.device) -> Mark:
 
 
 class Watch(Protocol):
-    """What is known of a step whose strategy waits for other ranks before `synchronize` (`training.sync.watch`)."""
+    """What is known of a step whose strategy waits for other ranks before `synchronize` (`lockstep.training.sync.watch`)."""
 
     complete: Mark | None
     """When the rank's own gradients were complete."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training.config import Log
-from training.files import json_text
-from training.launch.lines import say
-from training.parallel.world import World
+from lockstep.training.config import Log
+from lockstep.training.files import json_text
+from lockstep.training.launch.lines import say
+from lockstep.training.parallel.world import World
 
 
 class Console:

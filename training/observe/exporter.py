@@ -21,14 +21,14 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from training import config as configuration
-from training import contract, files
-from training.contract import UserError
-from training.launch.lines import say
-from training.observe.background import SECONDS
-from training.observe.metrics import Metrics
-from training.observe.server import Server
-from training.parallel.world import World
+from lockstep.training import config as configuration
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
+from lockstep.training.launch.lines import say
+from lockstep.training.observe.background import SECONDS
+from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.server import Server
+from lockstep.training.parallel.world import World
 
 
 class Exporter:

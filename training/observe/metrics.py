@@ -19,8 +19,8 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from training.observe.clock import Times
-from training.parallel.memory import resident_bytes
+from lockstep.training.observe.clock import Times
+from lockstep.training.parallel.memory import resident_bytes
 
 PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.parallel.world import World
+from lockstep.training.parallel.world import World
 
 
 @dataclass(slots=True)

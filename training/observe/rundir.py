@@ -28,13 +28,13 @@ import filelock
 import torch
 import yaml
 
-from training import config as configuration
-from training import contract, files
-from training.config import Config, RunSettings, settings
-from training.contract import UserError
-from training.launch.lines import say
-from training.observe.background import Background
-from training.parallel.world import World
+from lockstep.training import config as configuration
+from lockstep.training import contract, files
+from lockstep.training.config import Config, RunSettings, settings
+from lockstep.training.contract import UserError
+from lockstep.training.launch.lines import say
+from lockstep.training.observe.background import Background
+from lockstep.training.parallel.world import World
 
 START_SECONDS = 30.0
 """For `run.yaml`, without which no run begins."""

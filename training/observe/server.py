@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 
-from training.observe.metrics import Metrics
+from lockstep.training.observe.metrics import Metrics
 
 MAX_CONNECTIONS = 16
 """At a time; for a further one the oldest that has sent no request yet is closed. The training needs its file descriptors for

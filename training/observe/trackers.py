@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from training import config as configuration
-from training import files
-from training.config import RunSettings
-from training.contract import UserError
-from training.launch.lines import say
-from training.observe.rundir import RunDirectory
+from lockstep.training import config as configuration
+from lockstep.training import files
+from lockstep.training.config import RunSettings
+from lockstep.training.contract import UserError
+from lockstep.training.launch.lines import say
+from lockstep.training.observe.rundir import RunDirectory
 
 TENSORBOARD = "tensorboard"
 """Folder of its event files in the run directory."""

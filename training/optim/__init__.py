@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.config import Config, Optim, settings
-from training.contract import UserError
-from training.optim.muon import Muon
-from training.optim.nesterov import Nesterov
-from training.optim.schedules import piecewise_linear
-from training.optim.torchs import SGD, Adam
+from lockstep.training.config import Config, Optim, settings
+from lockstep.training.contract import UserError
+from lockstep.training.optim.muon import Muon
+from lockstep.training.optim.nesterov import Nesterov
+from lockstep.training.optim.schedules import piecewise_linear
+from lockstep.training.optim.torchs import SGD, Adam
 
 
 def build(

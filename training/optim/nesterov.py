@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from training.optim.rates import RatedOptimizer
+from lockstep.training.optim.rates import RatedOptimizer
 
 
 class Nesterov(RatedOptimizer):

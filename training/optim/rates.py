@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from training.optim.torchs import PlainOptimizer
+from lockstep.training.optim.torchs import PlainOptimizer
 
 
 class RatedOptimizer(PlainOptimizer):

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from training.contract import UserError
-from training.parallel.exchange import broadcast_tree, gather_trees, pack
-from training.parallel.world import World
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.exchange import broadcast_tree, gather_trees, pack
+from lockstep.training.parallel.world import World
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MOST_NAMED = 8

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.contract import UserError
-from training.parallel.world import World, detect
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.world import World, detect
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from training.contract import EXIT_FAILED, UserError
-from training.parallel.agreement import raise_together
-from training.parallel.world import World
+from lockstep.training.contract import EXIT_FAILED, UserError
+from lockstep.training.parallel.agreement import raise_together
+from lockstep.training.parallel.world import World
 
 BEAT_SECONDS = 1.0
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
-from training.parallel import leaving, stores  # noqa: F401 - leaving: what it registers for the end of the process
+from lockstep.training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
+from lockstep.training.parallel import leaving, stores  # noqa: F401 - leaving: what it registers for the end of the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ def detect(env: Mapping[str, str]) -> World:
     if processes.isdigit() and int(processes) > 1 and "TORCHELASTIC_RUN_ID" not in env:
         raise UserError(
             f"PET_NPROC_PER_NODE={processes} asks for a launcher, but this process was started without one: "
-            "start `python -m training launch run …` (or torchrun) in the container"
+            "start `python -m lockstep.training launch run …` (or torchrun) in the container"
         )
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)

@@ -1,6 +1,6 @@
 """Checks that all ranks hold the same model: `check_parameter_closeness` compares every rank with rank 0.
 
-    from training.resilience.closeness import check_parameter_closeness
+    from lockstep.training.resilience.closeness import check_parameter_closeness
     check_parameter_closeness(model)            # in a script of your own, after any step; every rank calls it
     lockstep run … --check-closeness every=100  # in any run
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.parallel.exchange import group_size
+from lockstep.training.parallel.exchange import group_size
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.checkpoint.state import TrainState
-from training.optim.loss_scaler import LOWEST
-from training.parallel.exchange import all_gather_trees
+from lockstep.training.checkpoint.state import TrainState
+from lockstep.training.optim.loss_scaler import LOWEST
+from lockstep.training.parallel.exchange import all_gather_trees
 
 
 def finite_everywhere(model: nn.Module) -> bool:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from training.contract import EXIT_FAILED
-from training.parallel import stores
-from training.parallel.world import World
+from lockstep.training.contract import EXIT_FAILED
+from lockstep.training.parallel import stores
+from lockstep.training.parallel.world import World
 
 REPORT_SECONDS = 5.0
 _PLACE = re.compile(r"^\[[^]]*\] ")

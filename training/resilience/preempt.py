@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.contract import EXIT_PREEMPTED
-from training.launch import early
-from training.launch.lines import say
-from training.parallel.world import World
+from lockstep.training.contract import EXIT_PREEMPTED
+from lockstep.training.launch import early
+from lockstep.training.launch.lines import say
+from lockstep.training.parallel.world import World
 
 ASKING = ("TERM", "USR1", "USR2", "INT", "HUP")
 ONE_SIGNAL_SECONDS = 2.0

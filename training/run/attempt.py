@@ -8,7 +8,7 @@
         attempt.step_done(lr, samples, grad_norm)
     code = conclude(context, signals, ending)       # or `failed`, where an error came
 
-A recipe's run (`training.run.recipe`) and a loop of one's own (`training.session`) stand on it. All ranks call the same
+A recipe's run (`lockstep.training.run.recipe`) and a loop of one's own (`lockstep.training.session`) stand on it. All ranks call the same
 methods in the same order.
 """
 
@@ -24,19 +24,19 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from training import contract
-from training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
-from training.observe.clock import Times
-from training.observe.reading import Reading, mean_loss
-from training.parallel.agreement import same_on_all
-from training.parallel.exchange import all_gather_trees
-from training.parallel.world import World
-from training.resilience import divergence
-from training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint
-from training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
-from training.resilience.preempt import Consensus, Decision, Signals
-from training.run.context import RunContext, note_corrupt_shard
-from training.run.saver import Saver
+from lockstep.training import contract
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from lockstep.training.observe.clock import Times
+from lockstep.training.observe.reading import Reading, mean_loss
+from lockstep.training.parallel.agreement import same_on_all
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience import divergence
+from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint
+from lockstep.training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
+from lockstep.training.resilience.preempt import Consensus, Decision, Signals
+from lockstep.training.run.context import RunContext, note_corrupt_shard
+from lockstep.training.run.saver import Saver
 
 FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
@@ -356,7 +356,7 @@ def _write_report(context: RunContext) -> None:
 
     def write() -> None:
         try:
-            from training.observe import report
+            from lockstep.training.observe import report
 
             report.write([run.path], run.path / contract.REPORT_FILE)
         except Exception as error:  # noqa: BLE001

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from training.checkpoint.score import Scores
-from training.checkpoint.state import TrainState
-from training.config import RunSettings
-from training.contract import EXIT_FAILED, EXIT_USAGE, UserError
-from training.data.shards import CorruptShard
-from training.models.arithmetic import float32_on_gpus
-from training.observe.console import Console
-from training.observe.exporter import Exporter
-from training.observe.metrics import Metrics
-from training.observe.rundir import RunDirectory
-from training.parallel import memory
-from training.parallel.agreement import failing_together
-from training.parallel.world import World, set_threads
+from lockstep.training.checkpoint.score import Scores
+from lockstep.training.checkpoint.state import TrainState
+from lockstep.training.config import RunSettings
+from lockstep.training.contract import EXIT_FAILED, EXIT_USAGE, UserError
+from lockstep.training.data.shards import CorruptShard
+from lockstep.training.models.arithmetic import float32_on_gpus
+from lockstep.training.observe.console import Console
+from lockstep.training.observe.exporter import Exporter
+from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.rundir import RunDirectory
+from lockstep.training.parallel import memory
+from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.parallel.world import World, set_threads
 
 
 @dataclass(slots=True, kw_only=True)

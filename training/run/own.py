@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from training import sync as strategies
-from training.checkpoint import generators
-from training.checkpoint.kept import Kept
-from training.checkpoint.state import averaged_buffers
-from training.config import OwnSettings, Sync
-from training.config.types import LOGGED
-from training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from training.optim.ema import Ema
-from training.parallel.exchange import broadcast_tree
-from training.parallel.world import World
-from training.run.attempt import Attempt, Ending
-from training.run.context import RunContext
-from training.run.summary import stands
-from training.sync.base import BuildOptimizer, GradientSync
+from lockstep.training import sync as strategies
+from lockstep.training.checkpoint import generators
+from lockstep.training.checkpoint.kept import Kept
+from lockstep.training.checkpoint.state import averaged_buffers
+from lockstep.training.config import OwnSettings, Sync
+from lockstep.training.config.types import LOGGED
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.training.optim.ema import Ema
+from lockstep.training.parallel.exchange import broadcast_tree
+from lockstep.training.parallel.world import World
+from lockstep.training.run.attempt import Attempt, Ending
+from lockstep.training.run.context import RunContext
+from lockstep.training.run.summary import stands
+from lockstep.training.sync.base import BuildOptimizer, GradientSync
 
 MOST_LOGGED = 100
 """Names that a script may log: each is a series of Prometheus on every rank."""

@@ -16,32 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.checkpoint import generators
-from training.checkpoint.kept import Kept
-from training.checkpoint.state import Cursor, TrainState, scatter
-from training.config import OwnSettings
-from training.config.own import own_settings
-from training.contract import ENV_RESTARTS, EXIT_DONE, VERSION, UserError, user_errors
-from training.files import keep_out_others
-from training.launch import early
-from training.launch.handed import Handed
-from training.launch.lifeline import end_with_launcher
-from training.observe import trackers
-from training.observe.clock import step_clock
-from training.observe.console import Console
-from training.observe.rundir import begun_with
-from training.parallel.agreement import failing_together
-from training.parallel.exchange import broadcast_tree
-from training.parallel.world import World, detect, joined
-from training.resilience.preempt import Signals
-from training.run.attempt import Attempt, Ended, Ending, conclude, failed
-from training.run.context import Opened, opened
-from training.run.own import OwnRun, Replica
-from training.run.own_loop import OwnLoop
-from training.run.own_step import STEPS, Step
-from training.run.resume import load, misfits_explained, newest_here, newest_of_all
-from training.sync.base import GradientSync
-from training.sync.buckets import SentAlready
+from lockstep.training.checkpoint import generators
+from lockstep.training.checkpoint.kept import Kept
+from lockstep.training.checkpoint.state import Cursor, TrainState, scatter
+from lockstep.training.config import OwnSettings
+from lockstep.training.config.own import own_settings
+from lockstep.training.contract import ENV_RESTARTS, EXIT_DONE, VERSION, UserError, user_errors
+from lockstep.training.files import keep_out_others
+from lockstep.training.launch import early
+from lockstep.training.launch.handed import Handed
+from lockstep.training.launch.lifeline import end_with_launcher
+from lockstep.training.observe import trackers
+from lockstep.training.observe.clock import step_clock
+from lockstep.training.observe.console import Console
+from lockstep.training.observe.rundir import begun_with
+from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.parallel.exchange import broadcast_tree
+from lockstep.training.parallel.world import World, detect, joined
+from lockstep.training.resilience.preempt import Signals
+from lockstep.training.run.attempt import Attempt, Ended, Ending, conclude, failed
+from lockstep.training.run.context import Opened, opened
+from lockstep.training.run.own import OwnRun, Replica
+from lockstep.training.run.own_loop import OwnLoop
+from lockstep.training.run.own_step import STEPS, Step
+from lockstep.training.run.resume import load, misfits_explained, newest_here, newest_of_all
+from lockstep.training.sync.base import GradientSync
+from lockstep.training.sync.buckets import SentAlready
 
 
 class Lifecycle:

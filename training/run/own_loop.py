@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from training.data import order
-from training.data.batches import Batches, Part, leave_signals_to_the_rank, to_device
-from training.parallel.exchange import all_gather_trees
-from training.parallel.world import World
-from training.run.attempt import Attempt
-from training.run.own import OwnRun
-from training.run.own_step import Step
+from lockstep.training.data import order
+from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank, to_device
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.world import World
+from lockstep.training.run.attempt import Attempt
+from lockstep.training.run.own import OwnRun
+from lockstep.training.run.own_step import Step
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.data.batches import Part
-from training.models.stand_in import without_batch_statistics
-from training.optim.loss_scaler import LOWEST
-from training.parallel.agreement import raise_together
-from training.parallel.exchange import all_gather_trees
-from training.run.attempt import Attempt
-from training.run.own import OwnRun, Replica
-from training.sync.base import NotSummed
-from training.sync.buckets import SentAlready
+from lockstep.training.data.batches import Part
+from lockstep.training.models.stand_in import without_batch_statistics
+from lockstep.training.optim.loss_scaler import LOWEST
+from lockstep.training.parallel.agreement import raise_together
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.run.attempt import Attempt
+from lockstep.training.run.own import OwnRun, Replica
+from lockstep.training.sync.base import NotSummed
+from lockstep.training.sync.buckets import SentAlready
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"

@@ -12,28 +12,28 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from training import models, optim, sync
-from training.checkpoint import generators, weights
-from training.checkpoint.state import Cursor, TrainState, scatter
-from training.config import Config
-from training.contract import VERSION, UserError
-from training.data.augment import augment, check_settings, draw_keys, normalise
-from training.data.loader import Loader
-from training.data.shards import Manifest, Samples
-from training.data.shards import prepare as prepare_shards
-from training.data.shards import verify as verify_shards
-from training.models.arithmetic import compiled, real_type
-from training.observe import trackers
-from training.observe.clock import step_clock
-from training.observe.console import Console
-from training.optim.ema import Ema
-from training.optim.loss_scaler import LossScaler
-from training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
-from training.parallel.exchange import broadcast_tree, gather_trees
-from training.parallel.patience import waiting_for_all
-from training.parallel.world import World
-from training.run.context import Opened, RunContext, opened
-from training.run.resume import load, misfits_explained, newest_here, newest_of_all
+from lockstep.training import models, optim, sync
+from lockstep.training.checkpoint import generators, weights
+from lockstep.training.checkpoint.state import Cursor, TrainState, scatter
+from lockstep.training.config import Config
+from lockstep.training.contract import VERSION, UserError
+from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
+from lockstep.training.data.loader import Loader
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.shards import prepare as prepare_shards
+from lockstep.training.data.shards import verify as verify_shards
+from lockstep.training.models.arithmetic import compiled, real_type
+from lockstep.training.observe import trackers
+from lockstep.training.observe.clock import step_clock
+from lockstep.training.observe.console import Console
+from lockstep.training.optim.ema import Ema
+from lockstep.training.optim.loss_scaler import LossScaler
+from lockstep.training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
+from lockstep.training.parallel.exchange import broadcast_tree, gather_trees
+from lockstep.training.parallel.patience import waiting_for_all
+from lockstep.training.parallel.world import World
+from lockstep.training.run.context import Opened, RunContext, opened
+from lockstep.training.run.resume import load, misfits_explained, newest_here, newest_of_all
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from training import cudagraph
-from training.config import Config
-from training.contract import EXIT_DONE
-from training.parallel.world import World
-from training.resilience.preempt import Signals
-from training.run.attempt import Ended, Ending, conclude, failed
-from training.run.prepare import Prepared, prepare
-from training.run.recipe_attempt import RecipeAttempt
-from training.run.summary import say_complete, stands, summarise
-from training.trainer import Trainer
+from lockstep.training import cudagraph
+from lockstep.training.config import Config
+from lockstep.training.contract import EXIT_DONE
+from lockstep.training.parallel.world import World
+from lockstep.training.resilience.preempt import Signals
+from lockstep.training.run.attempt import Ended, Ending, conclude, failed
+from lockstep.training.run.prepare import Prepared, prepare
+from lockstep.training.run.recipe_attempt import RecipeAttempt
+from lockstep.training.run.summary import say_complete, stands, summarise
+from lockstep.training.trainer import Trainer
 
 
 def train(

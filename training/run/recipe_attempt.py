@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from training.checkpoint.state import averaged_buffers
-from training.contract import EXIT_DONE, EXIT_FAILED
-from training.data.loader import Batch
-from training.evaluate.evaluator import Evaluator, Score
-from training.evaluate.periodic import PeriodicScore
-from training.parallel.agreement import failing_together
-from training.resilience.preempt import Signals
-from training.run.attempt import Attempt, Ending
-from training.run.prepare import Prepared
-from training.run.summary import summarise
+from lockstep.training.checkpoint.state import averaged_buffers
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED
+from lockstep.training.data.loader import Batch
+from lockstep.training.evaluate.evaluator import Evaluator, Score
+from lockstep.training.evaluate.periodic import PeriodicScore
+from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.resilience.preempt import Signals
+from lockstep.training.run.attempt import Attempt, Ending
+from lockstep.training.run.prepare import Prepared
+from lockstep.training.run.summary import summarise
 
 
 class RecipeAttempt(Attempt):

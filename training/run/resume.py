@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from training.checkpoint import store
-from training.checkpoint.state import checked
-from training.contract import UserError
-from training.launch.lines import say
-from training.observe.metrics import Metrics
-from training.observe.rundir import RunDirectory
-from training.parallel.agreement import reduced
-from training.parallel.world import World
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.state import checked
+from lockstep.training.contract import UserError
+from lockstep.training.launch.lines import say
+from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.rundir import RunDirectory
+from lockstep.training.parallel.agreement import reduced
+from lockstep.training.parallel.world import World
 
 _RANKS = 1 << 20
 """More than there are. A step of 12 digits and a rank below it fit into one whole number of 64 bits."""

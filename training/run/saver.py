@@ -9,11 +9,11 @@ from concurrent.futures import Future, wait
 import torch
 import torch.distributed as dist
 
-from training.checkpoint import store
-from training.checkpoint.interval import Interval
-from training.checkpoint.state import gather
-from training.checkpoint.store import SaveResult, Writer
-from training.run.context import RunContext
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.interval import Interval
+from lockstep.training.checkpoint.state import gather
+from lockstep.training.checkpoint.store import SaveResult, Writer
+from lockstep.training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
 """During the wait for a save: seconds between two checks whether the run must end."""

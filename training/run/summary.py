@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from training import contract, files
-from training.run.context import RunContext
+from lockstep.training import contract, files
+from lockstep.training.run.context import RunContext
 
 if TYPE_CHECKING:
-    from training.run.prepare import Prepared
+    from lockstep.training.run.prepare import Prepared
 
 
 def summarise(prepared: Prepared, wall_seconds: float, failures: int) -> None:

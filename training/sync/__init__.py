@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from training.config import Sync
-from training.config import settings as typed
-from training.contract import UserError
-from training.sync.base import GradientSync
+from lockstep.training.config import Sync
+from lockstep.training.config import settings as typed
+from lockstep.training.contract import UserError
+from lockstep.training.sync.base import GradientSync
 
 STRATEGIES = {
-    "ddp": "training.sync.ddp:Ddp",
-    "allreduce": "training.sync.allreduce:AllReduce",
-    "flat": "training.sync.flat:Flat",
-    "hooks": "training.sync.hooks:Hooks",
-    "horovod": "training.sync.horovod_strategy:Horovod",
-    "zero1": "training.sync.zero1:Zero1",
-    "powersgd": "training.sync.powersgd:PowerSgd",
-    "bf16_compress": "training.sync.bf16_compress:Bf16Compress",
-    "fsdp": "training.sync.fsdp:Fsdp",
-    "data_parallel": "training.sync.data_parallel:DataParallel",
+    "ddp": "lockstep.training.sync.ddp:Ddp",
+    "allreduce": "lockstep.training.sync.allreduce:AllReduce",
+    "flat": "lockstep.training.sync.flat:Flat",
+    "hooks": "lockstep.training.sync.hooks:Hooks",
+    "horovod": "lockstep.training.sync.horovod_strategy:Horovod",
+    "zero1": "lockstep.training.sync.zero1:Zero1",
+    "powersgd": "lockstep.training.sync.powersgd:PowerSgd",
+    "bf16_compress": "lockstep.training.sync.bf16_compress:Bf16Compress",
+    "fsdp": "lockstep.training.sync.fsdp:Fsdp",
+    "data_parallel": "lockstep.training.sync.data_parallel:DataParallel",
 }
 """Imported when they are used: torch's sharding takes a second to load."""
 

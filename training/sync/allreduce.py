@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.parallel.world import World
-from training.sync.base import GradientSync, broadcast_module, nbytes, trainable
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import GradientSync, broadcast_module, nbytes, trainable
 
 
 class AllReduce(GradientSync):

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.config import Config, Sync
-from training.config import settings as typed
-from training.contract import UserError
-from training.parallel.world import World
-from training.sync.watch import GradientWatch
+from lockstep.training.config import Config, Sync
+from lockstep.training.config import settings as typed
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.watch import GradientWatch
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Parameters = Collection[torch.Tensor]

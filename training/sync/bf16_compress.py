@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.sync.base import nbytes
-from training.sync.buckets import Bucket, Reducer
-from training.sync.flat import Flat
+from lockstep.training.sync.base import nbytes
+from lockstep.training.sync.buckets import Bucket, Reducer
+from lockstep.training.sync.flat import Flat
 
 
 class Bf16Compress(Flat):

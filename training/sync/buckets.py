@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.contract import UserError
-from training.sync.base import GradientSync, nbytes
-from training.sync.watch import on_grad
+from lockstep.training.contract import UserError
+from lockstep.training.sync.base import GradientSync, nbytes
+from lockstep.training.sync.watch import on_grad
 
 
 @dataclass(slots=True, eq=False)

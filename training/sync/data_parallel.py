@@ -10,9 +10,9 @@ import contextlib
 import torch
 from torch import nn
 
-from training.config import Config
-from training.parallel.world import World
-from training.sync.base import GradientSync, is_compiled
+from lockstep.training.config import Config
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import GradientSync, is_compiled
 
 
 class DataParallel(GradientSync):

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.parallel.world import World
-from training.sync.base import Parameters, broadcast_module, trainable
-from training.sync.buckets import Bucket, Bucketed, Reducer
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import Parameters, broadcast_module, trainable
+from lockstep.training.sync.buckets import Bucket, Bucketed, Reducer
 
 
 class Flat(Bucketed):

@@ -20,11 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from training.config import Config
-from training.contract import UserError
-from training.parallel.world import World
-from training.sync.base import GradientSync, Parameters, broadcast_module, global_norm, is_compiled, make_contiguous
-from training.sync.watch import GradientWatch
+from lockstep.training.config import Config
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import (
+    GradientSync,
+    Parameters,
+    broadcast_module,
+    global_norm,
+    is_compiled,
+    make_contiguous,
+)
+from lockstep.training.sync.watch import GradientWatch
 
 MEAN_ON_CPU = torch.__version__ >= "2.9"
 """Up to torch 2.8 gloo's `reduce_scatter_tensor` adds whatever it is asked for, and FSDP asks for the mean: gradients are too

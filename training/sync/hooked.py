@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.parallel.exchange import group_size
-from training.sync.base import broadcast_module
-from training.sync.buckets import Reducer
-from training.sync.watch import on_grad
+from lockstep.training.parallel.exchange import group_size
+from lockstep.training.sync.base import broadcast_module
+from lockstep.training.sync.buckets import Reducer
+from lockstep.training.sync.watch import on_grad
 
 
 class HookedDataParallel(nn.Module):

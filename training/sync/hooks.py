@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from training.config import Config
-from training.config.settings import Section
-from training.parallel.world import World
-from training.sync.base import BuildOptimizer, Parameters
-from training.sync.buckets import Bucketed
-from training.sync.hooked import HookedDataParallel
+from lockstep.training.config import Config
+from lockstep.training.config.settings import Section
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import BuildOptimizer, Parameters
+from lockstep.training.sync.buckets import Bucketed
+from lockstep.training.sync.hooked import HookedDataParallel
 
 
 class HookOptions(Section):

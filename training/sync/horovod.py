@@ -1,4 +1,4 @@
-"""Horovod's interface: `import training.sync.horovod as hvd`. An interface over the engine of `buckets.py`.
+"""Horovod's interface: `import lockstep.training.sync.horovod as hvd`. An interface over the engine of `buckets.py`.
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters())
@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from training.data.partition import PartitionedLoader
-from training.parallel import world as worlds
-from training.parallel.exchange import all_gather_rows, broadcast_tree
-from training.parallel.world import World
-from training.sync.base import broadcast_tensors, load_optimizer
-from training.sync.horovod_optimizer import distribute
+from lockstep.training.data.partition import PartitionedLoader
+from lockstep.training.parallel import world as worlds
+from lockstep.training.parallel.exchange import all_gather_rows, broadcast_tree
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import broadcast_tensors, load_optimizer
+from lockstep.training.sync.horovod_optimizer import distribute
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Max", "Min", "Op", "Product", "Sum", "allgather", "allreduce", "broadcast",
@@ -72,7 +72,7 @@ def init(comm: Any = None, process_sets: Any = None) -> tuple[int, torch.device]
     """Joins the ranks of this launch, once; returns this rank and its device.
 
     Raises:
-        training.contract.UserError: the launcher's variables contradict each other, or there are too few GPUs.
+        lockstep.training.contract.UserError: the launcher's variables contradict each other, or there are too few GPUs.
         ValueError: the script's own process group takes no CPU tensors.
     """
     global _world

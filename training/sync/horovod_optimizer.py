@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.data import partition
-from training.sync.buckets import Reducer
+from lockstep.training.data import partition
+from lockstep.training.sync.buckets import Reducer
 
 
 class _Distributed:

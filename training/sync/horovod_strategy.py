@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.parallel.world import World
-from training.sync import horovod as hvd
-from training.sync.base import BuildOptimizer
-from training.sync.buckets import Bucketed
+from lockstep.training.parallel.world import World
+from lockstep.training.sync import horovod as hvd
+from lockstep.training.sync.base import BuildOptimizer
+from lockstep.training.sync.buckets import Bucketed
 
 
 class Horovod(Bucketed):

@@ -19,10 +19,10 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from training.config.types import Number, Positive
-from training.parallel.world import World
-from training.sync.base import make_contiguous
-from training.sync.ddp import Ddp, DdpOptions
+from lockstep.training.config.types import Number, Positive
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import make_contiguous
+from lockstep.training.sync.ddp import Ddp, DdpOptions
 
 
 class PowerSgdOptions(DdpOptions):

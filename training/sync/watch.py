@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from training.observe.clock import Mark, mark
+from lockstep.training.observe.clock import Mark, mark
 
 
 def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.parallel.exchange import all_gather_trees, gather_trees
-from training.sync.base import BuildOptimizer, Parameters, global_norm, load_optimizer, nbytes
-from training.sync.buckets import Bucket, Reducer
-from training.sync.flat import Flat
+from lockstep.training.parallel.exchange import all_gather_trees, gather_trees
+from lockstep.training.sync.base import BuildOptimizer, Parameters, global_norm, load_optimizer, nbytes
+from lockstep.training.sync.buckets import Bucket, Reducer
+from lockstep.training.sync.flat import Flat
 
 
 class Zero1(Flat):

@@ -1,6 +1,6 @@
 """What every way to a cluster can do. One contract test holds all of them to it.
 
-Whatever `jobs.slurm` asks SLURM, reads or writes goes through here; only what runs on the nodes does not.
+Whatever `lockstep.jobs.slurm` asks SLURM, reads or writes goes through here; only what runs on the nodes does not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
 from typing import Any, ClassVar
 
-from jobs.code import store
-from jobs.foreground import Interrupt, Streams
-from jobs.slurm.transport import scripts
-from training import files
-from training.contract import UserError
+from lockstep.jobs.code import store
+from lockstep.jobs.foreground import Interrupt, Streams
+from lockstep.jobs.slurm.transport import scripts
+from lockstep.training import files
+from lockstep.training.contract import UserError
 
 SECONDS = 60.0
 """How long an answer may take by default."""
@@ -128,7 +128,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def unpack(self, identity: str) -> None:
-        """Code that `jobs.code` keeps on this machine lies unpacked in `place().code(identity)`. Raises `UserError`."""
+        """Code that `lockstep.jobs.code` keeps on this machine lies unpacked in `place().code(identity)`. Raises `UserError`."""
 
     @abc.abstractmethod
     def command(self, words: Sequence[str], tty: bool = False) -> list[str]:

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from jobs import foreground, lines, lock, private
-from jobs.code import store
-from jobs.foreground import Interrupt, Streams
-from jobs.slurm.transport.base import (
+from lockstep.jobs import foreground, lines, lock, private
+from lockstep.jobs.code import store
+from lockstep.jobs.foreground import Interrupt, Streams
+from lockstep.jobs.slurm.transport.base import (
     CHUNK,
     MAX_FILE,
     SECONDS,
@@ -26,9 +26,9 @@ from jobs.slurm.transport.base import (
     missing,
     with_words,
 )
-from jobs.status import Unreachable
-from training import files
-from training.contract import UserError
+from lockstep.jobs.status import Unreachable
+from lockstep.training import files
+from lockstep.training.contract import UserError
 
 BOOT = 'eval "$(head -c "$1")"'
 """Reads a script of `$1` bytes from standard input, and leaves the rest of it to the script."""

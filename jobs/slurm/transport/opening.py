@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-from jobs.slurm.transport.base import Place, Transport
-from jobs.slurm.transport.local import LOCAL
-from jobs.slurm.transport.ssh import Ssh
+from lockstep.jobs.slurm.transport.base import Place, Transport
+from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.slurm.transport.ssh import Ssh
 
 VARIABLE = "LOCKSTEP_SLURM_HOST"
 """The login node where no flag, job file or profile names one."""

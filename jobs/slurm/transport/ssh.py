@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
 
-from jobs import foreground, private
-from jobs.code import store
-from jobs.foreground import Interrupt, Streams
-from jobs.slurm.transport import scripts
-from jobs.slurm.transport.base import (
+from lockstep.jobs import foreground, private
+from lockstep.jobs.code import store
+from lockstep.jobs.foreground import Interrupt, Streams
+from lockstep.jobs.slurm.transport import scripts
+from lockstep.jobs.slurm.transport.base import (
     CHUNK,
     LAST,
     MAX_FILE,
@@ -35,11 +35,11 @@ from jobs.slurm.transport.base import (
     missing,
     with_words,
 )  # fmt: skip
-from jobs.slurm.transport.session import LOOP, Lost, Session
-from jobs.spec.types import SSH_HOST
-from jobs.status import Disconnected, LoggedOut
-from training.contract import UserError
-from training.launch import archive
+from lockstep.jobs.slurm.transport.session import LOOP, Lost, Session
+from lockstep.jobs.spec.types import SSH_HOST
+from lockstep.jobs.status import Disconnected, LoggedOut
+from lockstep.training.contract import UserError
+from lockstep.training.launch import archive
 
 CONNECT_SECONDS = 15
 """Seconds for the connection itself; and seconds that a silent one counts as alive."""

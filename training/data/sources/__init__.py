@@ -15,15 +15,15 @@ from typing import Any, TypeAlias
 
 import filelock
 
-from training.config import Data, settings
-from training.contract import UserError
-from training.data.sources import arrays, function, images
-from training.data.sources.cifar10 import cifar10
-from training.data.sources.cifar10 import files_of as cifar10_files
-from training.data.sources.fashion_mnist import fashion_mnist
-from training.data.sources.fashion_mnist import files_of as fashion_mnist_files
-from training.data.sources.generated import classification, digits, synthetic
-from training.data.sources.raw import Piece, Raw, Stream, numbered
+from lockstep.training.config import Data, settings
+from lockstep.training.contract import UserError
+from lockstep.training.data.sources import arrays, function, images
+from lockstep.training.data.sources.cifar10 import cifar10
+from lockstep.training.data.sources.cifar10 import files_of as cifar10_files
+from lockstep.training.data.sources.fashion_mnist import fashion_mnist
+from lockstep.training.data.sources.fashion_mnist import files_of as fashion_mnist_files
+from lockstep.training.data.sources.generated import classification, digits, synthetic
+from lockstep.training.data.sources.raw import Piece, Raw, Stream, numbered
 
 __all__ = [
     "GENERATED", "OWN", "SOURCES", "Piece", "Raw", "Stamps", "Stream", "code_of", "load", "load_once", "needs_root", "numbered",

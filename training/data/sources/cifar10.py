@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from training import files
-from training.contract import UserError
-from training.data.sources.raw import Raw
-from training.data.sources.raw import download as fetch
+from lockstep.training import files
+from lockstep.training.contract import UserError
+from lockstep.training.data.sources.raw import Raw
+from lockstep.training.data.sources.raw import download as fetch
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 _RECORD = 1 + 3 * 32 * 32

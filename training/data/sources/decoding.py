@@ -8,11 +8,11 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from training.config.settings import Section
-from training.config.types import Items, Number
-from training.contract import UserError
-from training.data.decoders import Decoders, Item
-from training.data.sources.raw import Piece, rows_of_a_piece
+from lockstep.training.config.settings import Section
+from lockstep.training.config.types import Items, Number
+from lockstep.training.contract import UserError
+from lockstep.training.data.decoders import Decoders, Item
+from lockstep.training.data.sources.raw import Piece, rows_of_a_piece
 
 MOST_SIDE = 4096
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from training import files
-from training.contract import UserError
-from training.data.sources.raw import Raw
-from training.data.sources.raw import download as fetch
+from lockstep.training import files
+from lockstep.training.contract import UserError
+from lockstep.training.data.sources.raw import Raw
+from lockstep.training.data.sources.raw import download as fetch
 
 CLASSES = [
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from training import files
-from training.config import settings
-from training.contract import UserError
-from training.data.sources.raw import Piece, Stream, rows_of_a_piece
+from lockstep.training import files
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
+from lockstep.training.data.sources.raw import Piece, Stream, rows_of_a_piece
 
 _MOST_BYTES = 64 << 20
 
@@ -123,4 +123,4 @@ def _function(name: str) -> tuple[Callable[..., Any], Any]:
 
 def _add_working_directory() -> None:
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `-m training` has it, a console script has not
+        sys.path.insert(0, os.getcwd())  # `-m lockstep.training` has it, a console script has not

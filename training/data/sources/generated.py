@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from training.contract import UserError
-from training.data.sources.raw import Raw
+from lockstep.training.contract import UserError
+from lockstep.training.data.sources.raw import Raw
 
 
 def digits(root: Path, download: bool) -> Raw:  # noqa: ARG001 - bundled with scikit-learn, so neither is needed

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from pathlib import Path
 
-from training.contract import UserError
-from training.data.decoders import Item
-from training.data.progress import progress
-from training.data.sources.class_folders import listed, shown
-from training.data.sources.decoding import Bound, Decoding, Share, decoded_pieces
-from training.data.sources.raw import Piece, Stream
+from lockstep.training.contract import UserError
+from lockstep.training.data.decoders import Item
+from lockstep.training.data.progress import progress
+from lockstep.training.data.sources.class_folders import listed, shown
+from lockstep.training.data.sources.decoding import Bound, Decoding, Share, decoded_pieces
+from lockstep.training.data.sources.raw import Piece, Stream
 
 
 class Options(Decoding):

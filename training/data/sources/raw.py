@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from training.contract import UserError
-from training.data.spool import checked
+from lockstep.training.contract import UserError
+from lockstep.training.data.spool import checked
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 """(samples, labels [n]): some of a split, in its order."""

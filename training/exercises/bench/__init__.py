@@ -1,10 +1,10 @@
-"""python -m training bench scaling | inference: measurements that answer a question, as a table, JSON and a chart."""
+"""python -m lockstep.training bench scaling | inference: measurements that answer a question, as a table, JSON and a chart."""
 
 from __future__ import annotations
 
 import importlib
 
-from training.cli import PROGRAM, Parser, about
+from lockstep.training.cli import PROGRAM, Parser, about
 
 _PARTS = ("scaling", "inference")
 
@@ -18,4 +18,4 @@ def main(argv: list[str]) -> int:
         help="trainings at 1, 2, 4 … ranks, or inference under DataParallel; each has its own --help",
     )
     what = parser.parse_args(argv[:1]).what
-    return int(importlib.import_module(f"training.exercises.bench.{what}").main(argv[1:]))
+    return int(importlib.import_module(f"lockstep.training.exercises.bench.{what}").main(argv[1:]))

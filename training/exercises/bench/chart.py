@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training.exercises.bench.gang import PHASES
+from lockstep.training.exercises.bench.gang import PHASES
 
 
 def draw(rows: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.contract import UserError
+from lockstep.training.contract import UserError
 
 PHASES = ("data", "forward", "backward", "exposed communication", "optimizer")
 
@@ -95,7 +95,7 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.nn.functional", "training.run.prepare"])
+    context.set_forkserver_preload(["torch", "torch.distributed.nn.functional", "lockstep.training.run.prepare"])
     return context
 
 
@@ -141,9 +141,9 @@ def _train(job: Job, directory: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from training import config
-    from training.parallel import world
-    from training.run.prepare import prepare
+    from lockstep.training import config
+    from lockstep.training.parallel import world
+    from lockstep.training.run.prepare import prepare
 
     assignments = [*job.assignments, "log.format=json", f"threads={job.threads}", "epochs=1000000"]
     settings = config.load(job.recipe, assignments)
@@ -179,7 +179,7 @@ class _Timer:
 
     def __init__(self, prepared: Any) -> None:
         self.prepared = prepared
-        from training.run.recipe import make_trainer
+        from lockstep.training.run.recipe import make_trainer
 
         self.trainer = make_trainer(prepared)
         self.epoch, self._step, self._batches = 0, 0, prepared.loader.epoch(0)
@@ -244,6 +244,6 @@ def _memory_in_use(device: Any) -> int:
     """Bytes in use before the model is built: the libraries' own on the CPU, none on a GPU."""
     if device.type == "cuda":
         return 0
-    from training.parallel.memory import resident_bytes
+    from lockstep.training.parallel.memory import resident_bytes
 
     return resident_bytes() or 0  # none is known where there is no Linux

@@ -1,4 +1,4 @@
-"""python -m training bench inference: does `nn.DataParallel` speed up inference?
+"""python -m lockstep.training bench inference: does `nn.DataParallel` speed up inference?
 
 The same network and batches alone on one device and wrapped in `DataParallel`, interleaved, over batch sizes. Without at
 least two GPUs DataParallel hands the batch through to the module: the numbers then show that wrapping costs nothing and
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training import config as configuration
-from training.cli import PROGRAM, Parser, about, add_set, make_folder, positive, several
-from training.contract import EXIT_DONE
+from lockstep.training import config as configuration
+from lockstep.training.cli import PROGRAM, Parser, about, add_set, make_folder, positive, several
+from lockstep.training.contract import EXIT_DONE
 
 
 def main(argv: list[str]) -> int:
@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
     import torch
     from torch import nn
 
-    from training import models
-    from training.data.shards import Manifest, prepare
+    from lockstep.training import models
+    from lockstep.training.data.shards import Manifest, prepare
 
     devices = torch.cuda.device_count() if config.device != "cpu" else 0
     device = torch.device("cuda" if devices else "cpu")

@@ -1,4 +1,4 @@
-"""python -m training bench scaling --ranks 1,2,4: how much faster are more ranks, and where does the time go?
+"""python -m lockstep.training bench scaling --ranks 1,2,4: how much faster are more ranks, and where does the time go?
 
 Each number of ranks trains the same recipe with the global batch fixed, and with the batch a rank fixed. Every rank has
 the same number of CPU threads at every world size, as every rank of a cluster has its own device. Rounds are
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from training import config as configuration
-from training.cli import PROGRAM, Parser, about, add_set, make_folder, positive, several
-from training.contract import EXIT_DONE, UserError
-from training.exercises.bench.gang import PHASES, Job, Measured, run
-from training.parallel.world import cores
+from lockstep.training import config as configuration
+from lockstep.training.cli import PROGRAM, Parser, about, add_set, make_folder, positive, several
+from lockstep.training.contract import EXIT_DONE, UserError
+from lockstep.training.exercises.bench.gang import PHASES, Job, Measured, run
+from lockstep.training.parallel.world import cores
 
 BOTH = ("fixed", "scaled")
 """The global batch stays, or grows with the ranks."""
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         "strategies": by_strategy, "why": sentence, "data_parallel_against_ddp": against_ddp(by_strategy),
     }  # fmt: skip
     (args.out / "scaling.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    from training.exercises.bench.chart import draw
+    from lockstep.training.exercises.bench.chart import draw
 
     draw(rows, args.out / "scaling.png", f"{args.recipe}, batch {batch}, {threads} thread(s) a rank")
     print(f"\nwritten to {args.out / 'scaling.json'} and {args.out / 'scaling.png'}")
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def _strategies(names: str | None) -> list[str]:
-    from training import sync
+    from lockstep.training import sync
 
     if names == "none":
         return []

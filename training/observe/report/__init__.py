@@ -1,4 +1,4 @@
-"""python -m training report RUN [RUN …] [--out FILE]
+"""python -m lockstep.training report RUN [RUN …] [--out FILE]
 
 One or several runs as one HTML file: curves, where the time went, restarts and checkpoints, config, environment, final
 numbers. The file holds all it needs, its charting library too, and asks no network for anything.
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import jinja2
 
-from training import contract, files
-from training.contract import UserError
-from training.observe.report import charts, record, tables
-from training.observe.report.record import RunRecord, number_of
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
+from lockstep.training.observe.report import charts, record, tables
+from lockstep.training.observe.report.record import RunRecord, number_of
 
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from training.observe.report.record import RunRecord, number_of
-from training.observe.report.series import thinned
-from training.observe.report.tables import Row, Table
+from lockstep.training.observe.report.record import RunRecord, number_of
+from lockstep.training.observe.report.series import thinned
+from lockstep.training.observe.report.tables import Row, Table
 
 _POINTS = 400
 """Most points of a curve, and rows of its table."""

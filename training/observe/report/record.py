@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training import contract, files
-from training.config import settings
-from training.contract import UserError
-from training.observe.report.series import Reading, Series
+from lockstep.training import contract, files
+from lockstep.training.config import settings
+from lockstep.training.contract import UserError
+from lockstep.training.observe.report.series import Reading, Series
 
 _EVENT_BYTES = 128 << 20
 """Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""

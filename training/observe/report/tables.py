@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from training import contract
-from training.config import settings
-from training.observe.report.record import RunRecord
+from lockstep.training import contract
+from lockstep.training.config import settings
+from lockstep.training.observe.report.record import RunRecord
 
 _FINAL = {
     "accuracy": ("Accuracy", "{:.4f}"), "best_accuracy": ("Best accuracy", "{:.4f}"),
