@@ -26,6 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.processes import ROOT
 
+OURS = ROOT / "lockstep" / "training"
+"""Where the code that runs is imported from: a link to the folder `training`."""
+
 ATEN = torch.ops.aten
 LEFT_TO_TORCH = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_", "detach", "alias", "lift_fresh",
@@ -250,9 +253,9 @@ class Emulation(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT / "training"):
+            if path.is_relative_to(OURS):
                 in_step = in_step or (path.name, frame.f_code.co_name) in STEP
-                places.append(f"{path.relative_to(ROOT / 'training')}:{frame.f_code.co_name}")
+                places.append(f"{path.relative_to(OURS)}:{frame.f_code.co_name}")
             frame = frame.f_back
         if places:  # not torch's own threads
             self.found["step" if in_step else "else"][f"{what} by {places[0]}"] += 1
