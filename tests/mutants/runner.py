@@ -1,10 +1,9 @@
-"""Runs tests over a copy of the working tree that has one mistake in it, and says whether they noticed."""
+"""Runs a test over a copy of the working tree that has one mistake in it, and says whether it noticed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +18,7 @@ from typing import Literal
 
 from tests.mutants.table import ROOT, Mutant
 
-Verdict = Literal["caught", "survived", "invalid"]
-_SHOWN = 160
+Verdict = Literal["caught", "survived", "skipped", "invalid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,119 +27,78 @@ class Outcome:
 
     verdict: Verdict
     by: str
-    said: str = ""
-    """The assertion that failed."""
     seconds: float = 0.0
 
 
 @contextlib.contextmanager
-def copied(root: Path = ROOT) -> Iterator[Path]:
-    """A copy of the working tree: what git tracks, and what it does not ignore. Nothing in it is a link to the original."""
+def copied() -> Iterator[Path]:
+    """A copy of the working tree: what git tracks, and what it does not ignore. Its links lead within the copy."""
     folder = Path(tempfile.mkdtemp(prefix="mutant-")).resolve()
     try:
         folder.chmod(0o755)  # daemons of other users are started from it
         listed = subprocess.run(
-            ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             capture_output=True, check=True,
         )  # fmt: skip
         for name in filter(None, listed.stdout.decode().split("\0")):
-            source, target = root / name, folder / "tree" / name
-            if source.is_file() and not source.is_symlink():  # not one that was removed and is still in the index
+            source, target = ROOT / name, folder / "tree" / name
+            if source.is_file() or source.is_symlink():  # not one that was removed and is still in the index
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)
+                shutil.copy2(source, target, follow_symlinks=False)
         yield folder / "tree"
     finally:
         _end_all_of(folder)
-        _unmount(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(mutant: Mutant, root: Path = ROOT) -> Outcome:
-    """Breaks a copy of the tree and runs the mutant's tests over it."""
-    with copied(root) as tree:
-        path = tree / mutant.file
-        try:
+def run(mutant: Mutant, broken: bool = True) -> Outcome:
+    """The mutant's tests over a copy of the tree that has the mistake in it, or over an unbroken one."""
+    with copied() as tree:
+        if broken:
+            path = tree / mutant.file
             path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            return Outcome("invalid", str(error))
-        return run_tests(tree, mutant.tests, mutant.seconds, mutant.hangs)
+        report = tree.parent / "report.xml"
+        command = [
+            sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider",
+            f"--basetemp={tree.parent / 't'}", f"--junitxml={report}", mutant.tests,
+        ]  # fmt: skip
+        # CI makes a failure of what is missing.
+        env = {name: value for name, value in os.environ.items() if name != "CI"} | {"PYTHONPATH": str(tree)}
+        began = time.monotonic()
+        with (tree.parent / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=tree, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code: int | None = process.wait(mutant.seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        verdict, by = ("invalid", f"timed out after {mutant.seconds} s") if code is None else judge(report, code)
+        return Outcome(verdict, by, time.monotonic() - began)
 
 
-def run_clean(tests: tuple[str, ...], seconds: int, root: Path = ROOT) -> Outcome:
-    """The same tests over an unbroken copy: they have to pass, or what they catch proves nothing."""
-    with copied(root) as tree:
-        return run_tests(tree, tests, seconds)
-
-
-def run_tests(tree: Path, tests: tuple[str, ...], seconds: int, hangs: bool = False) -> Outcome:
-    """Runs pytest in `tree`, and ends whatever it leaves."""
-    report = tree.parent / "report.xml"
-    command = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider",
-        f"--basetemp={tree.parent / 't'}", f"--junitxml={report}", *tests,
-    ]  # fmt: skip
-    env = {
-        name: value for name, value in os.environ.items() if name != "CI"
-    }  # which makes a failure of what is missing
-    began = time.monotonic()
-    with (tree.parent / "output").open("w+b") as output:
-        process = subprocess.Popen(
-            command, cwd=tree, env={**env, "PYTHONPATH": str(tree)}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-        took = time.monotonic() - began
-        if code is None:
-            said = f"timed out after {seconds} s"
-            return Outcome("caught" if hangs else "invalid", said, seconds=took)
-        output.seek(0)
-        verdict, by, said = judge(report, code, output.read().decode(errors="replace"))
-    return Outcome(verdict, by, said.replace(f"{tree.parent}/", ""), took)
-
-
-def judge(report: Path, code: int, output: str) -> tuple[Verdict, str, str]:
-    """(verdict, the test or the reason, the assertion) from pytest's report in JUnit's form and its exit code."""
+def judge(report: Path, code: int) -> tuple[Verdict, str]:
+    """(verdict, the test or the reason) from pytest's report in JUnit's form and its exit code."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
-        last = output.strip().splitlines()[-1:] or ["no output"]
-        return "invalid", f"pytest ended with {code} and without a report: {last[0][:_SHOWN]}", ""
-    passed = skipped = 0
+        return "invalid", f"pytest ended with {code} and without a report"
     for case in cases:
-        failure, error = case.find("failure"), case.find("error")
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        if failure is not None:
-            return "caught", name, assertion(failure)
+        error = case.find("error")
         if error is not None and "collection" in error.get("message", ""):
-            return "invalid", f"{case.get('name')} cannot be collected: {assertion(error)}", ""
-        if error is not None:  # a fixture does what the test is about: a gang that trains, say
-            return "caught", f"{name} (a fixture of it)", assertion(error)
-        skipped += case.find("skipped") is not None
-        passed += case.find("skipped") is None
+            return "invalid", f"{case.get('name')} cannot be collected"
+        if error is not None or case.find("failure") is not None:  # a fixture, too: a gang that trains, say
+            return "caught", f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+    skips = [skip.get("message", "") for case in cases for skip in case.iter("skipped")]
+    passed = len(cases) - len(skips)
     if not passed:
-        return "invalid", f"all {skipped} tests were skipped" if skipped else "no test was selected", ""
-    return ("survived", f"{passed} passed", "") if code == 0 else ("invalid", f"pytest ended with {code}", "")
-
-
-def assertion(failure: ElementTree.Element) -> str:
-    """The line that tells most: the assertion itself where there is one, else the first line of the error."""
-    errors = [line[1:].strip() for line in (failure.text or "").splitlines() if re.match(r"E\s", line)]
-    asserted = [line for line in errors if re.match(r"(AssertionError: )?assert ", line)]
-    told = asserted or errors or (failure.get("message") or "").splitlines() or ["?"]
-    line = (asserted[-1] if asserted else told[0]).removeprefix("AssertionError: ")
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The tests' whole process group, whether they have ended or not."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        return ("skipped", skips[0]) if skips else ("invalid", "no test was selected")
+    return ("survived", f"{passed} passed") if code == 0 else ("invalid", f"pytest ended with {code}")
 
 
 def _end_all_of(folder: Path) -> None:
@@ -155,14 +112,6 @@ def _end_all_of(folder: Path) -> None:
         if not found:
             return
         time.sleep(0.05)
-
-
-def _unmount(folder: Path) -> None:
-    """File systems that a test which was ended has left mounted."""
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        where = line.split(" ")[4]
-        if where.startswith(f"{folder}/"):
-            subprocess.run(["umount", "-l", where], check=False)
 
 
 def _belongs(process: Path, mark: bytes) -> bool:
