@@ -22,7 +22,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help shell setup train test test-gpu coverage test-fast lint bench bench-gpu clean
-.PHONY: test-exercises test-gpu-rehearsal test-gpu-rehearsal-all test-floors test-own test-sync test-k8s test-prometheus test-faults test-faults-long
+.PHONY: test-exercises test-gpu-rehearsal test-floors test-own test-sync test-k8s test-prometheus test-faults test-nightly
 .PHONY: test-packaging
 .PHONY: submit-k8s render-k8s install-k8s example-k8s rules-k8s crds schema
 .PHONY: submit-slurm render-slurm example-slurm test-slurm
@@ -78,9 +78,6 @@ test-prometheus: $(READY) ## metrics under a real Prometheus, and report.html in
 test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/faults
 
-test-faults-long: $(READY) ## the same with 50 random scenarios, and 300 pairs of starts with --fresh
-	LOCKSTEP_SCENARIOS=50 LOCKSTEP_FRESH=300 $(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/faults
-
 test-floors: $(READY) ## what dispatching needs, in the lowest versions that pyproject.toml allows (skips without a package index)
 	$(RUN) -m pytest tests/floors -rs
 
@@ -90,11 +87,16 @@ test-packaging: $(READY) ## the wheel and the sdist, without torch and beside on
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/exercises
 
-test-gpu-rehearsal: $(READY) ## the GPU path over a stand-in for CUDA and NCCL, without a GPU (g++, torch's CUDA build)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/gpu_rehearsal -m "not matrix"
+test-gpu-rehearsal: $(READY) ## the GPU path over a stand-in for CUDA and NCCL, its six main cases (g++, torch's CUDA build)
+	$(RUN) -m pytest -n $(WORKERS) tests/gpu_rehearsal -m smoke
 
-test-gpu-rehearsal-all: $(READY) ## the same with every recipe, type, strategy and order
-	$(RUN) -m pytest -n $(WORKERS) tests/gpu_rehearsal
+test-nightly: $(READY) ## the whole GPU rehearsal, 50 random scenarios, 300 pairs of starts with --fresh, the mutants
+	@code=0; set -x; \
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/gpu_rehearsal || code=1; \
+	LOCKSTEP_SCENARIOS=50 LOCKSTEP_FRESH=300 $(RUN) -m pytest -n $(WORKERS) --dist loadscope \
+	  tests/faults/test_scenarios.py tests/faults/test_open_doors.py tests/own/test_session_resume.py || code=1; \
+	$(RUN) -m tests.mutants --check-clean || code=1; \
+	exit $$code
 
 test-gpu: $(READY) ## what this machine's GPUs can do, in five minutes: one table, and a file in benchmarks/results; DATA= with CIFAR-10
 	$(VENV)/bin/lockstep doctor gpu --out benchmarks/results --data-root $(or $(DATA),data)

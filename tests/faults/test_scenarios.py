@@ -1,6 +1,6 @@
 """Random scenarios: any rank, killed at any step, several times over, ends in the undisturbed weights.
 
-5 seeds by default, `LOCKSTEP_SCENARIOS=50` (make test-faults-long) for the long form.
+5 seeds by default, `LOCKSTEP_SCENARIOS=50` (make test-nightly) for the long form.
 """
 
 from __future__ import annotations

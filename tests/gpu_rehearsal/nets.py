@@ -34,20 +34,6 @@ class Peeking(SmallConv):
         return super().forward(x)
 
 
-class Raising(SmallConv):
-    """Fails on rank 1, in its fifth training pass."""
-
-    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
-        super().__init__(num_classes, width)
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        if self.passes == 5 and os.environ.get("RANK") == "1":
-            raise ArithmeticError("this rank was told to fail")
-        return super().forward(x)
-
-
 def _fail(_: torch.Tensor) -> None:
     raise ArithmeticError("this rank was told to fail")
 

@@ -20,7 +20,6 @@ from tests.runs import tensors
 from tests.warm.process import Process, start
 
 RANK = ["-m", "tests.gpu_rehearsal.rank"]
-RECORDABLE = ("nesterov", "muon")
 
 
 @functools.cache
@@ -60,14 +59,6 @@ class Rank:
 
     def lines(self, what: str) -> list[str]:
         return [line for line in self.log if line.split(" ")[0] == what]
-
-    def assert_recorded(self, optimizer: str) -> None:
-        """It took recorded steps, of an optimizer that can be recorded; of any other, none, and rank 0 said why."""
-        if optimizer in RECORDABLE:
-            assert self.lines("LAUNCH") and "eagerly" not in self.output, self.output
-        else:
-            told = f"Steps run eagerly: optim.name={optimizer} cannot be recorded" in self.output
-            assert not self.lines("LAUNCH") and told == (self.number == 0), self.output
 
 
 @dataclass

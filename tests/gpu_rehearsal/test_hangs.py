@@ -26,7 +26,7 @@ def _assert_told(folder: Path, gang: Gang) -> None:
     assert (folder / "run" / "checkpoints" / "step-00000004").exists(), "the save under way was not finished"
 
 
-@pytest.mark.parametrize("fate", ["STOP", "KILL", "RAISE"])
+@pytest.mark.parametrize("fate", ["STOP", pytest.param("KILL", marks=pytest.mark.smoke), "RAISE"])
 def test_the_rank_that_nccl_waits_for_is_named(tmp_path: Path, data_root: Path, fate: str) -> None:
     words = _words(tmp_path, data_root, "tests.nets:DyingPlain")
     with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE=f"1:5:{fate}") as gang:

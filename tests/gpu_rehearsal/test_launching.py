@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import RANK, differing, preload, saved, settings
 from tests.processes import PYTHON, clean_env, run
@@ -16,6 +18,7 @@ def _env(tmp_path: Path, **extra: str) -> dict[str, str]:
     return env
 
 
+@pytest.mark.smoke
 def test_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root)]
     done = run([PYTHON, "-m", "lockstep.training", "launch", "--", PYTHON, *RANK, *words], _env(tmp_path), 150)

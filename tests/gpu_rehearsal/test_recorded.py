@@ -38,7 +38,10 @@ def graphs(gang: Gang, rank: int = 0) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-@pytest.mark.parametrize("name", CASES)
+FIRST, *OTHERS = CASES
+
+
+@pytest.mark.parametrize("name", [pytest.param(FIRST, marks=pytest.mark.smoke), *OTHERS])
 def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_root: Path, name: str) -> None:
     ranks, steps, changes = CASES[name]
     if name == "batch statistics and average":

@@ -27,7 +27,6 @@ def test_every_type_gives_the_numbers_of_the_cpu(
     assert differing(found, on_cpu(precision=precision)) == []
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("capture", ["never", "auto"])
 def test_a_float16_step_that_overflows_is_taken_again(
     tmp_path: Path, data_root: Path, on_cpu: OnCpu, capture: str
@@ -84,7 +83,7 @@ def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
     return ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **asked)]
 
 
-@pytest.mark.parametrize("capture", ["never", "auto"])
+@pytest.mark.parametrize("capture", [pytest.param("never", marks=pytest.mark.smoke), "auto"])
 def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root: Path, capture: str) -> None:
     """Eager steps have dropout, too, which draws from the GPU's generator."""
     calm, dying = ("tests.nets:NormedConv", "Dying") if capture == "never" else ("tests.nets:SmallConv", "DyingPlain")
@@ -107,7 +106,6 @@ def _kill_and_resume(folder: Path, data_root: Path, at: int = 4, **changes: obje
     assert f"Resuming at step {at - 2}" in rehearsed(folder, words).output
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "powersgd"])
 def test_killed_it_goes_on_with_what_the_strategy_keeps(
     tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str

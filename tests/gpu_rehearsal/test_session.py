@@ -17,7 +17,7 @@ STAGED = "copy cpu->cuda pageable by data/batches.py:to_device"
 SETTINGS = ["checkpoint.every_steps=2", "metrics.enabled=false", "log.report=false"]
 
 
-@pytest.mark.parametrize("strategy", ["flat", pytest.param("ddp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("strategy", ["flat", "ddp"])
 def test_killed_and_run_again_a_loop_of_ones_own_ends_in_the_bits_of_the_cpu(tmp_path: Path, strategy: str) -> None:
     folders = {device: tmp_path / device for device in ("cpu", "cuda")}
     words = {
