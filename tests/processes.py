@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from lockstep.training.exercises.bench import gang as bench
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -64,10 +63,16 @@ _leases: list[socket.socket] = []
 def free_port() -> int:
     """A port that nobody uses, and that no other test process on this machine gets while this one lives.
 
-    Nothing listens on it before the test does, so it is taken by a name beside it, which goes with this process.
+    Nothing listens on it before the test does, so it is taken by a name beside it, which goes with this process. It is below
+    those that the kernel hands out by itself.
     """
     while True:
-        port = bench.free_port()
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
         lease = socket.socket(socket.AF_UNIX)
         try:
             lease.bind(f"\0lockstep-test-port-{port}")
