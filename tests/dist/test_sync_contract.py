@@ -31,11 +31,9 @@ from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 from lockstep.training.sync.base import GradientSync, global_norm
 from lockstep.training.sync.fsdp import MEAN_ON_CPU
-from tests import processes
 from tests.events import events
 from tests.nets import SmallConv
 from tests.ranks import on_ranks
-from tests.warm.gang import python
 
 STEPS, HALF, BATCH = 10, 5, 25
 Shapes = list[tuple[int, ...]]
@@ -569,31 +567,6 @@ def test_every_strategy_has_a_row(name: str) -> None:
             "(the docstrings of Row say what else there is)",
             pytrace=False,
         )
-
-
-def test_the_variable_leaves_that_strategy_alone() -> None:
-    assert _chosen("powersgd") == ["powersgd", "powersgd, find_unused"]
-    assert _chosen("hooks, overlapped") == ["hooks, overlapped"] and _chosen(None) == list(ROWS)
-    command = [
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:randomly",
-        "-p",
-        "no:cacheprovider",
-        "--assert=plain",
-        __file__,
-    ]
-    done = python(*command, env=processes.clean_env(LOCKSTEP_STRATEGY="zero1"))
-    lines = [line for line in done.output.splitlines() if "[zero1" in line]
-    assert done.code == 0 and len(lines) > 10, done.output
-    others = [name for name in sync.STRATEGIES if name != "zero1"]
-    named = [line for line in done.output.splitlines() if any(f"[{name}" in line for name in others)]
-    assert not [line for line in named if "cannot_do" not in line], named
-    done = python(*command, env=processes.clean_env(LOCKSTEP_STRATEGY="zero"))
-    assert done.code and "LOCKSTEP_STRATEGY=zero is no strategy: name one of ddp, " in done.output, done.output
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Ten thousand damaged or malformed files and texts: each is refused with one clean sentence, and none is run."""
+"""Thousands of damaged or malformed files and texts: each is refused with one clean sentence, and none is run."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ from tests.processes import ROOT, clean_env
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.gang import python
+
+ROUNDS = int(os.environ.get("LOCKSTEP_HOSTILE", "500"))
+"""Of each kind of file; 3000 at night."""
 
 
 def _damaged(data: bytes, chance: random.Random) -> bytes:
@@ -73,7 +76,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     chance = random.Random(1)
     bad = tmp_path / "bad" / good.name
     bad.mkdir(parents=True)
-    for number in range(3000):
+    for number in range(ROUNDS):
         name = sorted(files)[number % 3]
         damaged = _damaged(files[name], chance)
         for other, data in files.items():
@@ -189,7 +192,7 @@ def test_shards_and_manifests(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     shutil.copytree(good.directory, bad)
     chance = random.Random(2)
-    for number in range(2500):
+    for number in range(ROUNDS):
         name = ["manifest.json", "train-00000.safetensors"][number % 2]
         data = (good.directory / name).read_bytes()
         (bad / name).write_bytes(_damaged(data, chance))
@@ -203,7 +206,7 @@ def test_recipes_and_run_files(tmp_path: Path) -> None:
     run = json.dumps({"config": config.to_dict(config.load("smoke")), "global_batch_size": 3, "data": {}}).encode()
     chance = random.Random(3)
     path = tmp_path / "recipe.yaml"
-    for number in range(1500):
+    for number in range(ROUNDS):
         path.write_bytes(_damaged(good, chance))
         _refused(lambda: config.load(str(path)))
         if number % 3 == 0:
@@ -217,7 +220,7 @@ def test_words_after_set() -> None:
     values = ["1", "-1", "1e999", "nan", "[]", "{}", "[[1,2],[3]]", "!!python/object:os.system x", "&a [*a]", "{a: {b: 1}}",
               "'", '"', "\x00", "null", "true", "~", "0x1F", "1_000", "2026-11-21", "é" * 50, "- 1", ":", "%", "@", "`"]  # fmt: skip
     refused = 0
-    for _ in range(3000):
+    for _ in range(ROUNDS):
         name = chance.choice(names)
         if chance.random() < 0.3:
             at = chance.randrange(len(name) + 1)
@@ -231,7 +234,7 @@ def test_words_after_set() -> None:
             shards.cache_directory(loaded.data)
 
         refused += _refused(use)
-    assert 500 < refused < 3000
+    assert ROUNDS // 6 < refused < ROUNDS
 
 
 def test_weight_files_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +251,7 @@ def test_weight_files_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     good, chance = path.read_bytes(), random.Random(5)
     torch.save({"w": Bomb()}, path)
     bombs = [path.read_bytes(), pickle.dumps(Bomb()), pickle.dumps({"w": Bomb()}, protocol=2)]
-    for number in range(600):
+    for number in range(ROUNDS):
         path.write_bytes(_damaged(bombs[number % 3] if number % 2 else good, chance) if number > 2 else bombs[number])
         _refused(lambda: weights.read(path))
     assert not (tmp_path / "bomb-went-off").exists()

@@ -280,9 +280,10 @@ def test_lines_of_many_long_runs_differ_without_colour(browser: Any, tmp_path: P
     context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("which", ["one", "both", "hostile"])
+@pytest.mark.parametrize(
+    ("which", "width", "scheme"),
+    [("one", 1280, "light"), ("one", 1280, "dark"), ("both", 390, "dark"), ("hostile", 390, "light")],
+)
 def test_in_chromium(
     browser: Any, runs: tuple[Path, Path], tmp_path: Path, which: str, width: int, scheme: str
 ) -> None:

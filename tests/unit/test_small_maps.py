@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +16,18 @@ from lockstep.training.models.small_maps import SmallMapConv2d
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "size"),
+    ("kernel", "stride", "padding", "size", "bias", "layout"),
     [
-        (3, 1, 1, (1, 1)), (3, 2, 1, (2, 2)), (3, 1, 1, (2, 2)), (3, 2, 1, (4, 4)), (3, 2, 1, (3, 3)), (1, 2, 0, (2, 2)),
-        (1, 1, 0, (1, 1)), (5, 1, 2, (2, 2)), (7, 3, 3, (1, 4)), (3, 1, 0, (3, 4)), ((3, 5), (2, 1), (1, 2), (2, 2)),
-        (2, 1, 1, (1, 1)), (3, 1, 2, (1, 1)), (3, 1, 1, (5, 5)),
-        (1, 2, 1, (1, 1)), (1, 3, 2, (1, 1)), (2, 4, 3, (1, 3)),
+        (*case, bias, layout)
+        for case, (bias, layout) in zip(
+            [
+                (3, 1, 1, (1, 1)), (3, 2, 1, (2, 2)), (3, 1, 1, (2, 2)), (3, 2, 1, (3, 3)), (1, 2, 0, (2, 2)), (7, 3, 3, (1, 4)),
+                (3, 1, 0, (3, 4)), ((3, 5), (2, 1), (1, 2), (2, 2)), (2, 1, 1, (1, 1)), (3, 1, 1, (5, 5)), (1, 3, 2, (1, 1)),
+                (2, 4, 3, (1, 3)),
+            ],
+            itertools.cycle(itertools.product((False, True), LAYOUTS)),
+        )
     ],
 )  # fmt: skip
 def test_it_equals_conv2d(
