@@ -20,8 +20,8 @@ def test_a_backend_is_named_in_its_folder_and_in_the_table_alone() -> None:
     """Nobody else imports it, nor goes by its name."""
     names = {*registry.BUILT_IN, *registry.ALIASES}
     for module, path in MODULES.items():
-        if f"{module}.".startswith((*FOLDERS, "lockstep.jobs.backends.")) or module == "lockstep.jobs.registry":
-            continue  # lockstep.jobs.backends is an old place, which queued jobs name
+        if f"{module}.".startswith(FOLDERS) or module == "lockstep.jobs.registry":
+            continue
         tree = ast.parse(path.read_text())
         assert [name for name in imported(tree, MODULES) if f"{name}.".startswith(FOLDERS)] == [], module
         compared = {

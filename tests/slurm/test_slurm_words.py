@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lockstep.jobs.slurm.backend import SlurmBackend
 from lockstep.jobs.slurm.checks import _gpus_in, seconds
 from lockstep.jobs.slurm.observe import SETTLE_SECONDS, explain
 from lockstep.jobs.slurm.query import FINAL, Found
-from lockstep.jobs.slurm.task import TrainingTask, _last_error
+from lockstep.jobs.slurm.task import _last_error
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.contract import UserError
 
@@ -225,8 +224,3 @@ def test_a_patch_of_what_the_spec_says_is_refused(option: str, tmp_path: Path) -
     spec = JobSpec.of({**SPEC.plain(), "slurm": {"patch": {option: 5}}})
     with pytest.raises(UserError, match=r"slurm\.patch may not set"):
         render.script(spec, tmp_path)
-
-
-def test_a_job_that_an_earlier_version_has_queued_finds_its_payload() -> None:
-    """submitit's pickle names the module."""
-    assert pickle.loads(b"clockstep.jobs.backends.slurm_task\nTrainingTask\n.") is TrainingTask
