@@ -86,16 +86,8 @@ def launched(
     """The marks of a run of `failure_loop.py` under this machine's launcher, to its last step. Raises `UserError` where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(LOOP, folder)
-        launch = [
-            "-m",
-            "lockstep.training",
-            "launch",
-            "--ranks",
-            str(ranks),
-            "--max-restarts",
-            str(2 * len(fates)),
-            "--",
-        ]
+        launch = ["-m", "lockstep.training", "launch", "--ranks", str(ranks)]
+        launch += ["--max-restarts", str(2 * len(fates)), "--"]
         words = [LOOP.name, str(steps), every, str(seconds), kind, *map(str, fates)]
         variables = {"PYTHONPATH": str(LOOP.parents[1]), "FAILURE_MEGABYTES": str(megabytes)}
         job = subprocess.Popen(

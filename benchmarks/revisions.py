@@ -35,9 +35,13 @@ from benchmarks.our_step import our_step
 try:
     from lockstep.training.parallel.memory import keep_freed
     from lockstep.training.parallel.world import detect, joined
-except ImportError:  # before training/ had rooms
-    from training.memory import keep_freed
-    from training.world import detect, joined
+except ImportError:
+    try:  # before everything was imported as lockstep
+        from training.parallel.memory import keep_freed
+        from training.parallel.world import detect, joined
+    except ImportError:  # before training/ had rooms
+        from training.memory import keep_freed
+        from training.world import detect, joined
 
 recipe, strategy, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with joined(detect(os.environ), "cpu") as world:

@@ -24,23 +24,16 @@ THEMES = ("light", "dark")
 WIDTH, HEIGHT = 1180, 760
 
 
+def _smoke(ranks: int, run: Path, *settings: str) -> list[str]:
+    launch = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", str(ranks)]
+    return [*launch, "run", "smoke", "--run-dir", str(run), "--set", *settings]
+
+
 def train(folder: Path) -> list[Path]:
     """Two runs that differ in their learning rate."""
     runs = [folder / "runs/smoke", folder / "runs/half-rate"]
     for run, rate in zip(runs, ("0.002", "0.001")):
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep.training",
-            "launch",
-            "--ranks",
-            "2",
-            "run",
-            "smoke",
-            "--run-dir",
-            str(run),
-        ]
-        subprocess.run([*command, "--set", f"optim.lr={rate}", "epochs=8"], cwd=ROOT, check=True)
+        subprocess.run(_smoke(2, run, f"optim.lr={rate}", "epochs=8"), cwd=ROOT, check=True)
     return runs
 
 
@@ -53,22 +46,9 @@ def top(folder: Path) -> None:
     from lockstep.jobs.cli.top import picture
 
     run = Path("runs/smoke")
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep.training",
-        "launch",
-        "--ranks",
-        "4",
-        "run",
-        "smoke",
-        "--run-dir",
-        str(run),
-        "--set",
-    ]
-    command += ["model=tests.prometheus.slow:Paced", "model_options={}", "epochs=400", "optim.lr=1e-4", "capture=never"]
+    settings = ["model=tests.prometheus.slow:Paced", "model_options={}", "epochs=400", "optim.lr=1e-4", "capture=never"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LOCKSTEP_TEST_SLOW": "2:backward", "LOCKSTEP_METRICS_PORT": "0"}
-    training = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True)
+    training = subprocess.Popen(_smoke(4, run, *settings), cwd=folder, env=env, start_new_session=True)
     here = Path.cwd()
     os.chdir(folder)  # the table's title names the run as a user would
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if __name__ != "lockstep.jobs":  # a second copy of each class, beside the first
+if __name__ != "lockstep.jobs":  # else each class would exist twice
     raise ImportError(f"the package {__name__} is imported as lockstep.jobs: from lockstep import JobSpec, submit")
 
 if TYPE_CHECKING:

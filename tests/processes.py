@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
+LAUNCH = (PYTHON, "-m", "lockstep.training", "launch")
 
 
 def clean_env(**extra: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lockstep.training.checkpoint import store
-from tests.processes import PYTHON, Result, clean_env, poll, processes, run
+from tests.processes import LAUNCH, Result, clean_env, poll, processes, run
 from tests.warm.gang import GRACE, Gang, running
 
 FINAL = 24
@@ -50,18 +50,7 @@ class Job:
 
     def command(self, *launch: str) -> list[str]:
         """Under the real launcher."""
-        return [
-            PYTHON,
-            "-m",
-            "lockstep.training",
-            "launch",
-            "--ranks",
-            str(self.ranks),
-            "--grace",
-            "20",
-            *launch,
-            *self.words,
-        ]
+        return [*LAUNCH, "--ranks", str(self.ranks), "--grace", "20", *launch, *self.words]
 
     @contextlib.contextmanager
     def started(self, grace: float = GRACE, **fate: str) -> Iterator[Gang]:

@@ -145,9 +145,8 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         error.shared = True  # every rank has the same arguments
         raise
 
-    from lockstep.training.resilience.preempt import (
-        Signals,  # imports torch: only when the arguments are known to be valid
-    )
+    # It imports torch: only when the arguments are known to be valid.
+    from lockstep.training.resilience.preempt import Signals
 
     signals = Signals(config.preempt.signals, meeting=True)
     from lockstep.training.parallel import world

@@ -126,6 +126,11 @@ def publish(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def is_meant_link(found: os.stat_result) -> bool:
+    """Of what lies in a run directory: a link that the user has put there, or root."""
+    return stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid())
+
+
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[Path]:
     """A name of the folder that stays its own in the block, whatever takes the place of `path`. Not of one that a link of another
@@ -134,8 +139,8 @@ def opened_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it is such a link, or no folder.
     """
-    meant = path.is_symlink() and path.lstat().st_uid in (0, os.geteuid())
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if meant else os.O_NOFOLLOW))
+    follow = 0 if is_meant_link(path.lstat()) else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow)
     try:
         held = Path(f"/proc/self/fd/{descriptor}")
         yield held if held.is_dir() else path

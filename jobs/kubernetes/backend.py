@@ -65,10 +65,8 @@ class KubernetesBackend(Cluster):
     @classmethod
     def connect(cls, **place: str | None) -> Self:
         """Reads the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
-        from lockstep.jobs.kubernetes.api import (  # the client takes longer to import than to render
-            Api,
-            load_configuration,
-        )
+        # The client takes longer to import than to render.
+        from lockstep.jobs.kubernetes.api import Api, load_configuration
 
         load, default = load_configuration(place.get("context"))
         return cls(Api(load), place.get("namespace") or default)

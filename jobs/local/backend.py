@@ -54,17 +54,18 @@ class LocalBackend(Backend):
 
     def find(self, name: str) -> Found | None:
         check_name(name)
-        return self._found(name) if name in self._names() else None
+        return self._found(name) if self._is_there() else None
 
-    def _names(self) -> list[str]:
-        """What lies in the folder, which is checked; nothing where there is none. Raises `UserError`."""
+    def _is_there(self) -> bool:
+        """Whether there is the folder, which is checked. Raises `UserError` where it cannot be read."""
         try:
             private.check(self.folder)
-            return sorted(os.listdir(self.folder))
+            os.scandir(self.folder).close()
         except FileNotFoundError:
-            return []
+            return False
         except OSError as error:
             raise UserError(f"cannot look for jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+        return True
 
     def _found(self, name: str) -> Found | None:
         """`find`, in the folder that was checked."""
@@ -298,7 +299,8 @@ class LocalBackend(Backend):
 
     def list(self) -> list[Listed]:
         jobs = []
-        for name in (name for name in self._names() if os.path.lexists(self.folder / name / JOB)):
+        names = sorted(os.listdir(self.folder)) if self._is_there() else []
+        for name in (name for name in names if os.path.lexists(self.folder / name / JOB)):
             try:
                 if (found := self._found(name)) is not None:
                     jobs.append((found, self._before(found)))

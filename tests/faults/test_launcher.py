@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.training.launch.codes import cluster_code, deaths, exit_code, too_early
 from tests.conftest import Undisturbed
 from tests.events import events
-from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, run, started
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, run, started
 from tests.runs import Job, assert_same
 
 
@@ -269,20 +269,7 @@ sys.exit(9)
 
 def test_a_program_may_use_usr1_for_itself_and_is_restarted_all_the_same(tmp_path: Path) -> None:
     program = USR1.format(folder=str(tmp_path))
-    command = [
-        PYTHON,
-        "-m",
-        "lockstep.training",
-        "launch",
-        "--ranks",
-        "1",
-        "--max-restarts",
-        "1",
-        "--",
-        PYTHON,
-        "-c",
-        program,
-    ]
+    command = [*LAUNCH, "--ranks", "1", "--max-restarts", "1", "--", PYTHON, "-c", program]
     with started(command) as launcher:
         poll((tmp_path / "ready").exists, what="a handler")
         launcher.send_signal(signal.SIGUSR1)
@@ -311,18 +298,7 @@ time.sleep(60)
 
 def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
     """The ranks go on when their first lines were read, and write the next one in two pieces."""
-    command = [
-        PYTHON,
-        "-m",
-        "lockstep.training",
-        "launch",
-        "--ranks",
-        "2",
-        "--",
-        PYTHON,
-        "-c",
-        PIECES.format(folder=str(tmp_path)),
-    ]
+    command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-c", PIECES.format(folder=str(tmp_path))]
     with started(command) as process:
         assert process.stdout is not None
         bound = threading.Timer(60, process.kill)

@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.jobs.cli.ranks import parse
 from tests.events import events
-from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, processes, require, started
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, processes, require, started
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
 from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
@@ -132,19 +132,7 @@ def test_ranks_that_are_started_again_are_scraped_at_the_same_ports(
     targets = [{"targets": [f"127.0.0.1:{port + rank}" for rank in (0, 1)], "labels": {"role": "fixed"}}]
     (server.targets / "fixed.json").write_text(json.dumps(targets))
     words = _words(run_dir, tiny, server, "epochs=400", f"metrics.port={port}", "checkpoint.every_steps=20")
-    command = [
-        PYTHON,
-        "-m",
-        "lockstep.training",
-        "launch",
-        "--ranks",
-        "2",
-        "--grace",
-        "20",
-        "--max-restarts",
-        "1",
-        *words,
-    ]
+    command = [*LAUNCH, "--ranks", "2", "--grace", "20", "--max-restarts", "1", *words]
 
     def attempts() -> dict[str, str]:
         found = server.query('training_attempt{role="fixed"} and on(instance) up{role="fixed"} == 1')

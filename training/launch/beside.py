@@ -1,6 +1,6 @@
-"""python -m lockstep.training.launch.beside --rank N -- COMMAND …: a command beside a rank of this node.
+"""python -m lockstep.training.launch.beside --rank N -- COMMAND …
 
-It has the rank's folder and its environment.
+A command on the node of a rank, in the rank's folder and with its environment.
 
 `lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
 What marks the processes of a job is taken away: the command does not belong to the job, and neither does a run that it starts.

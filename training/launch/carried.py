@@ -52,9 +52,8 @@ def enter(args: argparse.Namespace) -> None:
         folder = args.code_folder.absolute()
     else:
         raise UserError("--code needs --code-folder or --code-parts: where the code lies")
-    launcher_path = sys.path[
-        0
-    ]  # where `python -m lockstep.training` found the launcher; the ranks start in another folder
+    # Where `python -m lockstep.training` found the launcher; the ranks start in another folder.
+    launcher_path = sys.path[0]
     try:
         os.chdir(folder)
     except OSError as error:

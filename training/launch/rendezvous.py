@@ -129,14 +129,18 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
 def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bool) -> RendezvousHandler:
     """The store listens on the one address that was named."""
     seconds, secret = float(wanted.get("read_timeout")), Secret(wanted.get("secret"))
+
+    def joined(serves: bool) -> Several:
+        return Several(wanted, stores.tcp_store(host, port, serves=serves, seconds=seconds), secret, serves)
+
     if served_here:
         try:
-            return Several(wanted, stores.tcp_store(host, port, serves=True, seconds=seconds), secret, True)
+            return joined(serves=True)
         except (ValueError, RuntimeError) as error:
             if wanted.get_as_bool("is_host") is not None:  # else only the name matched; another process serves
                 raise RendezvousError(str(error)) from error
     try:
-        return Several(wanted, stores.tcp_store(host, port, serves=False, seconds=seconds), secret, False)
+        return joined(serves=False)
     except (ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(str(error).splitlines()[0]) from error
 

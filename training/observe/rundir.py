@@ -259,10 +259,10 @@ def _no_link(path: str, flags: int) -> int:
 def _refuse_links_of_others(path: Path) -> None:
     """Whoever made the directory may have put a link where a run writes. One of the user's own, or of root, is meant."""
     for entry in os.scandir(path):
-        owner = entry.stat(follow_symlinks=False).st_uid
-        if entry.is_symlink() and owner not in (0, os.geteuid()):
+        found = entry.stat(follow_symlinks=False)
+        if entry.is_symlink() and not files.is_meant_link(found):
             raise UserError(
-                f"{entry.path} is a link of user {owner} to {os.readlink(entry.path)}: remove it, or choose another --run-dir"
+                f"{entry.path} is a link of user {found.st_uid} to {os.readlink(entry.path)}: remove it, or choose another --run-dir"
             )
 
 
