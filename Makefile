@@ -47,7 +47,7 @@ train: $(READY) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes,
 	@$(VENV)/bin/lockstep run $(RECIPE) --ranks $(RANKS) --run-dir $(RUN_DIR) $(if $(FRESH),--fresh) $(addprefix --set ,$(SET))
 
 # Shared out by tests/sharing.py.
-TEST = -m pytest -p tests.sharing -n $(WORKERS) --dist loadscope tests/dist tests/jobs tests/unit -m "not containers"
+TEST = -m pytest -p tests.sharing -n $(WORKERS) --dist loadscope tests/training tests/jobs tests/unit -m "not containers"
 
 test: $(READY) ## unit tests, and real runs on 2 and 3 ranks: needs no cluster and no root
 	$(RUN) $(TEST)
@@ -58,7 +58,7 @@ coverage: $(READY) ## make test, and the lines that it covers; takes half as lon
 	@$(RUN) -m coverage combine -q && $(RUN) -m coverage report
 
 test-fast: $(READY) ## for every change: unit tests, and one real run on two ranks (a minute)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/unit tests/dist/test_launching.py::test_two_ranks_under_lockstep_run
+	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/unit tests/training/test_launching.py::test_two_ranks_under_lockstep_run
 
 test-sync: $(READY) ## gradient sync in scripts of one's own; runs under mpiexec (Open MPI), torchrun and mp.spawn, killed and resumed
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/sync
@@ -195,8 +195,8 @@ crds: $(READY) ## write tests/kubernetes/crds/*.json anew: what the manifest tes
 	$(RUN) tests/kubernetes/crds/strip.py
 
 lint: $(READY) ## ruff, mypy, hadolint and the word list
-	$(RUN) -m ruff check . tests/dist # of itself it takes a folder dist for something that was built
-	$(RUN) -m ruff format --check . tests/dist
+	$(RUN) -m ruff check . # of itself it takes a folder dist for something that was built
+	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m tests.words
 	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.training.checkpoint import store
+from tests import product
 from tests.processes import LAUNCH, Result, clean_env, poll, processes, run
 from tests.warm.gang import GRACE, Gang, running
 
@@ -104,11 +104,7 @@ class Job:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that verify, newest first."""
-        steps = []
-        for path in store.candidates(self.run_dir / "checkpoints"):
-            store.verify(path)
-            steps.append(store.step_of(path))
-        return steps
+        return product.checkpoint_steps(self.run_dir)
 
 
 def tensors(run_dir: Path, step: int = FINAL) -> dict[str, torch.Tensor]:
@@ -125,7 +121,7 @@ def tensors(run_dir: Path, step: int = FINAL) -> dict[str, torch.Tensor]:
             for number, inner in enumerate(value):
                 walk(inner, f"{place}.{number}")
 
-    walk(store.load(run_dir / "checkpoints" / f"step-{step:08d}"), "")
+    walk(product.checkpoint(run_dir / "checkpoints" / f"step-{step:08d}"), "")
     return found
 
 

@@ -21,7 +21,7 @@ LAUNCHERS = {
     ],
     "mpiexec": lambda: [*mpiexec_command(2), "-m", "lockstep.training"],
 }  # fmt: skip
-"""`training launch` is in tests/faults, srun in tests/slurm, `lockstep run` in tests/dist."""
+"""`training launch` is in tests/faults, srun in tests/slurm, `lockstep run` in tests/training."""
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.imports import graph, modules
+from tests import product
+from tests.imports import graph, imported, modules
 from tests.processes import ROOT
 
 ENTRANCE = 10
@@ -38,6 +40,19 @@ def test_nothing_rests_on_the_exercises_and_only_programs_on_an_attempt() -> Non
         if not name.startswith("lockstep.training.exercises"):
             assert not [other for other in imports if other.startswith("lockstep.training.exercises")], name
             assert name == "lockstep.training.__main__" or "lockstep.training.run.recipe" not in imports, name
+
+
+def test_only_one_module_of_the_tests_reaches_inside() -> None:
+    """Unit tests may import what they test; the others take the public names, or `tests/product.py`."""
+    known = modules("training") | modules("jobs")
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path.parts[len(ROOT.parts) + 1] not in {"unit", "product.py"}
+        for name in imported(ast.parse(path.read_text()), known)
+        if name.startswith(("lockstep.training", "lockstep.jobs")) and name not in product.PUBLIC
+    }
+    assert not found
 
 
 HOP = re.compile(r"^\| (\d) \| `([\w/]+\.py):(\d+)` `(.+)` \|")

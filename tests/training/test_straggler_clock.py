@@ -16,8 +16,8 @@ from torch import nn
 from lockstep.training import sync
 from lockstep.training.observe.clock import StepClock, Times
 from lockstep.training.parallel.world import World
-from tests.dist.test_sync_contract import CASES, RANKLESS
 from tests.ranks import on_ranks
+from tests.training.test_sync_contract import CASES, RANKLESS
 
 DELAY, STEPS = 0.06, 8
 """Seconds, well above what a loaded machine adds to one rank alone; steps, of which the first is not looked at."""
