@@ -93,8 +93,8 @@ test-gpu-rehearsal: $(READY) ## the GPU path over a stand-in for CUDA and NCCL, 
 test-nightly: $(READY) ## the whole GPU rehearsal, 50 random scenarios, 300 pairs of starts with --fresh, the mutants
 	@code=0; set -x; \
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/gpu_rehearsal || code=1; \
-	LOCKSTEP_SCENARIOS=50 LOCKSTEP_FRESH=300 $(RUN) -m pytest -n $(WORKERS) --dist loadscope \
-	  tests/faults/test_scenarios.py tests/faults/test_open_doors.py tests/own/test_session_resume.py || code=1; \
+	LOCKSTEP_SCENARIOS=50 LOCKSTEP_FRESH=300 LOCKSTEP_HOSTILE=3000 $(RUN) -m pytest -n $(WORKERS) --dist loadscope \
+	  tests/faults/test_scenarios.py tests/faults/test_open_doors.py tests/faults/test_hostile_files.py tests/own/test_session_resume.py || code=1; \
 	$(RUN) -m tests.mutants --check-clean || code=1; \
 	exit $$code
 
@@ -227,8 +227,9 @@ bench: $(READY) ## time a training step on this machine's CPU against torch's DD
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/metrics.py
 
-bench-gpu: $(READY) ## ten minutes on one GPU: steps, profile, projection, trainings: DATA=… [BAG=… AIRBENCH=… HIVERGE=…: checkouts]
-	$(RUN) benchmarks/gpu.py --data-root $(or $(DATA),data) $(if $(BAG),--bag $(BAG)) $(if $(AIRBENCH),--airbench $(AIRBENCH)) $(if $(HIVERGE),--hiverge $(HIVERGE))
+bench-gpu: $(READY) ## ten minutes on one GPU: steps, profile, trainings: DATA=… [BAG=… AIRBENCH=…: checkouts]
+	$(RUN) benchmarks/gpu.py
+	$(RUN) benchmarks/speedrun.py --seconds 480 --data-root $(or $(DATA),data) $(if $(BAG),--bag $(BAG)) $(if $(AIRBENCH),--airbench $(AIRBENCH))
 
 clean: ## remove caches; runs/, data/ and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

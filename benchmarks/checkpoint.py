@@ -1,8 +1,7 @@
-"""python benchmarks/checkpoint.py [--sizes 10 100 1000] [--rounds 15] [--directory DIR] [--out FILE] [--check]
+"""python benchmarks/checkpoint.py [--sizes 10 100 1000] [--rounds 15] [--directory DIR] [--out FILE]
 
 What a checkpoint costs: the stall of an asynchronous save against `torch.save` + fsync of the same state, interleaved;
-the writer of the tensor file (streams, and hashes meanwhile) against the safetensors library's and a sha256 of what it wrote;
-the throughput of a whole save against plain writing of the same bytes; verification, resume, and a seek in the data order.
+the throughput of a whole save against plain writing of the same bytes; verification, and resume.
 """
 
 from __future__ import annotations
@@ -19,16 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from safetensors.torch import save_file
 
-from benchmarks import figures
-from benchmarks.figures import Figure, figure
-from benchmarks.measure import interleaved, steady
-from lockstep.training import files, manifest
-from lockstep.training.checkpoint import store
+from benchmarks.measure import Figure, Run, figure, interleaved, options, ratios, steady
 from lockstep.training.checkpoint.store import Writer, load, newest_verified, verify
 from lockstep.training.contract import user_errors
-from lockstep.training.data import order
 
 
 def _state(megabytes: int) -> dict[str, Any]:
@@ -48,21 +41,6 @@ def _plain_write(data: memoryview, path: Path) -> None:
         for start in range(0, len(data), 8 << 20):
             file.write(data[start : start + (8 << 20)])
         os.fsync(file.fileno())
-
-
-def _our_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    path.unlink(missing_ok=True)
-    manifest.write_file(path, store._safetensors(tensors))
-
-
-def _librarys_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """What a checkpoint asks for: on the disk, and with its sha256."""
-    path.unlink(missing_ok=True)
-    save_file(tensors, path)
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    files.sha256(path)
 
 
 def measure(megabytes: int, rounds: int, directory: Path) -> tuple[dict[str, Figure], dict[str, list[float]]]:
@@ -108,53 +86,33 @@ def measure(megabytes: int, rounds: int, directory: Path) -> tuple[dict[str, Fig
         {"verify": lambda: verify(newest), "resume": lambda: load(newest_verified(directory / "ours") or newest)},
         rounds,
     )
-    tensors = state["shared"]
-    writers = interleaved(
-        {
-            "ours": lambda: _our_file(tensors, directory / "ours.safetensors"),
-            "library": lambda: _librarys_file(tensors, directory / "library.safetensors"),
-        },
-        rounds,
-    )
     shutil.rmtree(directory / "ours")
-    times |= {"written": written, **reads, **{f"file, {name}": values for name, values in writers.items()}}
+    times |= {"written": written, **reads}
     rows = {
         "stall": figure([seconds * 1e3 for seconds in times["stall"]], "ms"),
         "torch.save + fsync": figure([seconds * 1e3 for seconds in times["torch.save"]], "ms"),
-        "stall / torch.save + fsync": figures.ratios(times, "stall", "torch.save"),
+        "stall / torch.save + fsync": ratios(times, "stall", "torch.save"),
         "written": figure([megabytes / seconds for seconds in written], "MB/s", "more"),
         "plain": figure([megabytes / seconds for seconds in times["plain"]], "MB/s", "more"),
         "verify": figure(reads["verify"], "s"),
         "verify and load": figure(reads["resume"], "s"),
-        "tensor file, ours / library's": figures.ratios(writers, "ours", "library"),
     }
     return {f"{megabytes} MB, {name}": found for name, found in rows.items()}, times
 
 
-def seek(rounds: int) -> list[float]:
-    """Milliseconds to the batch of step 10⁶ in a data set of ten billion samples."""
-    times = []
-    for number in range(rounds + 5):
-        began = time.perf_counter()
-        order.global_ids(10_000_000_000, number, 3, 1_000_000, 512)
-        times.append((time.perf_counter() - began) * 1e3)
-    return times[5:]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    figures.options(parser, rounds=15)
+    options(parser, rounds=15)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1000], help="megabytes of state")
     parser.add_argument("--directory", type=Path, help="a folder on the disk to measure; default: the temporary one")
     args = parser.parse_args()
-    run = figures.Run("checkpoint", args)
+    run = Run("checkpoint", args)
     rows: dict[str, Figure] = {}
     seconds = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         for size in args.sizes:
             found, seconds[f"{size} MB"] = measure(size, args.rounds, Path(directory))
             rows |= found
-    rows["seek to step 10⁶"] = figure(seek(args.rounds), "ms")
     return run.finish(rows, {"seconds": seconds})
 
 

@@ -1,8 +1,8 @@
-"""python benchmarks/cpu_step.py [--rounds 15] [--batch 64] [--no-compile] [--out FILE] [--check]
+"""python benchmarks/cpu_step.py [--rounds 15] [--batch 64] [--no-compile] [--out FILE]
 
 Images a second of one whole training step (augmentation, forward, backward, optimizer, average) on this CPU:
-full-width bag_of_tricks and resnet18, eager and compiled, beside a plain NCHW float32 step of the same network; on
-2 ranks `flat` against torch's DDP; and the share of this CPU's sgemm rate, measured in the same rounds.
+full-width bag_of_tricks and resnet18, eager and compiled; on 2 ranks `flat` against torch's DDP; and the share of
+this CPU's sgemm rate, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -17,72 +17,74 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from benchmarks import figures
-from benchmarks.measure import interleaved
-from benchmarks.our_step import FLOP_PER_IMAGE, our_step
+from benchmarks.measure import Figure, Run, figure, interleaved, options, ratios
+from lockstep.training import config, optim, sync
+from lockstep.training.checkpoint.state import Cursor, TrainState
 from lockstep.training.contract import user_errors
+from lockstep.training.cudagraph import CapturedTrainer, obstacle
+from lockstep.training.data.loader import Batch
 from lockstep.training.exercises.bench.gang import on_ranks
-from lockstep.training.parallel.world import detect, joined
+from lockstep.training.models import batch_multiple, build
+from lockstep.training.models.arithmetic import real_type
+from lockstep.training.observe.clock import Times, step_clock
+from lockstep.training.optim.ema import Ema
+from lockstep.training.parallel.world import World, detect, joined
+from lockstep.training.trainer import Trainer
 
+FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
+"""Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
 RECIPES = ("bag_of_tricks", "resnet18")
 
 
-class PlainBagOfTricks(nn.Module):
-    """The same network as its publication writes it: ghost batch norm with one running mean a split, no reordering."""
+def our_step(
+    recipe: str, batch: int, world: World, strategy: str, compiled: bool = False, extra: list[str] | None = None
+) -> Callable[[], Times]:
+    """The recipe's own step, from uint8 images on the device to averaged weights; gives back the phases' seconds.
 
-    class Norm(nn.BatchNorm2d):
-        def __init__(self, channels: int, splits: int = 16) -> None:
-            super().__init__(channels)
-            self.weight.requires_grad_(False)
-            self.splits = splits
-            self.register_buffer("running_mean", torch.zeros(channels * splits))
-            self.register_buffer("running_var", torch.ones(channels * splits))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            n, c, h, w = x.shape
-            x = x.view(-1, c * self.splits, h, w)
-            weight, bias = self.weight.repeat(self.splits), self.bias.repeat(self.splits)
-            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, 0.1, 1e-5).view(n, c, h, w)
-
-    def __init__(self, splits: int) -> None:
-        super().__init__()
-
-        def block(fan_in: int, fan_out: int, kernel: int = 3, pool: bool = False) -> nn.Sequential:
-            conv = nn.Conv2d(fan_in, fan_out, kernel, padding=kernel // 2, bias=False)
-            return nn.Sequential(conv, *([nn.MaxPool2d(2)] if pool else []), self.Norm(fan_out, splits), nn.CELU(0.3))
-
-        self.whitening = nn.Conv2d(3, 27, 3, padding=1, bias=False).requires_grad_(False)
-        self.stem, self.stage1 = block(27, 64, 1), block(64, 128, pool=True)
-        self.residual1 = nn.Sequential(block(128, 128), block(128, 128))
-        self.stage2, self.stage3 = block(128, 256, pool=True), block(256, 512, pool=True)
-        self.residual3 = nn.Sequential(block(512, 512), block(512, 512))
-        self.head = nn.Linear(512, 10, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stage1(self.stem(self.whitening(x)))
-        x = self.stage3(self.stage2(x + self.residual1(x)))
-        x = x + self.residual3(x)
-        return self.head(F.max_pool2d(x, 4).flatten(1)) * 0.125
-
-
-def plain_step(batch: int) -> Callable[[], None]:
-    """Forward, backward and torch's SGD with Nesterov momentum, on a batch that is ready in memory."""
+    Args:
+        batch: images of this rank.
+        extra: settings; with `capture=auto` the step is recorded, and has to run on `capture_stream`. Raises
+            `RuntimeError`, here or in the step that was to be recorded, where it cannot be.
+    """
     torch.manual_seed(0)
-    model = PlainBagOfTricks(splits=max(batch // 32, 1))
-    optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-4, momentum=0.9, nesterov=True
+    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}", *(extra or [])])
+    device = world.device
+    model = build(settings.model, settings.model_options, 10).to(device, real_type(settings.precision))
+    model = model.to(memory_format=torch.channels_last) if settings.channels_last else model
+    synchroniser = sync.build(settings.sync)
+    network = synchroniser.wrap(model, world, torch.randn(batch, 3, 32, 32, device=device))
+    network = torch.compile(network) if compiled else network
+    optimizer = synchroniser.make_optimizer(
+        lambda parameters: optim.build(parameters, settings, batch * world.size, model)
     )
-    x, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+    ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
+    losses = torch.zeros(2, dtype=torch.float64, device=device)
+    state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), step_clock(device), losses, {})
+    steps = {"batch_multiple": batch_multiple(model), "steps_per_epoch": 1000}
+    trainer = Trainer(settings, state, network, **steps)
+    if settings.capture == "auto":
+        if reason := obstacle(settings, state):
+            raise RuntimeError(reason)
+        trainer = CapturedTrainer(settings, state, network, _refuse, None, **steps)
+    images = torch.randint(0, 256, (max(4096, batch + 1), 32, 32, 3), dtype=torch.uint8).to(device)
+    rows = torch.arange(batch, device=device)
+    part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)).to(device), batch * world.size)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), labels, label_smoothing=0.2, reduction="sum").backward()
-        optimizer.step()
+    def run() -> Times:
+        state.clock.begin()
+        state.clock.data_ready()
+        trainer.step(part)
+        trainer.update_average()
+        state.cursor.step = (state.cursor.step + 1) % 1000
+        return state.clock.end()
 
-    return step
+    return run
+
+
+def _refuse(why: str) -> None:
+    """Eager times are not to be published as recorded ones."""
+    raise RuntimeError(why)
 
 
 def sgemm(size: int = 2048) -> Callable[[], None]:
@@ -94,12 +96,12 @@ def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, list[fl
     """Seconds of each variant in each round."""
     with joined(detect({}), "cpu") as world:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        variants: dict[str, Callable[[], Any]] = {"sgemm": sgemm(), "plain bag_of_tricks": plain_step(batch)}
+        variants: dict[str, Callable[[], Any]] = {"sgemm": sgemm()}
         for recipe in RECIPES:
             variants[f"{recipe} eager"] = our_step(recipe, batch, world, "flat")
             if compile_too:
                 variants[f"{recipe} compiled"] = our_step(recipe, batch, world, "flat", compiled=True)
-        return interleaved(variants, rounds, warm_up=None)
+        return interleaved(variants, rounds, warm_up=None if rounds > 1 else 0)
 
 
 def _rank(batch: int, rounds: int) -> dict[str, Any]:
@@ -108,37 +110,32 @@ def _rank(batch: int, rounds: int) -> dict[str, Any]:
         found = {}
         for recipe in RECIPES:
             variants = {name: our_step(recipe, batch, world, name) for name in ("flat", "ddp")}
-            found[recipe] = interleaved(variants, rounds, warm_up=3)
+            found[recipe] = interleaved(variants, rounds, warm_up=3 if rounds > 1 else 0)
     return found
 
 
-def summary(
-    batch: int, one: dict[str, list[float]], two: dict[str, dict[str, list[float]]]
-) -> dict[str, figures.Figure]:
-    rows = {"sgemm 2048": figures.figure([2 * 2048**3 / seconds / 1e9 for seconds in one["sgemm"]], "GFLOP/s", "more")}
+def summary(batch: int, one: dict[str, list[float]], two: dict[str, dict[str, list[float]]]) -> dict[str, Figure]:
+    rows = {"sgemm 2048": figure([2 * 2048**3 / seconds / 1e9 for seconds in one["sgemm"]], "GFLOP/s", "more")}
     for name, times in one.items():
         if name != "sgemm":
             flop = FLOP_PER_IMAGE[next(recipe for recipe in RECIPES if recipe in name)] * batch
-            rows[name] = figures.figure([batch / seconds for seconds in times], "images/s", "more")
+            rows[name] = figure([batch / seconds for seconds in times], "images/s", "more")
             shares = [flop / seconds / (2 * 2048**3 / sgemm) for seconds, sgemm in zip(times, one["sgemm"])]
-            rows[f"{name}, share of sgemm"] = figures.figure(shares, "", "more")
-    rows["bag_of_tricks, ours against plain"] = figures.ratios(
-        one, "plain bag_of_tricks", "bag_of_tricks eager", "more"
-    )
+            rows[f"{name}, share of sgemm"] = figure(shares, "", "more")
     for recipe, times in two.items():
         for name, seconds in times.items():
-            rows[f"2 ranks, {recipe}, {name}"] = figures.figure([2 * batch / s for s in seconds], "images/s", "more")
-        rows[f"2 ranks, {recipe}, flat against ddp"] = figures.ratios(times, "ddp", "flat", "more")
+            rows[f"2 ranks, {recipe}, {name}"] = figure([2 * batch / s for s in seconds], "images/s", "more")
+        rows[f"2 ranks, {recipe}, flat against ddp"] = ratios(times, "ddp", "flat", "more")
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    figures.options(parser, rounds=15)
+    options(parser, rounds=15)
     parser.add_argument("--batch", type=int, default=64, help="images a rank and step; a multiple of 32")
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
-    run = figures.Run("cpu_step", args)
+    run = Run("cpu_step", args)
     one = one_process(args.batch, args.rounds, not args.no_compile)
     two = on_ranks(2, 1800, _rank, args.batch, args.rounds)[0]
     return run.finish(summary(args.batch, one, two), {"batch": args.batch, "one_process": one, "two_ranks": two})

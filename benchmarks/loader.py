@@ -1,21 +1,18 @@
-"""python benchmarks/loader.py [--images 2000] [--side 256] [--size 128] [--rounds 9] [--out FILE] [--check]
+"""python benchmarks/loader.py [--images 2000] [--side 256] [--size 128] [--rounds 9] [--out FILE]
 
-Images a second of an epoch's batches: from our shards (read as they lie, and gathered from the memory that a rank keeps
-them in), from torch's DataLoader that decodes the same JPEG files in the same way with 0, 1 and 2 workers, and reading
-the files' bytes without decoding them. The files are in the page cache, but for two rows: our shards and the bytes of the
-same shards, in a row, from the disk (of a virtual machine its host may still have them). And once: making the shards.
+Images a second of an epoch's batches: from our shards (read as they lie, gathered from the memory that a rank keeps them
+in, and from a cold page cache: of a virtual machine its host may still have them), and from torch's DataLoader that decodes the same JPEG
+files in the same way with 2 workers. And once: making the shards, with 2 processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,8 +21,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks import figures
-from benchmarks.measure import forget, interleaved
+from benchmarks.measure import Run, figure, forget, interleaved, options, ratios
 from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.data import shards, sources
@@ -93,23 +89,6 @@ def cold(manifest: Manifest, read: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def opened_epoch(manifest: Manifest) -> Callable[[], None]:
-    """An epoch of a loader that is opened for it."""
-    return lambda: epoch_of(manifest, "never")()
-
-
-def in_a_row(manifest: Manifest) -> Callable[[], None]:
-    """The bytes of the training shards, as fast as they come."""
-
-    def run() -> None:
-        for shard in manifest.splits["train"]:
-            with (manifest.directory / shard.file).open("rb", buffering=0) as file:
-                while file.read(1 << 20):
-                    pass
-
-    return run
-
-
 def decoding(paths: list[Path], size: int, workers: int) -> Callable[[], None]:
     loader = DataLoader(
         Decoding(paths, size), BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0
@@ -122,59 +101,35 @@ def decoding(paths: list[Path], size: int, workers: int) -> Callable[[], None]:
     return run
 
 
-def reading(paths: list[Path]) -> Callable[[], None]:
-    order = np.random.default_rng(0).permutation(len(paths))
-
-    def run() -> None:
-        for index in order:
-            paths[index].read_bytes()
-
-    return run
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
     for name, default in (("images", 2000), ("side", 256), ("size", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    figures.options(parser, rounds=9)
+    options(parser, rounds=9)
     args = parser.parse_args()
-    measured = figures.Run(f"loader-{args.size}", args)
+    measured = Run("loader", args)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         paths = write_images(root, args.images, args.side)
-        making: dict[str, Any] = {}
-        other, seconds = made(root, args.size, 1)  # for what is thrown out of the page cache
-        making["1 process"] = round(args.images / seconds)
-        manifest, seconds = made(root, args.size, 2)
-        making["2 processes"] = round(args.images / seconds)
+        other, _ = made(root, args.size, 1)  # for what is thrown out of the page cache
+        manifest, making = made(root, args.size, 2)
         torch.set_num_threads(1)
         variants = {
             "shards, read": epoch_of(manifest, "never"),
             "shards, in memory": epoch_of(manifest, "always"),
-            "DataLoader, 0 workers": decoding(paths, args.size, 0),
-            "DataLoader, 1 worker": decoding(paths, args.size, 1),
+            "shards, from the disk": cold(other, lambda: epoch_of(other, "never")()),
             "DataLoader, 2 workers": decoding(paths, args.size, 2),
-            "files, not decoded": reading(paths),
-            "shards, from the disk": cold(other, opened_epoch(other)),
-            "disk, shards in a row": cold(other, in_a_row(other)),
         }
         images = {
             name: manifest.count("train") // BATCH * BATCH if "shards" in name else args.images for name in variants
         }
-        images["disk, shards in a row"] = manifest.count("train")
         times = interleaved(variants, args.rounds, warm_up=None)
     print(f"{args.images} JPEG files of {args.side}², as {args.size}², batches of {BATCH}")
     rates = {name: [images[name] / seconds for seconds in taken] for name, taken in times.items()}
-    rows = {name: figures.figure(values, "images/s", "more") for name, values in rates.items()}
-    rows["shards, read / DataLoader, 2 workers"] = figures.ratios(
-        rates, "shards, read", "DataLoader, 2 workers", "more"
-    )
-    one = math.prod(manifest.shape) / 1e6
-    for name in ("shards, read", "shards, from the disk", "disk, shards in a row"):
-        rows[f"{name}, bytes"] = figures.figure([rate * one for rate in rates[name]], "MB/s", "more")
-    for name, rate in making.items():
-        rows[f"making shards, {name}"] = figures.figure([rate], "images/s", "more")
-    return measured.finish(rows, {"images": images, "seconds": times, "making": making})
+    rows = {name: figure(values, "images/s", "more") for name, values in rates.items()}
+    rows["shards, read / DataLoader, 2 workers"] = ratios(rates, "shards, read", "DataLoader, 2 workers", "more")
+    rows["making shards, 2 processes"] = figure([args.images / making], "images/s", "more")
+    return measured.finish(rows, {"images": images, "seconds": times})
 
 
 if __name__ == "__main__":

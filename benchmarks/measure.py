@@ -1,18 +1,23 @@
-"""How the benchmarks measure: variants take turns in one process, and medians and ratios of the same round count."""
+"""How the benchmarks measure: variants take turns in one process, and medians and ratios of the same round count.
+
+The interval of a figure is the one between two order statistics (Conover, Practical Nonparametric Statistics, 3.2). It holds whatever
+the noise looks like, if the rounds are independent, and needs at least six of them for 95 %.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import multiprocessing
+import math
 import os
 import platform
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,9 +41,8 @@ def interleaved(
 
     def run(name: str) -> float:
         began = time.perf_counter()
-        inside = variants[name]()
-        seconds = time.perf_counter() - began
-        return float(inside) if isinstance(variants[name], Worker) else seconds
+        variants[name]()
+        return time.perf_counter() - began
 
     warm: dict[str, list[float]] = {name: [] for name in names}
     while len(warm[names[0]]) < warm_up if warm_up is not None else not all(map(steady, warm.values())):
@@ -95,83 +99,16 @@ def _used() -> float:
 
 
 def _own() -> float:
-    """CPU seconds of this process, of those below it, and of their children that have ended."""
-    children: dict[int, list[int]] = {}
-    ticks: dict[int, int] = {}
+    """CPU seconds of the processes of this session that live, and of their children that have ended."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
-        pid = int(path.parent.name)
-        children.setdefault(int(fields[1]), []).append(pid)
-        ticks[pid] = sum(map(int, fields[11:15]))
-    ours, found = [os.getpid()], 0
-    while ours:
-        pid = ours.pop()
-        found += ticks.get(pid, 0)
-        ours += children.get(pid, [])
+        if int(fields[3]) == os.getsid(0):
+            found += sum(map(int, fields[11:15]))
     return found / os.sysconf("SC_CLK_TCK")
-
-
-class Worker:
-    """A variant in a process of its own, for what is process-wide: allocator, threads, another project's modules.
-
-    Args:
-        build: importable function that returns the callable to time; it runs in the worker.
-    """
-
-    def __init__(self, build: Callable[..., Callable[..., Any]], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, build, args), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._answer()
-
-    def __call__(self) -> float:
-        """Runs the callable once and returns its seconds, taken inside the worker. Raises `RuntimeError` where it failed."""
-        return self.run()[0]
-
-    def run(self, *args: Any) -> tuple[float, Any]:
-        """The seconds of one call with `args`, and what it gave back. Raises `RuntimeError` where it failed."""
-        self._pipe.send(args)
-        return self._answer()
-
-    def _answer(self) -> tuple[float, Any]:
-        try:
-            kind, seconds, value = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError("a worker ended without an answer (out of memory?)") from None
-        if kind == "failed":
-            raise RuntimeError(value)
-        return float(seconds), value
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-
-
-def _serve(pipe: Any, build: Callable[..., Callable[..., Any]], args: tuple[Any, ...]) -> None:
-    try:
-        run = build(*args)
-        pipe.send(("ready", 0.0, None))
-        while True:
-            words = pipe.recv()
-            began = time.perf_counter()
-            value = run(*words)
-            pipe.send(("done", time.perf_counter() - began, value))
-    except EOFError:
-        pass
-    except Exception:  # noqa: BLE001 - told to the parent
-        pipe.send(("failed", 0.0, traceback.format_exc()))
-
-
-def ratio(times: Mapping[str, list[float]], numerator: str, denominator: str) -> float:
-    """Median over the rounds of time(numerator) / time(denominator): above 1, the denominator is faster."""
-    return statistics.median(a / b for a, b in zip(times[numerator], times[denominator]))
 
 
 def machine() -> dict[str, Any]:
@@ -198,3 +135,76 @@ def write(name: str, value: dict[str, Any], out: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n")
     return path
+
+
+CONFIDENCE = 0.95
+HOW = ("rounds", "out")
+"""Arguments that do not change what is measured."""
+Better = Literal["less", "more"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    median: float
+    quartiles: tuple[float, float]
+    interval: tuple[float, float] | None
+    """Holds the true median with 95 %. None: there are fewer than six values."""
+    n: int
+    unit: str
+    better: Better
+
+    def __str__(self) -> str:
+        shown = f"{self.median:.4g} {self.unit}".rstrip()
+        spread = " … ".join(f"{value:.4g}" for value in self.quartiles)
+        bounds = f"[{self.interval[0]:.4g}, {self.interval[1]:.4g}]" if self.interval else "too few for an interval"
+        return f"{shown:>16}   {bounds:>22}   quartiles {spread}, n = {self.n}"
+
+
+def figure(values: Sequence[float], unit: str = "", better: Better = "less") -> Figure:
+    """Of one value a round. Raises `ValueError` for none at all."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("a figure needs at least one value")
+    first, _, third = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else [ordered[0]] * 3
+    return Figure(
+        statistics.median(ordered), (first, third), interval(ordered), len(ordered), unit, better,
+    )  # fmt: skip
+
+
+def interval(ordered: Sequence[float]) -> tuple[float, float] | None:
+    """The narrowest pair of equally far order statistics that holds the median with 95 %. None: no pair does."""
+    n, below, rank = len(ordered), 0.0, 0
+    while (below := below + math.comb(n, rank) / 2**n) <= (1 - CONFIDENCE) / 2:
+        rank += 1  # `below`: the chance that at most `rank` values are smaller than the median
+    return (ordered[rank - 1], ordered[n - rank]) if rank else None
+
+
+def ratios(times: Mapping[str, Sequence[float]], numerator: str, denominator: str, better: Better = "less") -> Figure:
+    """Of time(numerator) / time(denominator), round by round."""
+    return figure([a / b for a, b in zip(times[numerator], times[denominator])], "×", better)
+
+
+def options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument("--rounds", type=int, default=rounds, help="paired rounds (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the file of the result (default: in benchmarks/results)")
+
+
+class Run:
+    """One run of a benchmark, from its start to its record."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self._name, self._out, self._load = name, args.out, Load()
+        settings = {key: value for key, value in vars(args).items() if key not in HOW}
+        self._settings = json.loads(json.dumps(settings, default=str))
+
+    def finish(self, figures: Mapping[str, Figure], values: Mapping[str, Any]) -> int:
+        """Prints the figures and records them. Returns the exit code."""
+        about = {**self._load.about, **self._load.taken()}
+        others = f"others took {about['others']:.1%} of the CPU time"
+        print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}; {'BUSY: ' * about['busy']}{others}")
+        for row, found in figures.items():
+            print(f"  {row:44} {found}")
+        rows = {row: asdict(found) for row, found in figures.items()}
+        result = {"machine": about, "settings": self._settings, "figures": rows, **values}
+        print(f"written to {write(self._name, result, self._out)}")
+        return 0

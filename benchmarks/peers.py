@@ -1,4 +1,4 @@
-"""python benchmarks/peers.py [--stem small stock] [--rounds 5] [--steps 20] [--data-root DATA] [--out FILE]
+"""python benchmarks/peers.py [--rounds 5] [--steps 20] [--data-root DATA] [--out FILE]
 
 ResNet-18 on the same images and ranks: plain PyTorch DDP as the data-parallel tutorial writes it (DataLoader,
 PIL transforms, DistributedSampler), Lightning, Accelerate, and this package's own `training run`. All start under torchrun,
@@ -11,6 +11,7 @@ Images are CIFAR-10's from --data-root where it is there, else synthetic ones of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ import torch.nn.functional as F
 from benchmarks.measure import machine, write
 from lockstep.training.cli import positive
 from lockstep.training.contract import EXIT_USAGE, UserError
-from lockstep.training.models.resnet18 import ResNet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 1e-5
@@ -64,9 +65,9 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """As torchvision's CIFAR10: a PIL image through the tutorial's transforms, one at a time."""
 
     def __init__(self, work: Path) -> None:
+        self.images, self.labels = np.load(work / "images.npy", mmap_mode="r"), np.load(work / "labels.npy")
         from torchvision import transforms
 
-        self.images, self.labels = np.load(work / "images.npy", mmap_mode="r"), np.load(work / "labels.npy")
         steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
         self.transform = transforms.Compose([*steps, transforms.Normalize(MEAN, STD)])
 
@@ -79,11 +80,10 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return self.transform(Image.fromarray(np.asarray(self.images[index]))), int(self.labels[index])
 
 
-def tutorial_model(stem: str) -> torch.nn.Module:
-    """torchvision's own ResNet-18, as the tutorial builds it; with the small stem, whose maps are all large, ours is it."""
-    from torchvision.models import resnet18
+def tutorial_model() -> torch.nn.Module:
+    from torchvision.models import resnet18  # not above: Lockstep's start has to pay for what it needs alone
 
-    return resnet18(num_classes=10) if stem == "stock" else ResNet18(10, stem)
+    return resnet18(num_classes=10)
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -98,8 +98,8 @@ def plain(args: argparse.Namespace, clock: Clock) -> None:
     dist.init_process_group("gloo")
     data = Pictures(args.work)
     sampler = torch.utils.data.DistributedSampler(data)
-    loader = torch.utils.data.DataLoader(data, args.batch, sampler=sampler, num_workers=args.workers)
-    network = DistributedDataParallel(tutorial_model(args.stem))
+    loader = torch.utils.data.DataLoader(data, args.batch, sampler=sampler)
+    network = DistributedDataParallel(tutorial_model())
     optimizer = _sgd(network)
     network.train()
     sampler.set_epoch(0)
@@ -117,7 +117,7 @@ def lightning(args: argparse.Namespace, clock: Clock) -> None:
     class Net(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = tutorial_model(args.stem)
+            self.network = tutorial_model()
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:  # noqa: ARG002
             images, labels = batch
@@ -129,7 +129,7 @@ def lightning(args: argparse.Namespace, clock: Clock) -> None:
         def on_train_batch_end(self, *words: Any) -> None:  # noqa: ARG002
             clock.tick()
 
-    loader = torch.utils.data.DataLoader(Pictures(args.work), args.batch, shuffle=True, num_workers=args.workers)
+    loader = torch.utils.data.DataLoader(Pictures(args.work), args.batch, shuffle=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=args.ranks, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -141,9 +141,9 @@ def accelerate(args: argparse.Namespace, clock: Clock) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = tutorial_model(args.stem)
+    model = tutorial_model()
     optimizer = _sgd(model)
-    loader = torch.utils.data.DataLoader(Pictures(args.work), args.batch, shuffle=True, num_workers=args.workers)
+    loader = torch.utils.data.DataLoader(Pictures(args.work), args.batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     for images, labels in loader:
@@ -160,19 +160,10 @@ def lockstep(args: argparse.Namespace, clock: Clock) -> None:
 
     run = args.work / "run"
     words = ["run", "resnet18", "--run-dir", str(run), "--fresh", "--set", f"data.shards={args.work / 'shards'}"]
-    words += [
-        f"batch_size={args.batch}",
-        f"model_options.stem={args.stem}",
-        "epochs=1",
-        "log.every=1",
-        "log.format=json",
-    ]
-    with open(os.devnull, "w") as quiet:
-        out, sys.stdout = sys.stdout, quiet
-        try:
-            code = main(words)
-        finally:
-            sys.stdout = out
+    words += [f"batch_size={args.batch}", "model_options.stem=stock"]
+    words += ["epochs=1", "log.every=1", "log.format=json"]
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        code = main(words)
     if code:
         raise SystemExit(code)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -195,9 +186,7 @@ def prepare(args: argparse.Namespace, work: Path) -> str:
     else:
         raw, name = sources.load("synthetic", work, False, {"n": count, "n_test": 64}), "synthetic"
     if len(raw.train[1]) < count:
-        raise SystemExit(
-            f"{count} images are needed, there are {len(raw.train[1])}: use fewer --steps or a smaller --batch"
-        )
+        raise SystemExit(f"{count} images are needed, there are {len(raw.train[1])}: use a smaller --steps or --batch")
     images, labels = np.ascontiguousarray(raw.train[0][:count]), raw.train[1][:count]
     np.save(work / "images.npy", images)
     np.save(work / "labels.npy", labels)
@@ -205,55 +194,34 @@ def prepare(args: argparse.Namespace, work: Path) -> str:
     return name
 
 
-def start(name: str, stem: str, args: argparse.Namespace, work: Path) -> dict[str, float]:
+def start(name: str, args: argparse.Namespace, work: Path) -> dict[str, float]:
     """One run of one peer, in processes of its own. Raises `SystemExit` with its output where it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command += [str(Path(__file__).resolve()), "--worker", name, "--work", str(work), "--stem", stem]
-    for option in ("ranks", "batch", "steps", "warm_up", "workers"):
+    command += [str(Path(__file__).resolve()), "--worker", name, "--work", str(work)]
+    for option in ("ranks", "batch", "steps", "warm_up"):
         command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "LOCKSTEP_THREADS": str(threads),
-        "PEERS_BEGAN": str(time.time()),
-    }
+    env = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "LOCKSTEP_THREADS"), str(threads))
+    env["PEERS_BEGAN"] = str(time.time())
     for left in work.glob("result-*.json"):
         left.unlink()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout)
     found = [json.loads(path.read_text()) for path in work.glob("result-*.json")]
     if done.returncode or len(found) != args.ranks:
-        raise SystemExit(
-            f"{name} failed with exit code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
+        raise SystemExit(f"{name} failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     return {
         "images_per_second": statistics.mean(one["images_per_second"] for one in found),
         "start_up": max(one["start_up"] for one in found), "peak_mb": max(one["peak_mb"] for one in found),
     }  # fmt: skip
 
 
-def _installed(names: list[str]) -> list[str]:
-    import importlib.util
-
-    missing = [
-        name for name in names if name in ("Lightning", "Accelerate") and not importlib.util.find_spec(name.lower())
-    ]
-    if missing:
-        raise SystemExit(f"{', '.join(missing)} not installed: pip install -e '.[peers]', or leave out with --peers")
-    return names
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stem", nargs="+", choices=("small", "stock"), default=["stock", "small"])
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--batch", type=positive, default=128, help="images a rank and step")
     parser.add_argument("--steps", type=positive, default=20)
     parser.add_argument("--warm-up", type=positive, default=3)
-    parser.add_argument(
-        "--workers", type=int, default=0, help="processes of each peer's DataLoader; on 2 cores they cost"
-    )
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--data-root", type=Path, help="folder with CIFAR-10")
@@ -262,38 +230,32 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        args.stem = args.stem[0]
         clock = Clock(args)
         PEERS[args.worker](args, clock)
         clock.report(int(os.environ["RANK"]))
         return
-    names = _installed(args.peers)
+    names = args.peers
+    missing = [name for name in ("Lightning", "Accelerate") if name in names and not find_spec(name.lower())]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)} not installed: pip install -e '.[peers]', or leave out with --peers")
     about = machine()
-    result: dict[str, Any] = {
-        "machine": about,
-        "ranks": args.ranks,
-        "batch": args.batch,
-        "steps": args.steps,
-        "stems": {},
-    }
+    sizes = {"ranks": args.ranks, "batch": args.batch, "steps": args.steps}
+    result: dict[str, Any] = {"machine": about, **sizes}
     with tempfile.TemporaryDirectory(prefix="lockstep-peers-") as directory:
         result["data"] = prepare(args, Path(directory))
-        print(
-            f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {result['data']}, {args.ranks} ranks × {args.batch}"
-        )
-        for stem in args.stem:
-            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-            for number in range(args.rounds):
-                turn = number % len(names)
-                for name in names[turn:] + names[:turn]:
-                    rounds[name].append(start(name, stem, args, Path(directory)))
-            result["stems"][stem] = report(stem, rounds)
+        print(f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {result['data']}, {args.batch} a rank")
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for number in range(args.rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                rounds[name].append(start(name, args, Path(directory)))
+    result["peers"] = report(rounds)
     print(f"written to {write('peers', result, args.out)}")
 
 
-def report(stem: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Prints medians, and Lockstep against each peer as the median of the ratios of one round."""
-    print(f"\nResNet-18, {stem} stem          images/s   peak MB   start-up s   Lockstep is")
+    print("\nResNet-18                      images/s   peak MB   start-up s   Lockstep is")
     rows: dict[str, Any] = {}
     for name, runs in rounds.items():
         row: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}

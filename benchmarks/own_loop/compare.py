@@ -1,4 +1,4 @@
-"""python -m benchmarks.own_loop.compare [--out FILE]: one training loop with a Session, Lightning Fabric and Accelerate, disturbed.
+"""python -m benchmarks.own_loop.compare: one training loop with a Session, Lightning Fabric and Accelerate, disturbed.
 
 The loop is `examples/plain.py` on two ranks, 75 steps, saved every 10. One rank is killed, or gets a signal, at its 38th step; then the
 same command is started again. Told for each: the launcher's exit code, the seconds from the signal until no process is left, how many steps
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,14 @@ def start(peer: str, folder: Path, fate: str = "") -> dict[str, Any]:
     return {"code": done.returncode, "seconds": seconds, **found, "said": (done.stdout + done.stderr)[-2000:]}
 
 
-def measure(peer: str, folder: Path) -> dict[str, Any]:
+def measure(peer: str, folder: Path, fates: Sequence[str]) -> dict[str, Any]:
     calm = folder / f"{peer}-calm"
     calm.mkdir()
     reference = start(peer, calm)
     if reference["code"] != 0 or reference.get("steps") != STEPS:
         raise RuntimeError(f"{peer}, undisturbed: {reference}")
     result: dict[str, Any] = {"changed_lines": changed_lines(SCRIPTS[peer])}
-    for fate in FATES:
+    for fate in fates:
         run = folder / f"{peer}-{fate}"
         run.mkdir()
         first = start(peer, run, f"1:{AT}:{fate}")
@@ -90,15 +91,16 @@ def measure(peer: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--loops", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
+    parser.add_argument("--fates", nargs="*", choices=FATES, default=FATES)
+    parser.add_argument("--out", type=Path, help="the file of the result (default: in benchmarks/results)")
     args = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, by the loops too
     with tempfile.TemporaryDirectory() as folder:
-        found = {peer: measure(peer, Path(folder)) for peer in SCRIPTS}
+        found = {peer: measure(peer, Path(folder), args.fates) for peer in args.loops}
     result = {"machine": machine(), "steps": STEPS, "signal_at": AT, "saved_every": 10, "loops": found}
     print(json.dumps(result, indent=2))
-    if args.out:
-        write("own_loop", result, args.out)
+    print(f"written to {write('own_loop', result, args.out)}")
 
 
 if __name__ == "__main__":

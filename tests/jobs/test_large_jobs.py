@@ -9,11 +9,11 @@ import prometheus_client.parser
 import pytest
 from rich.console import Console
 
-from benchmarks import large_run
 from lockstep.jobs.cli import top
 from lockstep.jobs.cli.ranks import Reader, judge
 from lockstep.jobs.local import processes
 from lockstep.jobs.local.backend import LocalBackend
+from tests import large_run
 
 RANKS = 1024
 SLOW = 700

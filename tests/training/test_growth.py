@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scale_counts import Counts
-from benchmarks.scale_parts import calls
+from benchmarks.scale import Counts, calls
 from lockstep.training import config as configuration
 from lockstep.training import files
 from lockstep.training.parallel.world import World
@@ -41,12 +40,12 @@ def _counted(world: World, folder: str) -> dict[str, dict[str, float]]:
     prepared.exporter._write_textfiles()
     second = Exporter(config.metrics, world, root / "run", {}, sweeps=False)
     second.close(0)
-    found["exporter"] = {"entries": (counts.now() - before).entries}
+    found["exporter"] = {"entries": counts.now().since(before).entries}
     for name, (call, _) in calls(world, prepared.state).items():
         call()
         before = counts.now()
         call()
-        spent = counts.now() - before
+        spent = counts.now().since(before)
         found[name] = {"messages": spent.messages, "bytes": spent.bytes}
     prepared.exporter.close(0)
     if prepared.run is not None:

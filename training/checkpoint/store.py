@@ -9,7 +9,7 @@ each file → manifest → rename → fsync of the parent. Older checkpoints are
 and verified. There is no pickle: a tensor file is safetensors, the rest is JSON.
 
 The safetensors library reads the file and holds its structure. It does not write it: it would hash nothing meanwhile and
-force nothing to the disk, and what it writes would have to be read once more for its sha256 (benchmarks/checkpoint.py).
+force nothing to the disk, and what it writes would have to be read once more for its sha256 (benchmarks/README.md).
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""Generates what a large job leaves outside: python -m benchmarks.large_run FOLDER [--ranks 1024] [--events 100000] [--serve]
-
-A run directory with the textfiles (and with `--serve` the live endpoints) of many ranks and a long events.jsonl, for
-`lockstep top` and `report`. `local_jobs` makes the folders of many local jobs, `pods` a Kubernetes job's pods.
-"""
+"""What a large job leaves outside: a run directory with the textfiles of many ranks and a long events.jsonl, and the folders of many
+local jobs."""
 
 from __future__ import annotations
 
-import argparse
-import http.server
 import json
 import math
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +71,6 @@ def _events(count: int, every: int) -> Any:
             yield {"event": "checkpoint_written", "time": now, "attempt": 1, "path": f"step-{step:08d}", "seconds": 0.1}
 
 
-def serve(path: Path, ranks: int) -> http.server.ThreadingHTTPServer:
-    """One server that stands for all ranks; their endpoint files name it. Its answer has the rank that it was asked for."""
-    texts = {rank: contract.textfile(path, rank).read_bytes() for rank in range(ranks)}
-    turn = iter(range(1 << 62))
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            # All ranks have one port here, so whose turn it is is not known: the reader checks, and takes the textfile.
-            body = texts[next(turn) % ranks]
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    (path / contract.ENDPOINTS).mkdir(exist_ok=True)
-    for rank in range(ranks):
-        where = {"host": "127.0.0.1", "port": server.server_port, "pid": 1}
-        contract.endpoint_file(path, rank).write_text(json.dumps(where))
-    return server
-
-
 def local_jobs(home: Path, count: int) -> None:
     """Folders of `count` local jobs that have ended, below LOCKSTEP_HOME."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,21 +90,3 @@ def local_jobs(home: Path, count: int) -> None:
             json.dumps({"code": 0, "reason": "complete", "timed_out": False, "job": job})
         )
         (folder / "log.txt").write_text("")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--events", type=int, default=100_000)
-    parser.add_argument("--serve", action="store_true", help="answer for the ranks until Ctrl-C")
-    args = parser.parse_args()
-    run_directory(args.folder, args.ranks, args.events, slow=args.ranks // 2)
-    if args.serve:
-        serve(args.folder, args.ranks)
-        while True:
-            time.sleep(3600)
-
-
-if __name__ == "__main__":
-    main()
