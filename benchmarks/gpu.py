@@ -1,6 +1,6 @@
 """python benchmarks/gpu.py [--rounds 7] [--out FILE]
 
-What the steps of one GPU tell (`make bench-gpu`, which goes on with `speedrun.py`): milliseconds of a whole training step
+What the steps of one GPU tell (`make bench GPU=1`, which goes on with `speedrun.py`): milliseconds of a whole training step
 of bag_of_tricks and speedrun, eager and recorded as CUDA graphs, and both compiled, in turn, at the recipe's batch; at 1/2
 … 1/8 of it without the compiled ones; the share of the floor, which is the step's arithmetic at the rate of a large
 half-precision matrix product measured in the same rounds; and the kernels that take the time of an eager step.

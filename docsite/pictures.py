@@ -1,4 +1,4 @@
-"""`make docs-pictures`: the drawings, and screenshots of a real run. Needs chromium; takes a minute.
+"""`python -m docsite.pictures`: the drawings, and screenshots of a real run. Needs chromium; takes a minute.
 
 The drawings come from docs/pictures/*.yaml and are the same every time; a test holds that they are current. Screenshots show
 whatever the run did, so they are made by hand and kept in the repository.

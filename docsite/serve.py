@@ -1,4 +1,4 @@
-"""MkDocs' hook of `make docs-serve`: puts the pages together anew before each build. What is made from the code stays."""
+"""MkDocs' hook of `make docs SERVE=1`: puts the pages together anew before each build. What is made from the code stays."""
 
 from __future__ import annotations
 

@@ -32,6 +32,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _Scheduling(config, log)
 
 
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """A sign of life: the first result comes when the longest files are done."""
+    if node.gateway.id == "gw0":
+        print(f"{len(ids)} tests are found", flush=True)
+
+
 @pytest.hookimpl(trylast=True)  # after pytest-randomly
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that are a unit, then the tests that start processes, then the unit tests."""

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Everything that `make test-containers` needs on a bare Debian 12 (root), and nothing left afterwards:
+# Everything that `make test SUITE=containers` needs on a bare Debian 12 (root), and nothing left afterwards:
 #
-#   tests/containers/ci.sh [COMMAND …]            default: make test-containers
+#   tests/containers/ci.sh [COMMAND …]            default: make test SUITE=containers
 #
 # Where an engine answers already, it is used as it is. Else Debian's is installed, started for this command alone, and
 # stopped; its base images are made from Debian's packages, because a registry need not be in reach.
@@ -11,7 +11,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 cache=${LOCKSTEP_CI_CACHE:-$HOME/.cache/lockstep}
-[ $# -gt 0 ] || set -- make -C "$root" test-containers
+[ $# -gt 0 ] || set -- make -C "$root" test SUITE=containers
 mkdir -p "$cache"
 
 state= made=()

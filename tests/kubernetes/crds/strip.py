@@ -1,4 +1,4 @@
-"""Makes the schemas beside this file anew: `make crds`, or `strip.py FOLDER` from copies of the originals.
+"""Makes the schemas beside this file anew: `python tests/kubernetes/crds/strip.py`, or `strip.py FOLDER` from copies of the originals.
 
 They are the OpenAPI schemas of the custom resources that the manifests are validated against, as upstream published
 them at a pinned revision, without the descriptions, which are most of the originals and which no validation reads.

@@ -1,0 +1,125 @@
+"""python -m tests [SUITE|FILE …]: `make test SUITE=…`. The table of the suites, what each needs, and what was not run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Suite(NamedTuple):
+    says: str
+    words: str
+    """For pytest; `-n` with as many processes as `WORKERS` says where the suite may share its tests out."""
+    needs: str = "nothing"
+    env: dict[str, str] = {}  # noqa: RUF012 - no suite changes it
+
+
+SHARED = "-n WORKERS -p tests.sharing --dist loadscope "
+SCOPES = "-n WORKERS --dist loadscope "
+SUITES = {
+    "default": Suite(
+        "unit tests, and real runs on 2 and 3 ranks",
+        SHARED + "-m 'not containers' tests/training tests/jobs tests/unit",
+    ),
+    "fast": Suite(
+        "unit tests and one real run",
+        SCOPES + "tests/unit tests/training/test_launching.py::test_two_ranks_under_lockstep_run",
+    ),
+    "own": Suite("loops of your own on a Session", SHARED + "tests/own", "Open MPI for one row"),
+    "sync": Suite("other launchers, and scripts that call the strategies", SCOPES + "tests/sync", "Open MPI"),
+    "exercises": Suite(
+        "the modules' recipes, and every command that the pages print", "-n WORKERS --dist worksteal tests/exercises"
+    ),
+    "k8s": Suite("manifests, and an API server and operator emulated over real sockets", SCOPES + "tests/kubernetes"),
+    "faults": Suite("killed, cut off, starved and hostile runs", SCOPES + "tests/faults", "root"),
+    "prometheus": Suite(
+        "a real Prometheus, and the report in a real Chromium",
+        "tests/prometheus tests/report",
+        "Debian: prometheus prometheus-node-exporter chromium",
+    ),
+    "packaging": Suite("the wheel and the sdist, installed", SCOPES + "tests/packaging -rs", "a package index"),
+    "floors": Suite("what dispatches, in the lowest versions", "tests/floors -rs", "a package index, or uv's cache"),
+    "docs": Suite("whether the site names everything", "-q tests/docs", "make docs"),
+    "gpu-rehearsal": Suite(
+        "the GPU path over a stand-in for CUDA and NCCL: its main cases",
+        "-n WORKERS -m smoke tests/gpu_rehearsal",
+        "g++, torch's CUDA build",
+    ),
+    "slurm": Suite(
+        "a real SLURM of two nodes",
+        "tests/slurm",
+        "root, Debian: slurm-wlm slurmdbd mariadb-server munge openssh-server tcsh fish",
+    ),
+    "containers": Suite(
+        "images and Compose jobs in a real engine",
+        "-m 'containers and not cuda_image' tests/containers tests/jobs",
+        "docker (tests/containers/ci.sh starts Debian's)",
+    ),
+    "cuda-image": Suite("the CUDA image (gigabytes)", "-s -m cuda_image tests/containers", "docker"),
+}
+NIGHTLY = [
+    Suite("the whole GPU rehearsal", SCOPES + "tests/gpu_rehearsal"),
+    Suite("benchmarks' programs", "-n WORKERS tests/benchmarks"),
+    Suite(
+        "random scenarios, starts with --fresh, damaged files",
+        SCOPES + "tests/faults/test_scenarios.py tests/faults/test_open_doors.py tests/faults/test_hostile_files.py"
+        " tests/own/test_session_resume.py",
+        env={"LOCKSTEP_SCENARIOS": "50", "LOCKSTEP_FRESH": "300", "LOCKSTEP_HOSTILE": "3000"},
+    ),
+]
+
+
+def run(name: str, suite: Suite, more: list[str] | None = None) -> int:
+    """One suite, to its end; its exit code. The first line comes at once, before pytest has imported anything."""
+    workers = os.environ.get("WORKERS", "4")  # two more than cores of a small machine, as they also wait
+    words = shlex.split(suite.words.replace("WORKERS", workers))
+    print(f"{name}: {suite.says}", flush=True)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", *words, *(more or [])]
+    code = subprocess.run(command, cwd=ROOT, env={**os.environ, **suite.env}, check=False).returncode
+    print(f"{name} ended with {code} after {time.monotonic() - began:.0f} s", flush=True)
+    return code
+
+
+def nightly() -> int:
+    codes = [run("nightly", suite) for suite in NIGHTLY]
+    print("nightly: the mutants", flush=True)
+    codes.append(
+        subprocess.run([sys.executable, "-m", "tests.mutants", "--check-clean"], cwd=ROOT, check=False).returncode
+    )
+    return int(any(codes))
+
+
+def main(words: list[str]) -> int:
+    if words == ["list"]:
+        for name, suite in SUITES.items():
+            print(f"  {name:<14} {suite.says} (needs {suite.needs})")
+        return 0
+    if words == ["nightly"]:
+        return nightly()
+    codes = []
+    for word in words or ["default"]:
+        if word in SUITES:
+            codes.append(run(word, SUITES[word]))
+        elif (ROOT / word.partition("::")[0]).exists():
+            codes.append(run(word, Suite("as named", "-p tests.sharing"), [word]))
+        else:
+            print(f"error: no suite and no file is called {word!r}: make test SUITE=list", file=sys.stderr)
+            return 2
+    if words in ([], ["default"]):
+        print("not run, each with `make test SUITE=…`:")
+        for name, suite in SUITES.items():
+            if name not in ("default", "fast"):
+                print(f"  {name:<14} {suite.says} (needs {suite.needs})")
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
