@@ -65,6 +65,9 @@ SUITES = {
     "cuda-image": Suite("the CUDA image (gigabytes)", "-s -m cuda_image tests/containers", "docker"),
 }
 NIGHTLY = [
+    Suite("how-to pages", "-n WORKERS -m nightly tests/exercises tests/kubernetes tests/jobs tests/training tests/own"),
+    Suite("how-to pages on SLURM", "-m nightly tests/slurm"),
+    Suite("how-to pages in containers", "-m 'nightly and not cuda_image' tests/containers"),
     Suite("the whole GPU rehearsal", SCOPES + "tests/gpu_rehearsal"),
     Suite("benchmarks' programs", "-n WORKERS tests/benchmarks"),
     Suite(
@@ -89,6 +92,7 @@ def run(name: str, suite: Suite, more: list[str] | None = None) -> int:
 
 
 def nightly() -> int:
+    os.environ["LOCKSTEP_NIGHTLY"] = "1"
     codes = [run("nightly", suite) for suite in NIGHTLY]
     print("nightly: the mutants", flush=True)
     codes.append(

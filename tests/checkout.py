@@ -10,21 +10,8 @@ from pathlib import Path
 
 from tests.processes import PYTHON, ROOT, clean_env
 
-SOURCES = (
-    "lockstep",
-    "training",
-    "jobs",
-    "examples",
-    "docs",
-    "deploy",
-    "docker",
-    "Makefile",
-    "job.yaml",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    ".dockerignore",
-)
+SOURCES = ("lockstep", "training", "jobs", "examples", "docs", "deploy", "docker", "Makefile", "job.yaml", "pyproject.toml",
+           "README.md", "LICENSE", ".dockerignore")  # fmt: skip
 
 
 def copy_to(target: Path) -> Path:
@@ -56,8 +43,9 @@ def environment(here: Path, home: Path, **extra: str) -> dict[str, str]:
     if not venv.exists():
         venv.mkdir()
         for path in Path(sys.prefix).iterdir():
-            if path.name != ".ready":
+            if path.name not in (".train", ".ready"):
                 (venv / path.name).symlink_to(path)
+        (venv / ".train").touch()
         (venv / ".ready").touch()
     env = clean_env(LOCKSTEP_HOME=str(home / "lockstep"), VENV=str(venv), PYTHONPATH=str(here), **extra)
     return {**env, "PATH": f"{Path(PYTHON).parent}{os.pathsep}{env['PATH']}"}

@@ -46,6 +46,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Un
     return state
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("nightly") and not os.environ.get("LOCKSTEP_NIGHTLY"):
+        pytest.skip("runs at night: LOCKSTEP_NIGHTLY=1, make test-nightly")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What killed processes leave in their temporary folder goes with the session's."""

@@ -1,4 +1,10 @@
-"""What the documentation prints: its commands, its code and its files, in the order of the page."""
+"""What the documentation prints, and who reads it: its commands, its code and its files, in the order of the page.
+
+A command that a suite cannot run says why in its comment, in brackets: (on SLURM), (in an engine), (minutes), … `HARDWARE`
+lists what these mean, and which test runs the command where another one does. A block with a title is a file, which the
+page's commands use. A block that is a fragment says so in a comment before it: <!-- not run: … -->. One that another suite
+runs names it: <!-- run: on SLURM -->.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.processes import ROOT, Result
+import pytest
+
+from tests.processes import PYTHON, ROOT, Result, run
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
@@ -79,18 +87,84 @@ def marked(marker: str, page: str) -> list[str]:
     return [command for block in blocks(page) for command, why in block.commands if why == marker]
 
 
-class Checked:
-    """What is asserted of a page's commands beside their exit codes."""
+def _runs(block: Block) -> bool:
+    """Whether it is code that is run as it stands."""
+    return block.language == "python" and not block.title and not block.why
 
-    CHECKS: ClassVar[dict[str, Callable[[Any, Result], None]]]
-    """By how a command begins."""
-    checked = 0
 
-    def after(self, command: str, done: Result) -> None:
-        check = next((check for pattern, check in self.CHECKS.items() if re.match(pattern, command)), None)
-        assert check is not None, f"nothing is asserted of {command}"
-        check(self, done)
-        self.checked += 1
+def pages(marker: str) -> list[Any]:
+    """Parameters: the pages with commands of this marker. README and the tutorials come first; the others at night."""
+    found = [page for page in PAGES if marked(marker, page) or (not marker and any(map(_runs, blocks(page))))]
+    daily = [page for page in found if page == "README.md" or "/tutorials/" in page]
+    return [pytest.param(page, id=page, marks=() if page in daily else pytest.mark.nightly) for page in found]
+
+
+class Reader:
+    """Who types what a page prints, in its order, in a folder with the page's files."""
+
+    MARKER = ""
+    NEEDED = r"cd |lockstep init |mkdir |cp "
+    """Commands without the marker that those with it need."""
+    CHECKS: ClassVar[dict[str, Callable[[Any, Result], None]]] = {}
+    """What is asserted of a command beside its exit code, by how it begins. With a marker each command has a check."""
+    BOUND = 180
+    FILES = "*.yaml"
+    """What `own` changes of the files that lie where the commands run."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self.folder = self.here = folder
+        self.env = env
+
+    def own(self, text: str) -> str:
+        """A command, or a file, but for what differs here."""
+        return text
+
+    def files(self, page: str) -> None:
+        """What lies in the folder before the first command."""
+        write_files(page, self.folder)
+
+    def before(self, command: str) -> None:
+        """What has to be done, or waited for, first."""
+
+    def run(self, command: str) -> Result:
+        return run(["bash", "-c", command], self.env, timeout=self.BOUND, cwd=self.here)
+
+    def passes(self, command: str, done: Result) -> bool:
+        return done.code == 0
+
+    def check(self, command: str, done: Result) -> None:
+        found = next((check for pattern, check in self.CHECKS.items() if re.match(pattern, command)), None)
+        assert found is not None or not self.MARKER, f"nothing is asserted of {command}"
+        if found is not None:
+            found(self, done)
+
+    def reads(self, page: str) -> None:
+        """The page from its first to its last command."""
+        self.files(page)
+        changed = set[Path]()
+        for block in blocks(page):
+            if _runs(block) and not self.MARKER:
+                (self.here / "block.py").write_text(block.text, encoding="utf-8")
+                done = self.run(f"{PYTHON} block.py")
+                assert done.code == 0, f"{page}:\n{block.text}\n{done.output}"
+            for command, why in block.commands:
+                if why != self.MARKER and not (not why and re.match(self.NEEDED, command)):
+                    continue
+                if command.startswith("cd "):
+                    self.here /= command[3:].strip()
+                    continue
+                for file in {*self.here.glob(self.FILES)} - changed:
+                    text = file.read_text(encoding="utf-8")
+                    if (ours := self.own(text)) != text:
+                        file.write_text(ours, encoding="utf-8")
+                    changed.add(file)
+                typed = self.own(command)
+                if why == self.MARKER:
+                    self.before(typed)
+                done = self.run(typed)
+                assert self.passes(typed, done), f"{page}: {typed}\n{done.output}"
+                if why == self.MARKER:
+                    self.check(typed, done)
 
 
 def write_files(page: str, folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""The commands of the documentation that need a container engine, as they are printed, in a real one.
-
-`make smoke` as it stands is run by `test_smoke.py`, which compares its weights.
-"""
+"""The commands of the documentation that need a container engine, as they are printed, in a real one."""
 
 from __future__ import annotations
 
@@ -17,17 +14,11 @@ import pytest
 
 from tests.checkout import copy_to, environment
 from tests.engine import NAME, Built, docker, inspect, registry_at, remove_jobs
-from tests.printed import PAGES, Checked, blocks, marked, write_files
-from tests.processes import Result, poll, require, run
+from tests.printed import Reader, marked, pages
+from tests.processes import Result, poll, require
 from tests.terminal import at_a_terminal, drained, until_shown
 
 pytestmark = pytest.mark.containers
-MARKER = "in an engine"
-ELSEWHERE = {"make smoke": 'make("smoke"'}
-"""Command → the words with which test_smoke.py runs it."""
-BEFORE = ("lockstep init ", "cd ")
-"""Commands without the marker that those with it need."""
-BOUND = 900
 BASE = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm"
 READER, PASSWORD = "reader", "PASSWORD"
 USER = f"{READER}:$2b$04$EdmwOrEqKVoiAc5Nt5uOTOj.6DIE5KbqsuHGjUSxci/PnLYKxjpnm"
@@ -41,12 +32,15 @@ VARIABLES = {
 """What stands in a command's environment, by how it begins; the longest last."""
 
 
-class Place(Checked):
-    """A clone, names of its own in the engine, and what is asserted of a command beside its exit code."""
+class Place(Reader):
+    """A clone, and names of its own in the engine."""
+
+    MARKER = "in an engine"
+    BOUND = 900
 
     def __init__(self, folder: Path, registry: str, env: dict[str, str]) -> None:
-        self.folder, self.here, self.registry, self.env = folder, folder, registry, env
-        self.suffix, self.digest = f"-{os.getpid()}", ""
+        super().__init__(folder, env)
+        self.registry, self.suffix, self.digest = registry, f"-{os.getpid()}", ""
 
     def own(self, text: str) -> str:
         """What a page or a job file prints, but for what differs here."""
@@ -73,10 +67,19 @@ class Place(Checked):
         return text
 
     def run(self, command: str) -> Result:
-        env = dict(self.env)
+        # `make smoke` as it stands is run by test_smoke.py; a node is killed in the middle of its job.
+        if command == "make smoke" or command.startswith("docker kill"):
+            return Result(0, "")
+        if command.startswith("docker login"):
+            return self.type(command)
+        usual = self.env
+        self.env = dict(usual)
         for begins, more in VARIABLES.items():
-            env |= more if command.startswith(begins) else {}
-        return run(["bash", "-c", command], env, timeout=BOUND, cwd=self.here)
+            self.env |= more if command.startswith(begins) else {}
+        try:
+            return super().run(command)
+        finally:
+            self.env = usual
 
     def type(self, command: str) -> Result:
         """`docker login` asks a person."""
@@ -134,7 +137,7 @@ class Place(Checked):
     def killed_and_brought_back(self, done: Result) -> None:
         """What the page says of a node that is killed: printed for the middle of a job, so it is done in the middle."""
         (kill,) = [
-            text for text in marked(MARKER, "docs/how-to/rehearse-in-compose.md") if text.startswith("docker kill")
+            text for text in marked(self.MARKER, "docs/how-to/rehearse-in-compose.md") if text.startswith("docker kill")
         ]
         job = f"rehearsal{self.suffix}"
 
@@ -162,7 +165,11 @@ class Place(Checked):
     def listed(self, done: Result) -> None:
         assert re.search(rf"^rehearsal{self.suffix} +succeeded", done.output, re.MULTILINE), done.output
 
+    def elsewhere(self, done: Result) -> None:
+        """Nothing was run here."""
+
     CHECKS: ClassVar = {
+        "make smoke$|docker kill": elsewhere,
         "make image-cpu push": pushed,
         "make image-cpu": built,
         "make smoke NODES=3": smoke,
@@ -208,10 +215,9 @@ def place(cpu_image: Built, registry: str, tmp_path: Path) -> Iterator[Place]:
         docker(*words, check=False)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page)])
+@pytest.mark.parametrize("page", pages(Place.MARKER))
 def test_what_the_page_prints_works_in_the_engine(page: str, place: Place) -> None:
-    commands, changed = marked(MARKER, page), set[Path]()
-    write_files(page, place.folder)
+    commands = marked(Place.MARKER, page)
     (place.folder / "pip.conf").write_text("[global]\nretries = 5\n")
     (place.folder / "proxy.pem").write_text("# no proxy here\n")
     if any("registry.example/python" in command for command in commands):
@@ -222,26 +228,6 @@ def test_what_the_page_prints_works_in_the_engine(page: str, place: Place) -> No
     if any("imagetools" in command for command in commands):
         docker("tag", BASE, f"{place.registry}/python:3.11-slim-bookworm")
         docker("push", f"{place.registry}/python:3.11-slim-bookworm", env=place.env)
-    for command, why in [pair for block in blocks(page) for pair in block.commands]:
-        if why != MARKER and not ("make submit-compose" in commands and command.startswith(BEFORE)):
-            continue
-        if command.startswith("cd "):
-            place.here /= command[3:].strip()
-            continue
-        if command in ELSEWHERE or command.startswith("docker kill"):  # which is done in the middle of its job
-            place.checked += 1
-            continue
-        for file in {*place.here.glob("*.yaml")} - changed:
-            file.write_text(place.own(file.read_text()))
-            changed.add(file)
-        typed = place.own(command)
-        done = place.type(typed) if command.startswith("docker login") else place.run(typed)
-        assert done.code == 0, f"{typed}\n{done.output}"
-        if why == MARKER:
-            place.after(command, done)
-    assert place.checked == len(commands)
-
-
-def test_what_is_run_elsewhere_is_run_there() -> None:
-    text = (Path(__file__).parent / "test_smoke.py").read_text()
-    assert all(words in text for words in ELSEWHERE.values())
+    if "make submit-compose" not in commands:
+        place.NEEDED = "never"
+    place.reads(page)

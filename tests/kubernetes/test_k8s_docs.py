@@ -20,28 +20,13 @@ from k8s_operator import Running
 from k8s_server import ApiServer
 
 from tests.checkout import copy_to, environment
-from tests.printed import PAGES, Checked, blocks, marked, write_files
+from tests.printed import Reader, marked, pages
 from tests.processes import Result, poll, require, run
 
-MARKER = "on Kubernetes"
 NAMESPACE = "lockstep"
 BOUND = 180
-BEFORE = ("lockstep init ", "cd ")
-"""Commands without the marker that those with it need."""
 PODS_RUN = {"docs/tutorials/to-kubernetes.md": "digits", "docs/how-to/start-a-project.md": "mine"}
 """Page → its job, whose pods are processes here. On the other pages a job is only created: it wants GPUs."""
-
-
-def own(text: str, runs: Path) -> str:
-    """What a page prints, but for what differs here."""
-    for printed, here in (
-        ("IMAGE=…", "IMAGE=registry.example/team/lockstep:cpu"),  # the reader's to fill in
-        ("\nmemory: 2Gi", "\ncpus: 1\nmemory: 2Gi"),  # both pods share this machine's cores
-        # A pod is a process of this machine, so the volume is a folder of the test.
-        ("{claim: lockstep-runs, path: /runs}", f"{{claim: lockstep-runs, path: {runs}}}\nrun_dir: {runs}/job"),
-    ):
-        text = text.replace(printed, here)
-    return text
 
 
 def pods(job: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +34,26 @@ def pods(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class Page(Checked):
-    """What is asserted of a page's commands beside their exit codes."""
+class Page(Reader):
+    MARKER = "on Kubernetes"
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder, self.role = cluster, folder, cluster.role
+    def __init__(self, page: str, cluster: Cluster, folder: Path, env: dict[str, str]) -> None:
+        super().__init__(folder, env)
+        self.cluster, self.role, self.runs_pods = cluster, cluster.role, page in PODS_RUN
+        if PODS_RUN.get(page) != "mine":
+            self.NEEDED = "never"
+
+    def own(self, text: str) -> str:
+        table = {"IMAGE=…": "IMAGE=registry.example/team/lockstep:cpu"}  # the reader's to fill in
+        if self.runs_pods:
+            runs = self.folder / "runs"  # a pod is a process of this machine, so the volume is a folder of the test
+            table |= {
+                "\nmemory: 2Gi": "\ncpus: 1\nmemory: 2Gi",  # both pods share this machine's cores
+                "{claim: lockstep-runs, path: /runs}": f"{{claim: lockstep-runs, path: {runs}}}\nrun_dir: {runs}/job",
+            }
+        for printed, here in table.items():
+            text = text.replace(printed, here)
+        return text
 
     def job(self, name: str) -> dict[str, Any]:
         found = self.cluster.get("pytorchjobs", name, NAMESPACE)
@@ -69,9 +69,13 @@ class Page(Checked):
             first = re.compile(r'\[rank 0\].*"start"')  # a port that is taken is warned of before that
             poll(lambda: any(first.search(line) for pod in lines.values() for line in pod), BOUND, f"a log in {lines}")
 
-    def after(self, command: str, done: Result) -> None:
+    def passes(self, command: str, done: Result) -> bool:
+        """Doctor finds that the cluster has no operator, and says so."""
+        return done.code == 0 or (done.code == 1 and " doctor " in command)
+
+    def check(self, command: str, done: Result) -> None:
         self.cluster.role = self.role
-        super().after(command, done)
+        super().check(command, done)
 
     def installed(self, done: Result) -> None:
         """From now on nobody may do more than what was installed allows."""
@@ -181,36 +185,20 @@ def running(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("running")
-@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page)])
+@pytest.mark.parametrize("page", pages(Page.MARKER))
 def test_what_the_page_prints_works_on_the_emulated_cluster(
     page: str, server: ApiServer, cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
     env = environment(folder, home, HOME=str(home), KUBECONFIG=str(server.kubeconfig(tmp_path / "kubeconfig")))
-    write_files(page, folder)
-    checks, here, runs, changed = Page(cluster, folder), folder, folder / "runs", set[Path]()
-    if "make install-k8s" not in marked(MARKER, page):  # the other pages take it for granted
-        checks.after("make install-k8s", run(["make", "install-k8s"], env, cwd=folder))
-    commands = [(command, why) for block in blocks(page) for command, why in block.commands]
-    for command, why in commands:
-        if why != MARKER and not (PODS_RUN.get(page) == "mine" and command.startswith(BEFORE)):
-            continue
-        if command.startswith("cd "):
-            here /= command[3:].strip()
-            continue
-        for file in {*here.glob("*.yaml")} - changed if page in PODS_RUN else ():
-            file.write_text(own(file.read_text(), runs))
-            changed.add(file)
-        if why == MARKER:
-            checks.before(command)
-        done = run(["bash", "-c", own(command, runs)], env, timeout=BOUND, cwd=here)
-        # doctor finds that the cluster has no operator, and says so.
-        assert done.code == 0 or (done.code == 1 and " doctor " in command), f"{command}\n{done.output}"
-        if why == MARKER:
-            checks.after(command, done)
-    assert checks.checked >= len(marked(MARKER, page))
+    reader = Page(page, cluster, folder, env)
+    if "make install-k8s" not in marked(Page.MARKER, page):  # the other pages take it for granted
+        reader.before("make install-k8s")
+        reader.check("make install-k8s", reader.run("make install-k8s"))
+    reader.reads(page)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("overlay", ["full", "single-node", "trainer", "debug"])
 def test_what_the_table_of_overlays_names_can_be_applied(
     overlay: str, server: ApiServer, folder: Path, tmp_path: Path

@@ -13,12 +13,11 @@ import pytest
 import yaml
 
 from tests.events import events
-from tests.printed import PAGES, blocks, marked, write_files
-from tests.processes import PYTHON, ROOT, poll, run
+from tests.printed import Reader, blocks, pages, write_files
+from tests.processes import PYTHON, ROOT, Result, poll, run
 from tests.slurm.conftest import Bench, Cluster, accounted
 from tests.slurm.login import laptop
 
-MARKER = "on SLURM"
 SLURM, JOBS, SWEEP = "docs/slurm.md", "docs/jobs.md", "docs/how-to/sweep.md"
 OWN, PROJECT = "docs/own-training.md", "docs/how-to/start-a-project.md"
 TUTORIAL, OWN_TUTORIAL = "docs/tutorials/to-slurm.md", "docs/tutorials/your-own-training.md"
@@ -61,11 +60,8 @@ ENDS = {
 }
 """The jobs that the commands of a page leave, and how these end."""
 
-NEEDED = re.compile(r"mkdir |cp |cd |lockstep init ")
-"""Commands that run everywhere, and that those for SLURM need."""
 
-
-def files(page: str, folder: Path) -> None:
+def lay_out(page: str, folder: Path) -> None:
     """What lies in the folder of a reader: the page's files, the repository's, or both."""
     folder.mkdir()
     if page in (SLURM, JOBS, SWEEP):
@@ -73,6 +69,7 @@ def files(page: str, folder: Path) -> None:
             shutil.copy(ROOT / name, folder)
         (folder / ".venv").mkdir()
         (folder / ".venv/bin").symlink_to(Path(PYTHON).parent)  # as after `make setup`
+        (folder / ".venv/.train").touch()
         (folder / ".venv/.ready").touch()
     if page in (SLURM, JOBS, SWEEP, OWN):
         shutil.copy(ROOT / "job.yaml", folder)
@@ -105,63 +102,62 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VENV", raising=False)
 
 
-def commands(page: str) -> list[str]:
-    """Those with the marker, and those that these need."""
-    every = [each for block in blocks(page) for each in block.commands]
-    return [command for command, marker in every if marker == MARKER or (not marker and NEEDED.match(command))]
+class Page(Reader):
+    """In the environment of the test, which knows the cluster."""
+
+    MARKER = "on SLURM"
+    BOUND = 300
+
+    def files(self, page: str) -> None:
+        lay_out(page, self.folder)
+
+    def before(self, command: str) -> None:
+        if " cancel " in command:
+            self.runs_again(command.split()[3])
+
+    def runs_again(self, name: str) -> None:
+        """A job that has ended runs once more, for long enough to be cancelled."""
+        file = "job.yaml" if (self.here / "job.yaml").exists() else f"{name}.yaml"
+        small = "--nodes 1 --set ranks_per_node=1 --set overrides.epochs=500"
+        done = self.run(f"lockstep submit slurm {file} --replace --fresh {small}")
+        assert done.code == 0, done.output
+        path = self.here / "runs/jobs" / name
+        poll(lambda: any(event["epoch"] > 2 for event in events(path, "epoch")), 120, f"{name} trains again")
+
+    def check(self, command: str, done: Result) -> None:
+        words = shlex.split(command.partition("||")[0])
+        verb, name = (*words, "", "", "")[1], (*words, "", "", "")[3]
+        assert "make" not in command or "SWEEP" not in command or done.output.count("is there already") == 3, (
+            done.output
+        )
+        if "--wait" in words:  # a table of two runs
+            assert len(re.findall(r"^lr-[01] .* succeeded +0 ", done.output, re.MULTILINE)) == 2, done.output
+        elif verb in ("submit", "submit-slurm", "prepare"):
+            assert re.search(r": (submitted|is there already)", done.output), done.output
+        elif verb == "doctor":
+            assert re.search(r"^node +ok ", done.output, re.MULTILINE) and " missing " not in done.output, done.output
+        elif verb == "logs" and "--rank 3" in command:
+            assert done.output.startswith("rank 3 has printed nothing"), done.output
+        elif verb == "logs":  # what a job logs is JSON
+            assert '"event": "done"' in done.output, done.output
+        elif verb == "list":
+            assert re.search(r"^\w+ +succeeded ", done.output, re.MULTILINE), done.output
+        elif verb in ("status", "wait", "cancel"):
+            states = {"status": r"\w+", "wait": "succeeded", "cancel": "cancelled"}
+            assert re.search(rf"^{name}: {states[verb]}", done.output, re.MULTILINE), done.output
+        elif verb == "-m":
+            assert Path("~/lockstep-venv/bin/pip").expanduser().exists()
+        else:
+            raise AssertionError(f"nothing is asserted of {command}")
 
 
-def does(command: str, here: Path) -> str:
-    """Runs a command, and looks at what it says. Returns that."""
-    done = run(["/bin/bash", "-c", command], dict(os.environ), 300, here)
-    assert done.code == 0, f"{command}\n{done.output}"
-    words = shlex.split(command.partition("||")[0])
-    verb, name = (*words, "", "", "")[1], (*words, "", "", "")[3]
-    if "--wait" in words:  # a table of two runs
-        assert len(re.findall(r"^lr-[01] .* succeeded +0 ", done.output, re.MULTILINE)) == 2, done.output
-    elif verb in ("submit", "submit-slurm", "prepare"):
-        assert re.search(r": (submitted|is there already)", done.output), done.output
-    elif verb == "doctor":
-        assert re.search(r"^node +ok ", done.output, re.MULTILINE) and " missing " not in done.output, done.output
-    elif verb == "logs" and "--rank 3" in command:
-        assert done.output.startswith("rank 3 has printed nothing: of ranks above 0 only warnings come"), done.output
-    elif verb == "logs":  # what a job logs is JSON
-        assert '"event": "done"' in done.output, done.output
-    elif verb == "list":
-        assert re.search(r"^\w+ +succeeded ", done.output, re.MULTILINE), done.output
-    elif verb in ("status", "wait", "cancel"):
-        states = {"status": r"\w+", "wait": "succeeded", "cancel": "cancelled"}
-        assert re.search(rf"^{name}: {states[verb]}", done.output, re.MULTILINE), done.output
-    elif verb == "-m":
-        assert Path("~/lockstep-venv/bin/pip").expanduser().exists()
-    elif not NEEDED.match(command):
-        raise AssertionError(f"nothing is asserted of {command}")
-    return done.output
-
-
-def runs_again(name: str, here: Path) -> None:
-    """A job that has ended runs once more, for long enough to be cancelled."""
-    file = "job.yaml" if (here / "job.yaml").exists() else f"{name}.yaml"
-    small = "--nodes 1 --set ranks_per_node=1 --set overrides.epochs=500"
-    does(f"lockstep submit slurm {file} --replace --fresh {small}", here)
-    path = here / "runs/jobs" / name
-    poll(lambda: any(event["epoch"] > 2 for event in events(path, "epoch")), 120, f"{name} trains again")
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page) and page != LAPTOP])
+@pytest.mark.parametrize("page", [each for each in pages(Page.MARKER) if each.id != LAPTOP])
 def test_what_the_page_prints_works_on_the_cluster(bench: Bench, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = bench.folder / "page"
     monkeypatch.setenv("LOCKSTEP_PROFILES", str(here / "profiles"))
     monkeypatch.setenv("HOME", str(bench.folder))
-    files(page, here)
-    for command in commands(page):
-        if command.startswith("cd "):
-            here /= command[3:]
-            continue
-        if " cancel " in command:
-            runs_again(command.split()[3], here)
-        said = does(command, here)
-        assert "make" not in command or "SWEEP" not in command or said.count("is there already") == 3, said
+    reader = Page(here, dict(os.environ))
+    reader.reads(page)
     ids = {name: bench.backend.job_id(name) for name in ENDS[page]}
     runs = {name: number for name, number in ids.items() if name[-1].isdigit()}
     assert len({number.split("_")[0] for number in runs.values()}) == len({name[:-2] for name in runs}), (
@@ -172,28 +168,28 @@ def test_what_the_page_prints_works_on_the_cluster(bench: Bench, page: str, monk
     for name, state in ENDS[page].items():
         found = bench.wait(name, 120)
         assert found.state == state, (found, *bench.backend.logs(name))
-        assert state != "cancelled" or events(here / "runs/jobs" / name, "preempted")[-1]["saved"]
+        assert state != "cancelled" or events(reader.here / "runs/jobs" / name, "preempted")[-1]["saved"]
     assert {row.name for row in bench.backend.list()} == {*ENDS[page]}
 
 
+@pytest.mark.nightly
 def test_what_the_page_prints_works_from_a_laptop(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with laptop(cluster, tmp_path, monkeypatch) as there:
         there.login.program("lockstep", f'exec {Path(PYTHON).parent}/lockstep "$@"')
         here = there.login.laptop / "page"
-        files(LAPTOP, here)
-        for command in commands(LAPTOP):
-            does(command, here)
+        Page(here, dict(os.environ)).reads(LAPTOP)
         assert there.backend.summary("smoke")["world_size"] == 2
 
 
+@pytest.mark.nightly
 @accounted
 def test_what_the_page_prints_of_submitit_works(bench: Bench) -> None:
     """It asks sacct alone how a job stands."""
-    (block,) = (block for block in blocks(SLURM) if block.why == MARKER)
+    (block,) = (block for block in blocks(SLURM) if block.why == Page.MARKER)
     assert FEWER[0] in block.text
-    files(SLURM, here := bench.folder / "page")
+    lay_out(SLURM, here := bench.folder / "page")
     (here / "block.py").write_text(block.text.replace(*FEWER))
     done = run([PYTHON, "block.py"], dict(os.environ), 300, here)
     assert done.code == 0 and float(done.output.splitlines()[-1]) > 0.5, done.output
