@@ -72,9 +72,9 @@ def _fsdp_on_this_torch(request: pytest.FixtureRequest) -> None:
     """A torch that gets wrong gradients under `fsdp` on the CPU is refused. So what is tested with it skips there."""
     case = getattr(request.node, "callspec", None)
     if case is not None and "fsdp" in [value for value in case.params.values() if isinstance(value, str)]:
-        from lockstep.training.sync.fsdp import MEAN_ON_CPU
+        from tests import product
 
-        if not MEAN_ON_CPU:
+        if not product.fsdp_on_this_cpu():
             pytest.skip("sync.name=fsdp needs torch 2.9 on the CPU")
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import product
+
 
 class SmallConv(nn.Module):
     """Two convolutions and no batch statistics: the same function of a sample at every world size."""
@@ -110,8 +112,6 @@ def watch_writes() -> None:
     fate = os.environ.get("LOCKSTEP_TEST_WRITE", "")
     if not fate:
         return
-    from lockstep.training import files
-
     number, what = fate.split(":")
     touched = [0]
 
@@ -131,11 +131,7 @@ def watch_writes() -> None:
 
         return call
 
-    for name in WRITE_POINTS:
-        setattr(files, name, watched(getattr(files, name)))
-
-
-WRITE_POINTS = ("write_all", "fsync", "rename")
+    product.watch_disk(watched)
 
 
 def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests import product
 from tests.processes import PYTHON, Result, run
 from tests.warm.gang import python, running
 
@@ -43,11 +43,8 @@ def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float
 
 
 def _rank(function: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
-    from lockstep.training.__main__ import leave
-    from lockstep.training.parallel import world
-
-    with world.joined(world.detect(os.environ), "cpu", 60) as joined:
-        world.set_threads(joined, 1, {})
-        value = function(joined, *args)
-        (Path(folder) / str(joined.rank)).write_bytes(pickle.dumps(value))
-    leave(0)
+    with product.joined() as world:
+        product.one_thread(world)
+        value = function(world, *args)
+        (Path(folder) / str(world.rank)).write_bytes(pickle.dumps(value))
+    product.leave(0)

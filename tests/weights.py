@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.training import sync
-from lockstep.training.checkpoint import store
+from tests import product
 from tests.processes import clean_env
 from tests.warm.gang import running
 
@@ -51,7 +50,7 @@ RECIPES = {
     ],
 }
 OWN = {"powersgd": "sync.options={rank: 1, start: 2}"}
-STRATEGIES = [name for name in sync.STRATEGIES if name != "data_parallel"]
+STRATEGIES = [name for name in product.strategies() if name != "data_parallel"]
 Case = tuple[str, int, str, str]
 """Recipe, ranks, strategy, `plain` or `resumed`."""
 
@@ -70,9 +69,7 @@ def _words(case: Case, run_dir: Path, data: Path) -> list[str]:
 
 def digest(run_dir: Path) -> str:
     """sha256 over names, shapes and bytes of the weights and their average in the newest checkpoint."""
-    newest = store.newest_verified(run_dir / "checkpoints", lambda message: None)
-    assert newest is not None
-    shared = store.load(newest)["shared"]
+    shared = product.newest_checkpoint(run_dir)["shared"]
     total = hashlib.sha256()
     for part in ("model", "average"):
         for name, tensor in sorted(shared[part].items()):

@@ -10,17 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.training.__main__ import leave
-from lockstep.training.contract import user_errors
-from lockstep.training.parallel.world import detect, joined
+from tests import product
 from tests.gpu_rehearsal.emulation import Emulation
 
 if __name__ == "__main__":
     emulation = Emulation()
     with (
-        user_errors(),
+        product.user_errors(),
         emulation,
-        joined(detect(os.environ), sys.argv[1] if len(sys.argv) > 1 else "auto", 30) as world,
+        product.joined(30, sys.argv[1] if len(sys.argv) > 1 else "auto") as world,
     ):
         dist.barrier()  # with no tensor that says on which GPU
         total = torch.full((4,), float(world.rank + 1), device=world.device)
@@ -33,4 +31,4 @@ if __name__ == "__main__":
         }
         print(json.dumps(place), flush=True)
     emulation.write(Path(os.environ["REHEARSAL_FOUND"]))
-    leave(0)
+    product.leave(0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.training.cudagraph import CapturedTrainer
+from tests import product
 from tests.nets import DyingPlain, SmallConv
 
 
@@ -61,11 +59,5 @@ class Tardy(SmallConv):
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)
-        fill = CapturedTrainer._copy_inputs
-
-        def late(*args: Any) -> None:
-            time.sleep(0.4)
-            fill(*args)
-
         if os.environ.get("RANK") == "1":
-            CapturedTrainer._copy_inputs = late  # type: ignore[method-assign]
+            product.late_inputs(0.4)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep import Session
-from lockstep.training.__main__ import leave
+from tests import product
 from tests.gpu_rehearsal.emulation import Emulation
 from tests.nets import DyingPlain
 
@@ -67,4 +67,4 @@ if __name__ == "__main__":
         code = int(ended.code or 0)
     finally:
         emulation.write(Path(os.environ["REHEARSAL_FOUND"]))
-    leave(code)
+    product.leave(code)

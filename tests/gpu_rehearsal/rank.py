@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 from pathlib import Path
 
-from lockstep.training import __main__ as program
-from lockstep.training.launch.lifeline import FORWARDED
+from tests import product
 from tests.gpu_rehearsal.emulation import Emulation
 
 
@@ -26,13 +24,11 @@ def _plant(fault: str) -> None:
 if __name__ == "__main__":
     if "REHEARSAL_FAULT" in os.environ:
         _plant(os.environ["REHEARSAL_FAULT"])
-    if sys.argv[1] == "run":  # as the program does for itself
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     emulation = Emulation()
     try:
         with emulation:
-            code = program.main(sys.argv[1:])
+            code = product.program(sys.argv[1:])
     finally:
         if "REHEARSAL_FOUND" in os.environ:
             emulation.write(Path(os.environ["REHEARSAL_FOUND"]))
-    program.leave(code)
+    product.leave(code)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.training.doctor.table import ROWS
+from tests import product
 from tests.gpu_rehearsal.rehearsal import preload
 from tests.processes import PYTHON, Result, clean_env, run
 
@@ -40,13 +40,15 @@ def test_the_whole_table(tmp_path: Path, devices: int) -> None:
     done, value = _doctor(tmp_path, devices, "--seconds", "1000")  # this machine may be busy
     assert done.code == 0, done.output
     _assert_no_rates(done, value)
-    expected = {check.name: "not tried" if check.gpus > devices else "ok" for check in ROWS} | {"speedrun": "not tried"}
+    expected = {name: "not tried" if gpus > devices else "ok" for name, gpus in product.gpu_checks().items()} | {
+        "speedrun": "not tried"
+    }
     assert _results(value) == expected, done.output
     details = {row["name"]: row["detail"] for row in value["rows"]}
     assert details["recorded = eager"].startswith("the same bits")
     assert details["kill and resume"].startswith("the same bits as without the kill, after 12 steps")
     assert [name for name, detail in details.items() if detail == "one GPU"] == [
-        check.name for check in ROWS if check.gpus > devices
+        name for name, gpus in product.gpu_checks().items() if gpus > devices
     ]
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
     assert left == ["table.json"], "something was left"
@@ -56,14 +58,12 @@ def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> Non
     """Each rank keeps its own gradients."""
     done, value = _doctor(
         tmp_path, 2, "--only", "peer", "--only", "NCCL", "--only", "strategy",
-        REHEARSAL_FAULT="lockstep.training.sync.allreduce:AllReduce.synchronize",
+        REHEARSAL_FAULT=product.SUM_OF_ALLREDUCE,
     )  # fmt: skip
     assert done.code == 1, done.output
     _assert_no_rates(done, value)
-    chosen = [check for check in ROWS if check.name.startswith(("visible", "peer", "NCCL", "strategy"))]
-    assert _results(value) == {
-        check.name: "failed" if check.name == "strategy allreduce" else "ok" for check in chosen
-    }, done.output
+    chosen = [name for name in product.gpu_checks() if name.startswith(("visible", "peer", "NCCL", "strategy"))]
+    assert _results(value) == {name: "failed" if name == "strategy allreduce" else "ok" for name in chosen}, done.output
     (failed,) = (row for row in value["rows"] if row["result"] == "failed")
     assert "from one process after 6 steps on 2 GPUs" in failed["detail"] and "sync.name=flat" in failed["advice"]
     assert f"→ {failed['advice']}" in done.output

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.training.checkpoint import store
-from lockstep.training.optim.loss_scaler import INITIAL
+from tests import product
 from tests.events import events
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import STEPS, differing, rehearsed, rehearsing, saved, settings, trained
@@ -35,8 +34,8 @@ def test_a_float16_step_that_overflows_is_taken_again(
     changes: dict[str, object] = {"precision": "float16", "loss__reduction": "sum", "lr": 0.002}
     _, found = trained(tmp_path, data_root, capture=capture, **changes)
     assert differing(found, on_cpu(**changes)) == []
-    state = store.load(store.candidates(tmp_path / "run" / "checkpoints")[0])
-    assert state["shared"]["loss_scale"]["factor"] < INITIAL
+    state = product.newest_checkpoint(tmp_path / "run")
+    assert state["shared"]["loss_scale"]["factor"] < product.first_loss_scale()
 
 
 @pytest.mark.parametrize("late", ["", "oldest", "newest"])

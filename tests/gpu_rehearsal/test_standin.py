@@ -129,7 +129,9 @@ dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=30), dev
 
 
 GENERATORS = """
-from lockstep.training.checkpoint import generators
+from tests import product
+
+generators = product.generators()
 
 one, two = torch.device("cuda", 0), torch.device("cuda", 1)
 generators.seed(5)

@@ -35,19 +35,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from tests import product
 from tests.warm import LAST
 
 PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.nn.functional", "torch.distributed.optim",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.device_mesh", "torch.nn.parallel",
     "torch.optim", "torch._dynamo", "torchvision", "sklearn.datasets", "safetensors.torch", "prometheus_client", "rich",
-    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "lockstep.training.run.recipe", "lockstep.training.run.prepare",
-    "lockstep.training.evaluate.command",
-    "lockstep.training.checkpoint.weights", "lockstep.training.observe.report",
-    "lockstep.training.resilience.preempt", "lockstep.training.observe.trackers",
-    "lockstep.training.data.sources", "lockstep.training.models", "lockstep.training.optim",
-    "lockstep.training.sync", "lockstep.training.cli", "lockstep.training.launch.lifeline",
-    "lockstep.training.parallel.world", "tests.nets",
+    "rich.progress", "yaml", "argparse", "pytest", "hypothesis", "tests.nets",
 )  # fmt: skip
 MESSAGE_BYTES = 1 << 18
 """Of a request."""
@@ -60,11 +55,7 @@ DEAD = (signal.SIGKILL, signal.SIGSTOP)
 def _preload() -> None:
     for name in PRELOADED:
         __import__(name)
-    for folder in (Path(__file__).parents[2] / "training").rglob("*.py"):
-        name = ".".join(("lockstep", *folder.relative_to(Path(__file__).parents[2]).with_suffix("").parts))
-        if not name.endswith(("__main__", "__init__")) and "inference" not in name:
-            __import__(name)
-    _compute_once()
+    product.load_for_forks()
     _remove_torchs_folder()
     gc.collect()
     gc.freeze()
@@ -90,17 +81,6 @@ def _collapse() -> None:
         if mode.startswith("rw") and inode == "0":  # no file's
             for start in range(-(-low // HUGE_PAGE) * HUGE_PAGE, high - HUGE_PAGE + 1, HUGE_PAGE):
                 advise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
-
-
-def _compute_once() -> None:
-    """What each process would compute anew for itself: how the settings are checked, and the report's template."""
-    from lockstep.training import config
-    from lockstep.training.config.own import own_settings
-    from lockstep.training.observe import report
-
-    config.load("smoke", [])
-    own_settings("script", {}, {}, ())
-    report._environment().get_template("template.html.j2")
 
 
 def _remove_torchs_folder() -> None:
@@ -287,10 +267,7 @@ def _leave(task: Callable[[], None]) -> NoReturn:
         atexit._run_exitfuncs()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    # Not before: a module that is loaded already cannot be run as a program without a warning.
-    from lockstep.training.__main__ import leave
-
-    leave(code & 0xFF)
+    product.leave(code & 0xFF)
 
 
 if __name__ == "__main__":
