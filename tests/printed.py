@@ -127,7 +127,7 @@ class Reader:
         """What has to be done, or waited for, first."""
 
     def run(self, command: str) -> Result:
-        return run(["bash", "-c", command], self.env, timeout=self.BOUND, cwd=self.here)
+        return run(["/bin/bash", "-c", command], self.env, timeout=self.BOUND, cwd=self.here)
 
     def passes(self, command: str, done: Result) -> bool:
         return done.code == 0
