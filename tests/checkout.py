@@ -15,8 +15,8 @@ SOURCES = ("lockstep", "training", "jobs", "examples", "docs", "deploy", "docker
 
 
 def copy_to(target: Path) -> Path:
-    """What git keeps of this repository; where there is no history, the sources as they lie."""
-    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    """What git keeps of this repository, or would keep; where there is no history, the sources as they lie."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(git, cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
     if len(files) < 100:
         found = [
@@ -29,7 +29,7 @@ def copy_to(target: Path) -> Path:
     for name in filter(None, (name.decode() for name in files)):
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name, follow_symlinks=False)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
     return target
 
 

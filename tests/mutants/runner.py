@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.mutants.table import ROOT, Mutant
+from tests.checkout import copy_to
+from tests.mutants.table import Mutant
 
 Verdict = Literal["caught", "survived", "skipped", "invalid"]
 
@@ -36,16 +37,7 @@ def copied() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="mutant-")).resolve()
     try:
         folder.chmod(0o755)  # daemons of other users are started from it
-        listed = subprocess.run(
-            ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            capture_output=True, check=True,
-        )  # fmt: skip
-        for name in filter(None, listed.stdout.decode().split("\0")):
-            source, target = ROOT / name, folder / "tree" / name
-            if source.is_file() or source.is_symlink():  # not one that was removed and is still in the index
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target, follow_symlinks=False)
-        yield folder / "tree"
+        yield copy_to(folder / "tree")
     finally:
         _end_all_of(folder)
         shutil.rmtree(folder, ignore_errors=True)
