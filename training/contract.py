@@ -70,6 +70,8 @@ REPORT_FILE = "report.html"
 STOP_FILE = "STOP"
 CHECKPOINTS = "checkpoints"
 ENDPOINTS = "endpoints"
+RANK_HEADER = "Lockstep-Rank"
+"""Of a rank's answers: the `id` of its endpoint file."""
 METRICS = "metrics"
 
 RUN_ENVIRONMENT = (

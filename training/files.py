@@ -144,6 +144,10 @@ def opened_folder(path: Path) -> Iterator[Path]:
     try:
         held = Path(f"/proc/self/fd/{descriptor}")
         yield held if held.is_dir() else path
+    except OSError as error:
+        if isinstance(error.filename, (str, Path)):
+            error.filename = str(error.filename).replace(str(held), str(path), 1)
+        raise
     finally:
         os.close(descriptor)
 

@@ -7,6 +7,7 @@ for rank in judge(before, after): …       # step, images/s, shares of a step, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -105,11 +106,12 @@ class Reader:
         except (OSError, ValueError):
             written, at = "", 0.0
         where = files.read_json(contract.endpoint_file(self.run_dir, rank), limit=4096)
-        host, port = (where.get("host"), where.get("port")) if isinstance(where, dict) else (None, None)
-        if isinstance(host, str) and type(port) is int and 0 < port < 65536 and self._may_ask(host, rank):
+        where = where if isinstance(where, dict) else {}
+        host, port = where.get("host"), where.get("port")
+        if isinstance(host, str) and type(port) is int and 0 < port < 65536 and self._may_ask(host, port, rank):
             try:
-                served = _fetch(host, port)
-                # A killed rank's file stays, and another run may have its port by now.
+                # A killed rank's file stays, and another run, or another user, may have its port by now.
+                served = _fetch(host, port, where.get("id"))
                 if not written or _whose(served) == _whose(written):
                     return Snapshot(rank, parse(served), time.time(), "live")
             except (OSError, ValueError):
@@ -119,14 +121,28 @@ class Reader:
         except ValueError:
             return None
 
-    def _may_ask(self, host: str, rank: int) -> bool:
-        """This machine; another one only where we, or root, have written down that a rank is there."""
-        if host in ("127.0.0.1", "::1", "localhost", socket.gethostname()):
-            return True
+    def _may_ask(self, host: str, port: int, rank: int) -> bool:
+        """This machine, where the rank's user has the port; another one only where we, or root, have written down that a rank
+        is there."""
         try:
-            return contract.endpoint_file(self.run_dir, rank).stat().st_uid in (os.geteuid(), 0)
+            owner = contract.endpoint_file(self.run_dir, rank).stat().st_uid
         except OSError:
             return False
+        if host in ("127.0.0.1", "::1", "localhost", socket.gethostname()):
+            return _listeners(port) <= {owner, 0}
+        return owner in (os.geteuid(), 0)
+
+
+def _listeners(port: int) -> set[int]:
+    """The users who listen on a port of this machine; none where that is not told."""
+    users = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{table}", encoding="ascii") as lines:
+            for line in lines:
+                _, local, _, state, *_, user = line.split()[:8]
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    users.add(int(user))
+    return users
 
 
 def _number(path: Path) -> int | None:
@@ -140,8 +156,11 @@ def _whose(text: str) -> tuple[str, ...] | None:
     return found.groups() if found else None
 
 
-def _fetch(host: str, port: int) -> str:
-    """GET /metrics within `TIMEOUT` in all, without proxy and redirects. Raises `OSError`, `ValueError`."""
+def _fetch(host: str, port: int, rank_id: object) -> str:
+    """GET /metrics within `TIMEOUT` in all, without proxy and redirects, of the server with that id.
+
+    Raises `OSError`, `ValueError`.
+    """
     deadline = time.monotonic() + TIMEOUT
     host = "127.0.0.1" if host == socket.gethostname() else host
     data = bytearray()
@@ -156,6 +175,9 @@ def _fetch(host: str, port: int) -> str:
     head, _, body = bytes(data).partition(b"\r\n\r\n")
     if not re.match(rb"HTTP/1\.[01] 200 ", head):
         raise ValueError("no metrics")
+    said = re.search(rf"(?mi)^{contract.RANK_HEADER}: (\S+)\s*$", head.decode("latin-1"))
+    if rank_id != (said[1] if said else None):
+        raise ValueError("another rank's")
     return body.decode()
 
 

@@ -19,7 +19,7 @@ NEVER = (".git", ".venv", DERIVED)
 """Names of files and folders that never travel. (`.git` is a file in a worktree and in a submodule.)"""
 _MAX_IGNORE_BYTES = 1 << 20
 _MAX_REPOSITORIES = 500
-_GIT_SECONDS = 60
+_GIT_SECONDS = 12
 _SUBMODULE = "160000"
 
 
@@ -34,7 +34,7 @@ def files_of(folder: Path) -> list[str]:
     top = repository.top_of(folder)
     found = set(_walked(folder) if top is None else _git(folder, top))
     found = {path for path in found if not set(path.split("/")) & set(NEVER)}
-    found = {path for path in found if not (folder / path).absolute().is_relative_to(private.home().absolute())}
+    found = _without_jobs(folder.absolute(), found)
     found = _without_products(found)
     found -= _ignored(folder, found)
     if len(found) > MAX_FILES:
@@ -102,6 +102,17 @@ def _is_product(names: set[str]) -> bool:
     run = RUN_FILE in names and bool(names & {STATUS_FILE, EVENTS_FILE})
     shards = "manifest.json" in names and any(name.endswith(".safetensors") for name in names)
     return run or shards or "pyvenv.cfg" in names
+
+
+def _without_jobs(folder: Path, found: set[str]) -> set[str]:
+    """What does not lie in the folder of jobs."""
+    home = private.home().absolute()
+    if folder.is_relative_to(home):
+        return set()
+    if not home.is_relative_to(folder):
+        return found
+    ours = f"{home.relative_to(folder).as_posix()}/"
+    return {path for path in found if not f"{path}/".startswith(ours)}
 
 
 def _without_products(found: set[str]) -> set[str]:

@@ -85,15 +85,22 @@ def _advice(path: str) -> str:
 
 def check_names(paths: Collection[str]) -> None:
     """Raises `UserError` for two names that some file systems take for one, and for modules that hide others."""
-    spelled: dict[str, str] = {}
+    spelled: dict[tuple[str, str], str] = {}
+    """Folder, and a name in it as such a file system compares it → the name. Each folder is looked at once, however deep it lies."""
+    looked_at = {""}
     for path in sorted(paths):
-        parts = path.split("/")
-        for end in range(1, len(parts) + 1):
-            prefix = "/".join(parts[:end])
-            known = spelled.setdefault(unicodedata.normalize("NFC", prefix).casefold(), prefix)
-            if known != prefix:
-                raise UserError(f"code: {known} and {prefix} differ only in case or spelling: rename one of them")
-        _check_module(path, parts)
+        rest = path
+        while rest:
+            folder, _, name = rest.rpartition("/")
+            known = spelled.setdefault((folder, unicodedata.normalize("NFC", name).casefold()), name)
+            if known != name:
+                first = f"{folder}/{known}" if folder else known
+                raise UserError(f"code: {first} and {rest} differ only in case or spelling: rename one of them")
+            if folder in looked_at:
+                break
+            looked_at.add(folder)
+            rest = folder
+        _check_module(path, path.split("/"))
 
 
 def _check_module(path: str, parts: list[str]) -> None:

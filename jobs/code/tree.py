@@ -69,7 +69,8 @@ class Tree:
         """Raises `OSError`."""
         self._root = os.open(folder, _FOLDER)
         self._names = [Path(os.path.realpath(folder)).parts, folder.absolute().parts]
-        self._open: list[tuple[str, int]] = []
+        self._at: list[str] = []
+        self._open: list[int] = []
         """The folders on the way to the last file, each opened in the one before: the next file is often in the same folder."""
 
     def __enter__(self) -> Tree:
@@ -129,15 +130,19 @@ class Tree:
 
     def _enter(self, at: list[str]) -> int:
         """The descriptor of a folder; no step to it is a link. Raises `OSError`."""
-        same = 0
-        while same < min(len(at), len(self._open)) and self._open[same][0] == at[same]:
-            same += 1
-        while len(self._open) > same:
-            os.close(self._open.pop()[1])
-        for name in at[same:]:
-            here = self._open[-1][1] if self._open else self._root
-            self._open.append((name, os.open(name, _FOLDER | _NOFOLLOW, dir_fd=here)))
-        return self._open[-1][1] if self._open else self._root
+        if at != self._at:  # compared as a whole: a path may have hundreds of steps, and a folder thousands of files
+            same = next(
+                (n for n, (old, new) in enumerate(zip(self._at, at)) if old != new), min(len(self._at), len(at))
+            )
+            while len(self._open) > same:
+                os.close(self._open.pop())
+                self._at.pop()
+            for name in at[same:]:
+                self._open.append(
+                    os.open(name, _FOLDER | _NOFOLLOW, dir_fd=self._open[-1] if self._open else self._root)
+                )
+                self._at.append(name)
+        return self._open[-1] if self._open else self._root
 
     def _follow(self, link: list[str]) -> tuple[list[str], os.stat_result]:
         """Where a link leads to within the folder, by way of no other link. Raises `OSError`, and `Unfit` where it leads out."""

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from lockstep.jobs.checks.check import Check
 from lockstep.jobs.slurm import render
-from lockstep.jobs.slurm.query import ask, one_line
+from lockstep.jobs.slurm.query import NO_ACCOUNTING, answer, ask, one_line, silent
 from lockstep.jobs.slurm.section import Slurm, slurm, without_host
 from lockstep.jobs.slurm.transport import opening
 from lockstep.jobs.slurm.transport.base import Transport
@@ -88,8 +88,8 @@ def _rows(spec: JobSpec | None, transport: Transport, form: str) -> list[list[st
     """sinfo's rows for the job's partition, or for the default one."""
     partition = slurm(spec).partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
-    told = ask(transport, "sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
-    rows = [line.split("|") for line in told.stdout.splitlines()]
+    told = answer(transport, "sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
+    rows = [line.split("|") for line in told.splitlines()]
     return rows if wanted else [row for row in rows if row[0].endswith("*")]
 
 
@@ -97,7 +97,7 @@ def _partition(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
     rows = _rows(spec, transport, "%a|%l|%T|%N")
     name = slurm(spec).partition if spec is not None else None
     if not rows:
-        known = sorted({line.strip(" *") for line in ask(transport, "sinfo", "-h", "-o", "%P").stdout.splitlines()})
+        known = sorted({line.strip(" *") for line in answer(transport, "sinfo", "-h", "-o", "%P").splitlines()})
         wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
         yield Check("partition", "missing", f"{wanted}; there are {', '.join(known) or 'none'}")
         return
@@ -153,7 +153,13 @@ def _account(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
         transport, "sacctmgr", "-n", "-P", "show", "assoc", f"user={transport.place().user}", "format=Account,QOS"
     )
     if told.returncode != 0:
-        yield Check("account", "cannot tell", "the cluster has no accounting (no slurmdbd)")
+        none = re.search(r"not running a supported accounting_storage plugin", told.stdout + told.stderr)
+        said = (
+            "the cluster has no accounting (no slurmdbd)"
+            if none
+            else f"sacctmgr does not answer: {one_line(told.stderr)}"
+        )
+        yield Check("account", "cannot tell", said)
         return
     rows = [line.split("|") for line in told.stdout.splitlines() if "|" in line]
     accounts, qos = {row[0] for row in rows}, {name for row in rows for name in row[1].split(",") if name}
@@ -171,9 +177,11 @@ def _accounting(spec: JobSpec | None, transport: Transport) -> Iterator[Check]: 
     told = ask(transport, "sacct", "-X", "-n", "-S", "now")
     if told.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
+    elif not NO_ACCOUNTING.search(told.stderr):
+        raise silent(told)
     else:
         age = _setting(transport, "MinJobAge") or "?"
-        detail = f"sacct does not answer: jobs that ended are known for {age}, then from their own files only"
+        detail = f"there is none: jobs that ended are known for {age}, then from their own files only"
         yield Check("accounting", "warning", detail)
 
 
@@ -196,7 +204,8 @@ def _preemption(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
 
 
 def _setting(transport: Transport, name: str) -> str:
-    match = re.search(rf"^{name}\s*=\s*(.*)$", ask(transport, "scontrol", "show", "config").stdout, re.M)
+    """Of SLURM's configuration, "" where it does not have it. Raises `Unreachable`."""
+    match = re.search(rf"^{name}\s*=\s*(.*)$", answer(transport, "scontrol", "show", "config"), re.M)
     return match[1].strip() if match else ""
 
 

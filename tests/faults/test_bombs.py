@@ -230,7 +230,7 @@ def test_top_asks_no_longer_and_nowhere_else(tmp_path: Path, redirects: bool) ->
 def test_an_endpoint_of_somebody_else_names_no_other_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def fetch(host: str, port: int) -> str:
+    def fetch(host: str, port: int, rank_id: object) -> str:
         asked.append(host)
         return ""
 

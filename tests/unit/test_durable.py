@@ -43,6 +43,7 @@ def test_every_file_and_folder_is_forced_to_the_disk_before_the_name_is_there(
         unsafe.update((open_file(descriptor), open_file(descriptor).parent))  # its bytes, and that it is there
 
     def moved(source: Path, target: Path) -> None:
+        source, target = (path.parent.resolve() / path.name for path in (source, target))  # it writes by a descriptor
         if target.name.startswith("step-"):
             renamed.append(target.name)
             assert not [path for path in unsafe if source in (path, path.parent)], "the name came before the bytes"

@@ -241,7 +241,9 @@ def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
 
 def test_a_rank_serves_and_says_where(exporter: Exporter, tmp_path: Path) -> None:
     where = _endpoint(tmp_path / "run")
-    assert where == {"host": "127.0.0.1", "port": where["port"], "pid": os.getpid()}
+    assert where == {"host": "127.0.0.1", "port": where["port"], "pid": os.getpid(), "id": where["id"]}
+    with urllib.request.urlopen(f"http://127.0.0.1:{where['port']}/metrics", timeout=10) as answer:
+        assert answer.headers[contract.RANK_HEADER] == where["id"]  # by which `top` knows it
     code, kind, text = _get(where["port"], "/metrics")
     assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
     code, kind, text = _get(where["port"], "/metrics", "application/openmetrics-text;version=1.0.0")

@@ -206,11 +206,17 @@ class Writer:
 
     def _write(self, step: int, plain: Any, tensors: list[torch.Tensor], score: float | None) -> SaveResult:
         began = time.perf_counter()
-        final = self.directory / checkpoint_name(step)
-        replaced = self.directory / f".replaced-{final.name}.{os.getpid()}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with files.opened_folder(self.directory) as folder:  # another user may put a link in its place at any time
+            size = self._write_into(folder, step, plain, tensors, score)
+        return SaveResult(self.directory / checkpoint_name(step), time.perf_counter() - began, size)
+
+    def _write_into(self, folder: Path, step: int, plain: Any, tensors: list[torch.Tensor], score: float | None) -> int:
+        final = folder / checkpoint_name(step)
+        replaced = folder / f".replaced-{final.name}.{os.getpid()}"
         try:
             with files.replacing(final) as staging:
-                staging.mkdir(parents=True)
+                staging.mkdir()
                 plain, names = layout.named(plain)
                 text = _readable(json.dumps(plain).encode(), MAX_STATE_BYTES, STATE)
                 entries = {
@@ -226,18 +232,18 @@ class Writer:
                 files.fsync_directory(staging)
                 if final.exists():  # the same step once more: a signal after a resume, or a corrupt one of earlier
                     files.rename(final, replaced)
-            files.fsync_directory(self.directory)
+            files.fsync_directory(folder)
         finally:
-            clean(self.directory)
+            clean(folder)
         self._prune(final)
-        return SaveResult(final, time.perf_counter() - began, sum(entry["bytes"] for entry in entries.values()))
+        return sum(entry["bytes"] for entry in entries.values())
 
     def _prune(self, newest: Path) -> None:
         try:
-            verify(newest)
+            verify(self.directory / newest.name)  # where the next start looks for it
         except CorruptCheckpoint as error:
             raise OSError(f"a checkpoint that was just written could not be verified: {error}") from None
-        paths = candidates(self.directory)
+        paths = candidates(newest.parent)
         kept = set(paths[: self.keep])
         if self.keep_best and (found := best(paths, self._rule)) is not None:
             kept.add(found[0])

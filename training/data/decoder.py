@@ -1,8 +1,8 @@
 """The program of a decoder process: python -m lockstep.training.data.decoder HEIGHT WIDTH
 
 It reads batches from stdin until that ends: a line of JSON, a list of {"path": …} with the "kind" that the file's name
-promises or null. It answers each image at once: P and its pixels, uint8 RGB [h, w, 3], or E, the length of a reason
-(4 bytes) and the reason. Before all of them it writes R.
+promises or null, and the folder that it must be "inside" of or null. It answers each image at once: P and its pixels, uint8
+RGB [h, w, 3], or E, the length of a reason (4 bytes) and the reason. Before all of them it writes R.
 
 What an image file may do to a process – take its memory, crash it, never end – it does to this one. It imports Pillow and
 nothing of ours but `files`.
@@ -53,9 +53,20 @@ def decoded(data: bytes, expected_format: str | None, height: int, width: int) -
     return ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR).tobytes()
 
 
+def _content(path: Path, inside: object) -> bytes:
+    """Of a file that is below the folder `inside` as it is opened: since it was listed, a link may have taken its place."""
+    with files.regular(path) as file:
+        opened = Path(f"/proc/self/fd/{file.fileno()}")
+        if inside is None or not opened.exists():  # a system without /proc
+            return files.read(path, MOST_BYTES)
+        if not Path(os.readlink(opened)).is_relative_to(str(inside)):
+            raise _RefusedError("it is a link that leads out of the folder")
+        return files.read(opened, MOST_BYTES)
+
+
 def _answer(item: dict[str, object], height: int, width: int) -> bytes:
     try:
-        content = files.read(Path(str(item["path"])), MOST_BYTES)
+        content = _content(Path(str(item["path"])), item["inside"])
         expected_format = item["kind"]
         return b"P" + decoded(content, None if expected_format is None else str(expected_format), height, width)
     except _RefusedError as error:

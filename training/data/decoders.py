@@ -43,6 +43,8 @@ class Item:
     """As messages show it."""
     expected_format: str | None = None
     """`JPEG`, `PNG` or `WEBP`; None if any of them is accepted."""
+    inside: Path | None = None
+    """The folder, without links, below which the file must be when it is opened; None: anywhere."""
 
 
 Result: TypeAlias = bytes | str
@@ -166,7 +168,14 @@ class _Process:
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], items: list[Item]) -> None:
-        asked = [{"path": os.path.abspath(item.file), "kind": item.expected_format} for item in items]
+        asked = [
+            {
+                "path": os.path.abspath(item.file),
+                "kind": item.expected_format,
+                "inside": None if item.inside is None else str(item.inside),
+            }
+            for item in items
+        ]
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")

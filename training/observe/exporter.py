@@ -1,6 +1,6 @@
 """Where the metrics of a rank go: an HTTP server, files with its address, and textfiles for runs that end before a scrape.
 
-    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711}, for as long as the rank lives
+    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711, "id": "…"}, while the rank lives
     RUN/metrics/rank-00003.prom     what the server would answer, every few seconds and at the end
     TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter
     FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, where a cluster has no discovery of its own
@@ -92,7 +92,8 @@ class Exporter:
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
         threading.Thread(target=self._server.run, name="metrics", daemon=True).start()
         host, port = address if address and not _is_unspecified(address) else socket.gethostname(), self._server.port
-        self._publish(self._endpoint, json.dumps({"host": host, "port": port, "pid": os.getpid()}).encode() + b"\n")
+        where = {"host": host, "port": port, "pid": os.getpid(), "id": self._server.id}
+        self._publish(self._endpoint, json.dumps(where).encode() + b"\n")
         if self._target is not None:
             target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             self._publish(self._target, json.dumps([{"targets": [target], "labels": {}}]).encode() + b"\n")

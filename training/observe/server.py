@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import secrets
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 
+from lockstep.training import contract
 from lockstep.training.observe.metrics import Metrics
 
 MAX_CONNECTIONS = 16
@@ -44,6 +46,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self.metrics, self.stale_seconds, self.stopped = metrics, stale_seconds, False
+        self.id = secrets.token_hex(8)
+        """Stands in the rank's endpoint file and in each answer: whoever has the port of a dead rank has another one."""
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._idle: dict[socket.socket, None] = {}
         """Connections without a whole request so far, the oldest first."""
@@ -159,6 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header(contract.RANK_HEADER, self.server.id)
         self.connection.settimeout(max(0.001, self._deadline - time.monotonic()))  # for all of it, also in pieces
         self.end_headers()
         self.wfile.write(body)

@@ -1,7 +1,8 @@
 """Sends the numbers of a run's events to TensorBoard and Weights & Biases. Off by default; rank 0 only.
 
 Both listen to the run's events, so they show what events.jsonl holds, under the names of the speedruns' logs: `elapsed`,
-`train_loss`, `val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues.
+`train_loss`, `val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues. It
+has a thread of its own: a service, or a disk, that hangs holds no step up, and the end of the run for the grace period at most.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lockstep.training import files
 from lockstep.training.config import RunSettings
 from lockstep.training.contract import UserError
 from lockstep.training.launch.lines import say
+from lockstep.training.observe.background import Background
 from lockstep.training.observe.rundir import RunDirectory
 
 TENSORBOARD = "tensorboard"
@@ -53,7 +55,7 @@ def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
         ("tensorboard", config.log.tensorboard, _tensorboard), ("wandb", config.log.wandb, _wandb),
     ):  # fmt: skip
         if wanted:
-            listener = _Listener(name, partial(make, config, run, step))
+            listener = _Listener(name, partial(make, config, run, step), config.preempt.grace_seconds)
             run.listeners.append(listener.on_event)
             run.at_close.append(listener.close)
 
@@ -68,22 +70,35 @@ def scalars(event: dict[str, Any]) -> dict[str, float]:
 
 
 class _Listener:
-    """Stands between the run and a tracker: what the tracker raises switches it off, and does not reach the training."""
+    """Stands between the run and a tracker: what it raises switches it off, and where it hangs nobody who trains waits for it.
 
-    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._name = name
+    Args:
+        patience: seconds that the end of the run waits for it.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker], patience: float) -> None:
+        self._name, self._patience = name, patience
         self._tracker: Tracker | None = None
+        self._thread = Background(name, self._late)
         self._guarded(lambda: setattr(self, "_tracker", make()))
 
     def on_event(self, event: dict[str, Any]) -> None:
         values = scalars(event)
-        tracker = self._tracker
-        if values and tracker is not None:
-            self._guarded(lambda: tracker.log(values, event["step"]))
+        if values and self._tracker is not None:
+            step = event["step"]
+            self._thread.run(lambda: self._do(lambda tracker: tracker.log(values, step)), seconds=0)
 
     def close(self) -> None:
         if self._tracker is not None:
-            self._guarded(self._tracker.close)
+            self._thread.run(lambda: self._do(lambda tracker: tracker.close()), seconds=self._patience)
+
+    def _do(self, action: Callable[[Tracker], None]) -> None:
+        tracker = self._tracker
+        if tracker is not None:  # it is not off meanwhile
+            self._guarded(lambda: action(tracker))
+
+    def _late(self) -> None:
+        say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", sys.stderr)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

@@ -41,6 +41,8 @@ class Entry:
 
 @dataclass(slots=True)
 class Listing:
+    folder: Path
+    """Without links."""
     classes: list[str]
     entries: list[Entry] = field(default_factory=list)
     """In their order."""
@@ -71,7 +73,7 @@ def listed(folder: Path, classes: list[str] | None = None) -> Listing:
         raise UserError(f"{folder} has a class {shown(unknown[0])}, which the training folder does not have")
     if bad := [name for name in class_names if not name.isprintable()]:
         raise UserError(f"{folder} has a class folder {shown(bad[0])}: rename it, its name cannot be printed")
-    listing = Listing(classes if classes is not None else class_names)
+    listing = Listing(inside, classes if classes is not None else class_names)
     for name in os.listdir(inside):
         if Path(name).suffix.lower() in KINDS and name not in class_names:
             listing.refused[shown(name)] = "it is not in a class folder"

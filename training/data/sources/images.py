@@ -28,6 +28,7 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
     training = listed(folder)
     total = len(training.entries) + len(training.refused)
     refused = dict(training.refused)
+    folders = {"train": training.folder, "test": training.folder}
     if options.test is None:
         splits = {
             "train": [entry for entry in training.entries if entry.share >= options.held_out],
@@ -42,6 +43,7 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
         other = _folder(root, options.test)
         testing = listed(other, training.classes)
         splits = {"train": training.entries, "test": testing.entries}
+        folders["test"] = testing.folder
         total += len(testing.entries) + len(testing.refused)
         refused |= {f"{options.test}/{name}": reason for name, reason in testing.refused.items()}
     bound = Bound(options.max_broken, total, refused)
@@ -51,7 +53,8 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
         prefix = f"{options.test}/" if split == "test" and options.test is not None else ""
         with progress(f"decoding {split} images", len(entries)) as one_more:
             items = (
-                Item(entry.path, entry.label, shown(prefix + entry.name), entry.expected_format) for entry in entries
+                Item(entry.path, entry.label, shown(prefix + entry.name), entry.expected_format, folders[split])
+                for entry in entries
             )
             yield from decoded_pieces(items, options, workers, bound, one_more)
 

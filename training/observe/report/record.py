@@ -18,6 +18,8 @@ from lockstep.training.observe.report.series import Reading, Series
 
 _EVENT_BYTES = 128 << 20
 """Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""
+_EVENT_LINES = 1_500_000
+"""Of them, at most: lines without an event are short, and there could be a hundred million."""
 _LINE_BYTES = 1 << 16
 _READINGS = 4000
 """Most readings of the loss, and of each value that a loop of one's own has logged, that are kept: those that show."""
@@ -91,7 +93,11 @@ def _events(path: Path) -> list[dict[str, Any]]:
     counts, strides = dict[str, int](), dict[str, int]()
     try:
         with files.regular(path) as file:
-            while file.tell() < _EVENT_BYTES and (line := file.readline(_LINE_BYTES)):
+            for _ in range(_EVENT_LINES):
+                if file.tell() >= _EVENT_BYTES or not (line := file.readline(_LINE_BYTES)):
+                    break
+                if not line.startswith(b"{"):
+                    continue
                 try:
                     value = files.parsed(line)
                 except ValueError:
