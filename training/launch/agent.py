@@ -119,6 +119,9 @@ class Agent(TorchAgent):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self.ours or number in (signal.SIGTERM, signal.SIGINT):  # what else a program does with a USR1 is its own
+            if self.signalled is None:
+                signal.signal(signal.SIGALRM, self._kill)
+                signal.setitimer(signal.ITIMER_REAL, self.grace)
             self.signalled = number
         if self._waits and not (self.ours or number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)):
             return self.held.send((), number)  # for the ranks that start next
@@ -127,15 +130,19 @@ class Agent(TorchAgent):
         self.held.send(self._pcontext.pids().values(), number)
 
     def limit(self, seconds: float) -> None:
-        """Ends the ranks after `seconds`: with TERM, so that they can save, and with KILL after the grace."""
+        """Ends the ranks after `seconds`, as TERM does."""
         signal.signal(signal.SIGALRM, self._over)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        signal.setitimer(signal.ITIMER_REAL, self.grace)
-        wanted = signal.SIGKILL if self.timed_out else signal.SIGTERM
         self.timed_out = True
-        self._forward(wanted, frame)
+        self._forward(signal.SIGTERM, frame)
+
+    def _kill(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        """The grace is over: who still runs is killed. Again and again: a rank may just be starting."""
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        if self._pcontext is not None and not self._waits:
+            self.held.send(self._pcontext.pids().values(), signal.SIGKILL)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._ended is None:

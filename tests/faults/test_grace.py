@@ -1,0 +1,32 @@
+"""The launcher's grace: what ranks have after a signal, whatever they do with it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import LAUNCH, PYTHON, clean_env, poll, started
+
+pytestmark = pytest.mark.promise("signals")
+
+DEAF = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+time.sleep(120)
+"""
+
+
+def test_ranks_that_do_not_end_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+    """A program that catches the signal and works on: the platform would kill the launcher, and leave its ranks."""
+    command = [*LAUNCH, "--ranks", "2", "--grace", "3", "--", PYTHON, "-c", DEAF, str(tmp_path / "rank-")]
+    with started(command, clean_env()) as launcher:
+        poll(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 60, "both ranks")
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    assert 3 <= time.monotonic() - began < 30 and launcher.returncode == 1, output
+    assert "rank 0" in output and "rank 1" in output and "SIGKILL" in output, output
