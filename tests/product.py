@@ -65,3 +65,81 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
         store.verify(path)
         steps.append(store.step_of(path))
     return steps
+
+
+# What a module's own tests take of its neighbours
+
+
+def recipe(name: str = "smoke", *words: str) -> Any:
+    """The settings of a recipe, with words as they stand after --set."""
+    from lockstep.training import config
+
+    return config.load(name, list(words))
+
+
+def data(**settings: Any) -> Any:
+    """The settings of the group `data`, checked."""
+    from lockstep.training import config
+
+    return config.Data(**settings)
+
+
+def source(name: str, root: Path, **options: Any) -> Any:
+    """A data source's samples in memory: `.train` and `.test` (samples, labels), `.classes`."""
+    from lockstep.training.data import sources
+
+    return sources.load(name, root, False, options)
+
+
+def prepared(settings: Any) -> Any:
+    """The shards of a source, made or found again; what `split` takes."""
+    from lockstep.training.data import shards
+
+    return shards.Manifest.read(shards.prepare(settings))
+
+
+def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:
+    """Shards of these (samples, labels)."""
+    from lockstep.training.data import shards
+    from lockstep.training.data.sources.raw import Raw
+
+    return shards.write(Raw(train, test, classes), folder, "array", files)
+
+
+def split(made: Any, name: str) -> tuple[Any, Any]:
+    """(samples, labels) of a split of shards, as numpy arrays."""
+    from lockstep.training.data.shards import Samples
+
+    samples, labels = Samples.open(made, name, 0, made.count(name)).all()
+    return samples.numpy(), labels.numpy()
+
+
+def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, shape: Any = (32, 32, 3)) -> Any:
+    """A network of `model=NAME`."""
+    from lockstep.training import models
+
+    return models.build(name, options or {}, classes, shape)
+
+
+def optimizer(parameters: Any, settings: Any, batch: int, model: Any = None) -> Any:
+    """The optimizer of a recipe's settings."""
+    from lockstep.training import optim
+
+    return optim.build(parameters, settings, batch, model)
+
+
+def loader(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
+    """A rank's loader over shards, with settings of the group `data`."""
+    from lockstep.training.config import Config
+    from lockstep.training.data.loader import Loader
+    from lockstep.training.parallel.world import World
+
+    config = Config(global_batch_size=batch, uneven=uneven, data=data(**settings))  # type: ignore[arg-type]
+    return Loader(config, World(rank=rank, size=size, local_size=size), made, batch, 1)
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """The checksum that a manifest carries of itself."""
+    from lockstep.training.manifest import seal
+
+    return seal(manifest)

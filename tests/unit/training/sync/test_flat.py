@@ -25,11 +25,7 @@ def sizes(counts: list[int], min_bytes: float) -> list[int]:
         ([100, 50, 20], 25e6, [170]),  # smaller than the last bucket may be
         ([500_000, 500_000, 100_000, 50_000], 25e6, [1_000_000, 150_000]),  # 4 MB would wait for the first layer
         ([500_000] * 4, 4e6, [1_000_000, 500_000, 500_000]),  # no parameter is that small: one is the last bucket
-        (
-            [500_000, 600_000, 300_000, 200_000, 10],
-            4e6,
-            [1_100_000, 300_000, 200_010],
-        ),  # what is left over goes before it
+        ([500_000, 600_000, 300_000, 200_000, 10], 4e6, [1_100_000, 300_000, 200_010]),  # the rest goes before it
         ([40, 40, 40, 40], 320.0, [80, 80]),  # buckets that are smaller than 1 MB
         ([1_000_000], 25e6, [1_000_000]),
     ],

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lockstep.training import files
-from lockstep.training.parallel.memory import mapped_bytes, resident_bytes
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -52,11 +51,3 @@ def test_a_folder_is_put_where_there_is_none_and_not_upon_files(tmp_path: Path) 
     with pytest.raises(OSError, match="not empty"):
         put("two")
     assert (path / "x").read_text() == "one" and list(tmp_path.iterdir()) == [path]
-
-
-def test_resident_memory_is_what_the_kernel_says() -> None:
-    words = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    told = {line[0]: int(line[1]) << 10 for line in words if line[0] in ("VmRSS:", "RssFile:", "RssShmem:")}
-    found, mapped = resident_bytes(), mapped_bytes()
-    assert found is not None and abs(found - told["VmRSS:"]) < 32 << 20
-    assert mapped is not None and abs(mapped - told["RssFile:"] - told["RssShmem:"]) < 32 << 20

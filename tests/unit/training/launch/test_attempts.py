@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from lockstep.training.launch.attempts import Attempts
+from tests.product import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 
 
 def _start(folder: Path) -> Attempts | None:

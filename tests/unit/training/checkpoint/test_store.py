@@ -1,10 +1,13 @@
+"""Checkpoints on the disk: every bit comes back, damage is found, and a power cut or a kill finds whole ones under their names."""
+
 from __future__ import annotations
 
 import errno
 import json
 import os
-import random
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,13 @@ import pytest
 import safetensors
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from lockstep.training import files
-from lockstep.training.checkpoint import layout, naming, store
-from lockstep.training.checkpoint.state import checked
+from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import CorruptCheckpoint, Writer, load, newest_verified, verify
-from lockstep.training.contract import UserError
-from lockstep.training.parallel.exchange import DTYPES, join, pack, split, unpack
+from tests import product
+from tests.product import UserError
+from tests.unit.trees import same, trees
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -29,46 +31,19 @@ def _state(step: int) -> dict[str, Any]:
     }
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
-    return type(a) is type(b) and a == b
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    made = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
+    yield made
+    made.wait()
 
 
-_leaves = (
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5)
-    | st.builds(
-        lambda kind, shape: (torch.rand(shape) * 9).to(DTYPES[kind]),
-        st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 3), max_size=3),
-    )
-)  # fmt: skip
-_trees = st.recursive(
-    _leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@given(_trees)
-def test_trees_survive_every_way_of_travelling(tree: Any) -> None:
-    plain, tensors = split(tree)
-    assert _same(join(json.loads(json.dumps(plain)), tensors), tree)
-    assert _same(unpack(pack(tree)), tree)
-    plain, names = layout.named(plain)
-    assert _same(layout.join(json.loads(json.dumps(plain)), dict(zip(names, tensors))), tree)
-
-
-@given(_trees)
+@given(trees)
 def test_every_tree_can_be_saved_and_read(tree: Any) -> None:
     """Whatever its keys make of the tensors' names: a key may hold a slash, and two places of a tree the same text."""
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder), keep=1, keep_best=False)
-        assert _same(load(writer.save(1, tree).result().path), tree)
+        assert same(load(writer.save(1, tree).result().path), tree)
         writer.wait()
 
 
@@ -118,33 +93,12 @@ def test_what_could_not_be_read_back_is_not_written(
     assert [path.name for path in writer.directory.iterdir()] == ["step-00000001"]
 
 
-def test_what_no_checkpoint_can_hold() -> None:
-    with pytest.raises(TypeError, match="cannot hold a PosixPath"):
-        split({"x": [Path()]})
-    with pytest.raises(TypeError, match="cannot hold torch.complex64"):
-        split(torch.zeros(1, dtype=torch.complex64))
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> Any:
-    made = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
-    yield made
-    made.wait()
-
-
 def test_a_checkpoint_gives_back_every_bit(writer: Writer) -> None:
     state = _state(7)
     path = writer.save(7, state).result().path
     state["shared"]["model"]["w"].zero_()  # the live tensors go on; the copy was taken at once
-    assert _same(load(path), _state(7))
+    assert same(load(path), _state(7))
     assert path.name == "step-00000007" and verify(path)["step"] == 7
-
-
-def test_the_buffer_is_allocated_once(writer: Writer) -> None:
-    writer.save(1, _state(1)).result()
-    before = [buffer.data_ptr() for buffer in writer._buffers]
-    writer.save(2, _state(2)).result()
-    assert [buffer.data_ptr() for buffer in writer._buffers] == before
 
 
 def test_newest_and_best_are_kept(writer: Writer) -> None:
@@ -220,7 +174,7 @@ def test_what_a_killed_save_left_is_cleaned(tmp_path: Path) -> None:
 def test_a_step_that_is_saved_again_replaces_the_old_one_and_keeps_its_score(writer: Writer) -> None:
     writer.save(1, _state(1), 0.5).result()
     path = writer.save(1, _state(9)).result().path
-    assert _same(load(path), _state(9)) and len(list(writer.directory.iterdir())) == 1
+    assert same(load(path), _state(9)) and len(list(writer.directory.iterdir())) == 1
     assert verify(path)["score"] == 0.5
 
 
@@ -240,58 +194,114 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch
         writer.save(1, _state(9)).result()
     writer.wait()
     found = newest_verified(tmp_path)
-    assert found is not None and _same(load(found), _state(1))
+    assert found is not None and same(load(found), _state(1))
 
 
-def test_a_loss_that_is_no_number_is_no_damage() -> None:
-    """A run with `nonfinite: ignore`, or whose evaluation alone overflows, goes on."""
-    rank = {
-        "rng": {"python": random.getstate(), "torch": torch.get_rng_state()}, "buffers": {}, "average_buffers": {},
-        "losses": torch.zeros(2, dtype=torch.float64), "sync": {},
-    }  # fmt: skip
-    shared = {
-        "model": {"w": torch.ones(2)}, "average": {}, "aliases": {}, "cursor": [0, 1], "trained_seconds": 1.0,
-        "optimizer": {"state": {}, "own": {}, "param_groups": []},
-        "history": {"train_loss": float("nan"), "test_loss": float("inf"), "accuracy": None},
-    }  # fmt: skip
-    assert checked({"shared": shared, "ranks": [rank]})["ranks"] == [rank]
-    for history in ({"train_loss": "x"}, {"class_accuracy": torch.zeros(2)}, {"class_accuracy": ["cat"]}):
-        with pytest.raises(ValueError, match="its history does not have the form that a run saves"):
-            checked({"shared": {**shared, "history": history}, "ranks": [rank]})
+DEEP = "[" * 100_000 + "]" * 100_000
+
+WORDS: list[dict[str, Any]] = [
+    {"files": None}, {"files": []}, {"files": {"state.json": 1, "state.safetensors": 2}}, {"format": []}, {"format": True}, {"step": {}},
+    *({"files": {"state.json": {"bytes": size, "sha256": "x"}, "state.safetensors": {"bytes": 1, "sha256": "x"}}}
+      for size in (1e999, None, "many")),
+]  # fmt: skip
 
 
-def _optimizer() -> dict[str, Any]:
-    """As torch has it, with an entry of the optimizer's own and a parameter that has got no gradient yet."""
-    return {
-        "state": {0: {"exp_avg": torch.ones(2)}, 2: {"exp_avg": torch.zeros(1)}, "count": 7},
-        "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}],
-    }
-
-
-def test_an_optimizers_state_goes_by_name_and_back() -> None:
-    named = naming.by_name(_optimizer(), [["a", "b"], ["c"]])
-    assert list(named["state"]) == ["a", "c"] and named["own"] == {"count": 7}
-    assert named["param_groups"] == [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": ["c"]}]
-    assert _same(naming.by_number(named, [["a", "b"], ["c"]]), _optimizer())
-    other_order = naming.by_number(named, [["b", "a"], ["c"]])
-    assert list(other_order["state"]) == [1, 2, "count"] and other_order["param_groups"][0]["params"] == [0, 1]
-
-
+@pytest.mark.promise("hostile-files")
 @pytest.mark.parametrize(
-    ("names", "why"),
-    [
-        ([["a", "b", "c"]], "has 1 groups of parameters, and the checkpoint has different ones"),
-        ([["a", "renamed"], ["c"]], "b is in group 0 of either"),
-        ([["a"], ["b", "c"]], "b is in group 0 of either"),
-    ],
+    "content", ["[]", "null", "{}", '{"sha256": {}}', DEEP, *WORDS], ids=lambda content: str(content)[:20]
 )
-def test_another_optimizers_state_is_refused(names: list[list[str]], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        naming.by_number(naming.by_name(_optimizer(), [["a", "b"], ["c"]]), names)
+def test_a_manifest_of_another_kind_under_its_own_seal(writer: Writer, content: Any) -> None:
+    """As a program that is not ours, or a later version of it, might write it."""
+    for step in (1, 2):
+        path = writer.save(step, _state(step)).result().path / "manifest.json"
+    if isinstance(content, dict):
+        manifest = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | content
+        content = json.dumps({**manifest, "sha256": product.seal(manifest)})
+    path.write_text(content)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+        verify(path.parent)
+    found = newest_verified(writer.directory)
+    assert found is not None and store.step_of(found) == 1
 
 
-def test_state_of_a_parameter_that_the_optimizer_does_not_have() -> None:
-    named = naming.by_name(_optimizer(), [["a", "b"], ["c"]])
-    named["state"]["d"] = {}
-    with pytest.raises(ValueError, match="has no parameter d"):
-        naming.by_number(named, [["a", "b"], ["c"]])
+def test_every_file_and_folder_is_forced_to_the_disk_before_the_name_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls are the real ones; what each of them leaves in the kernel's memory alone is kept count of."""
+    unsafe: set[Path] = set()
+    renamed = []
+
+    def noting(name: str, note: Callable[..., None]) -> None:
+        real = getattr(files, name)
+
+        def call(*args: Any) -> None:
+            real(*args)
+            note(*args)
+
+        monkeypatch.setattr(files, name, call)
+
+    def open_file(descriptor: int) -> Path:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def written(descriptor: int, data: Any) -> None:
+        unsafe.update((open_file(descriptor), open_file(descriptor).parent))  # its bytes, and that it is there
+
+    def moved(source: Path, target: Path) -> None:
+        if target.name.startswith("step-"):
+            renamed.append(target.name)
+            assert not [path for path in unsafe if source in (path, path.parent)], "the name came before the bytes"
+            unsafe.add(target.parent)
+
+    noting("write_all", written)
+    noting("fsync", lambda descriptor: unsafe.discard(open_file(descriptor)))
+    noting("rename", moved)
+    folder = (tmp_path / "checkpoints").resolve()
+    writer = Writer(folder, keep=1, keep_best=False)
+    for step in (1, 2, 2):
+        writer.save(step, _state(step)).result()
+        assert not unsafe, "a save that is reported as done is on the disk"
+    writer.wait()
+    assert renamed == ["step-00000001", "step-00000002", "step-00000002"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_removal_that_is_cut_short_leaves_no_candidate(tmp_path: Path) -> None:
+    """Killed at every single file of the old checkpoint that goes."""
+    kill_at, survived = 1, False
+    while not survived:
+        folder = tmp_path / str(kill_at)
+        first = Writer(folder, keep=2, keep_best=False)
+        for step in (1, 2):
+            first.save(step, _state(step)).result()
+        first.wait()
+        survived = _saves(folder, 3, kill_at)
+        assert [store.step_of(path) for path in store.candidates(folder)] == [3, 2]
+        for path in store.candidates(folder):
+            store.verify(path)
+        store.clean(folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+        kill_at += 1
+    assert kill_at > 3, "an old checkpoint has three files"
+
+
+def _saves(folder: Path, step: int, kill_at: int) -> bool:
+    """Saves in a forked child that is killed where its n-th file would go. Whether it lived."""
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        return status == 0
+    try:
+        real, gone = os.unlink, [0]
+
+        def unlink(*args: Any, **kwargs: Any) -> None:
+            gone[0] += 1
+            if gone[0] == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(*args, **kwargs)
+
+        os.unlink = unlink
+        Writer(folder, keep=2, keep_best=False).save(step, _state(step)).result()
+        os._exit(0)
+    except BaseException:
+        os._exit(99)

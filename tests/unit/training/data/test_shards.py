@@ -1,0 +1,97 @@
+"""The files that samples are kept in: what is in them, and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.training.data import shards
+from lockstep.training.data.shards import Manifest, Samples
+from tests import product
+from tests.product import UserError
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Manifest:
+    raw = product.source("synthetic", tmp_path, n=100, n_test=20, size=4, classes=3)
+    return product.sharded(tmp_path / "shards", raw.train, raw.test, raw.classes, 3)
+
+
+def test_shards_hold_the_data_in_its_order(tmp_path: Path, made: Manifest) -> None:
+    raw = product.source("synthetic", tmp_path, n=100, n_test=20, size=4, classes=3)
+    assert made.count("train") == 100 and made.count("test") == 20 and len(made.splits["train"]) == 3
+    for split, given in (("train", raw.train), ("test", raw.test)):
+        assert all(map(np.array_equal, product.split(made, split), given))
+    some = torch.tensor([99, 0, 40, 33, 34])
+    taken, labels = Samples.open(made, "train", 0, 100).take(some)
+    assert np.array_equal(taken, raw.train[0][some]) and np.array_equal(labels, raw.train[1][some])
+
+
+def test_only_the_files_of_the_range_are_opened(made: Manifest) -> None:
+    for shard in made.splits["train"][1:]:
+        (made.directory / shard.file).unlink()
+    first = made.splits["train"][0].count
+    assert len(Samples.open(made, "train", 0, first)) == first
+    with pytest.raises(UserError, match="train-00001"):
+        Samples.open(made, "train", 0, first + 1)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "swap"])
+def test_a_damaged_shard_is_named(made: Manifest, damage: str) -> None:
+    path = made.directory / made.splits["train"][1].file
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+    path.write_bytes({"flip": data, "truncate": data[:-9], "empty": b"", "swap": b"\xff" * len(data)}[damage])
+    for verify in (True, False) if damage != "flip" else (True,):  # without the checksum the format refuses nonsense
+        with pytest.raises(UserError, match="train-00001"):
+            Samples.open(made, "train", 0, 100, verify=verify)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 2), ("shape", [4, 4]), ("shape", [0, 4, 3]), ("classes", []), ("splits", {}), ("source", 3),
+        ("splits", {"train": [{"file": "../x.safetensors", "count": 1, "sha256": "0" * 64}], "test": []}),
+        ("splits", {"train": [{"file": "x.safetensors", "count": -1, "sha256": "0" * 64}], "test": []}),
+        ("splits", {"train": [{"file": "x.safetensors", "count": 1}], "test": []}),
+    ],
+)  # fmt: skip
+def test_a_malformed_manifest_is_refused(made: Manifest, key: str, value: object) -> None:
+    path = made.directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(UserError, match=r"manifest.json is malformed"):
+        Manifest.read(made.directory)
+
+
+def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> None:
+    before = {path.name: path.read_bytes() for path in made.directory.iterdir()}
+    with pytest.raises(UserError, match="exists already"):
+        product.sharded(made.directory, *2 * [(np.ones((9, 4), np.float32), np.arange(9))], ["x"] * 9)
+    assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=str(tmp_path / "file")):
+        shards.prepare(product.data(source="digits", root=str(tmp_path / "file")))
+
+
+@pytest.mark.promise("sources")
+def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
+    """And without the source's files the shards that were made of them are all there is."""
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    batches = [folder / f"{name}.bin" for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]]
+    for path in batches:
+        path.write_bytes(b"\x03" + bytes(3072))
+    settings = product.data(source="cifar10", root=str(tmp_path), num_shards=2)
+    first = product.prepared(settings).checksum
+    assert product.prepared(settings).checksum == first
+    batches[1].write_bytes(b"\x03" + bytes(3071) + b"\x01")
+    second = product.prepared(settings).checksum
+    assert second != first
+    shutil.rmtree(folder)
+    assert product.prepared(settings).checksum == second
