@@ -20,7 +20,6 @@ from lockstep.training import files
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import CorruptCheckpoint, Writer, load, newest_verified, verify
 from tests import product
-from tests.product import UserError
 from tests.unit.trees import same, trees
 
 
@@ -47,19 +46,15 @@ def test_every_tree_can_be_saved_and_read(tree: Any) -> None:
         writer.wait()
 
 
+@pytest.mark.promise("open-format")
 def test_each_tensor_has_a_name_that_says_what_it_is(writer: Writer) -> None:
     one = torch.ones(1)
     kept = {"conv.weight": {"momentum_buffer": one, "step": 3}, "a/b": {"x": one}, "a": {"b/x": one}}
     rank = {"rng": {"torch": one}, "buffers": {"n.mean": one}, "sync": {"errors": {0: one, -1: one}, "rng": ["M", one]}}
-    shared = {
-        "model": {"conv.weight": one},
-        "average": {"conv.weight": one},
-        "optimizer": {"state": kept},
-        "x": (1, [one]),
-    }
-    path = (
-        writer.save(1, {"shared": shared, "ranks": [rank, {"\ud800": one}], "": one, "__metadata__": one}).result().path
-    )
+    weight = {"conv.weight": one}
+    shared = {"model": weight, "average": weight, "optimizer": {"state": kept}, "x": (1, [one])}
+    tree = {"shared": shared, "ranks": [rank, {"\ud800": one}], "": one, "__metadata__": one}
+    path = writer.save(1, tree).result().path
     with safetensors.safe_open(path / store.TENSORS, framework="pt") as file:
         assert sorted(file.keys()) == sorted([
             "model/conv.weight", "average/conv.weight", "optim/conv.weight/momentum_buffer", "optim/a/b/x", "optim/a/b/x~",
@@ -72,7 +67,7 @@ def test_each_tensor_has_a_name_that_says_what_it_is(writer: Writer) -> None:
 
 def test_each_tensor_lies_at_a_multiple_of_the_size_of_its_elements(writer: Writer) -> None:
     tensors = [
-        torch.ones(3, dtype=dtype) for dtype in (torch.uint8, torch.float64, torch.bool, torch.bfloat16, torch.float32)
+        torch.ones(3, dtype=getattr(torch, kind)) for kind in ("uint8", "float64", "bool", "bfloat16", "float32")
     ]
     data = (writer.save(1, tensors).result().path / store.TENSORS).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -107,50 +102,21 @@ def test_newest_and_best_are_kept(writer: Writer) -> None:
     assert [store.step_of(path) for path in store.candidates(writer.directory)] == [5, 4, 2]
 
 
+@pytest.mark.promise("damaged-checkpoints")
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors", "manifest.json"])
-@pytest.mark.parametrize("damage", ["first", "middle", "last", "truncate", "empty", "missing"])
-def test_any_damage_is_found_and_the_one_before_is_used(writer: Writer, name: str, damage: str) -> None:
+def test_any_damage_is_found_and_the_one_before_is_used(writer: Writer, name: str) -> None:
     writer.save(1, _state(1)).result()
     path = writer.save(2, _state(2)).result().path / name
-    data = bytearray(path.read_bytes())
-    if damage in ("first", "middle", "last"):
-        at = {"first": 0, "middle": len(data) // 2, "last": len(data) - 2}[damage]
-        data[at] ^= 4
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_bytes({"truncate": data[: len(data) // 2], "empty": b""}.get(damage, data))
-    warnings: list[str] = []
-    found = newest_verified(writer.directory, warnings.append)
-    assert found is not None and store.step_of(found) == 1
-    assert len(warnings) == 1 and name in warnings[0]
+    data = path.read_bytes()
+    flipped = [data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] for at in (0, len(data) // 2, len(data) - 2)]
+    for damaged in (*flipped, data[: len(data) // 2], b"", None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        warnings: list[str] = []
+        found = newest_verified(writer.directory, warnings.append)
+        assert found is not None and store.step_of(found) == 1 and [name in warning for warning in warnings] == [True]
 
 
-def test_all_bad_is_an_error_and_never_a_new_start(writer: Writer) -> None:
-    assert newest_verified(writer.directory) is None
-    for step in (1, 2):
-        path = writer.save(step, _state(step)).result().path
-        (path / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="none of the 2 checkpoints"):
-        newest_verified(writer.directory)
-
-
-def test_a_full_disk_fails_the_future_and_leaves_nothing_behind(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer.save(1, _state(1)).result()
-
-    def full(descriptor: int, data: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "write_all", full)
-    with pytest.raises(OSError, match="No space"):
-        writer.save(2, _state(2)).result()
-    monkeypatch.undo()
-    assert [path.name for path in writer.directory.iterdir()] == ["step-00000001"]
-    assert store.step_of(writer.save(3, _state(3)).result().path) == 3
-
-
+@pytest.mark.promise("atomic-saves")
 def test_older_ones_go_only_after_the_new_one_was_read_back(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         writer.save(step, _state(step)).result()
@@ -162,13 +128,6 @@ def test_older_ones_go_only_after_the_new_one_was_read_back(writer: Writer, monk
     with pytest.raises(OSError, match="the disk lies"):
         writer.save(3, _state(3)).result()
     assert len(store.candidates(writer.directory)) == 3
-
-
-def test_what_a_killed_save_left_is_cleaned(tmp_path: Path) -> None:
-    for name in (".step-00000003.123", ".old-step-00000001.9", "step-00000002", ".hidden"):
-        (tmp_path / name).mkdir()
-    store.clean(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-00000002"]
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one_and_keeps_its_score(writer: Writer) -> None:
@@ -224,6 +183,7 @@ def test_a_manifest_of_another_kind_under_its_own_seal(writer: Writer, content: 
     assert found is not None and store.step_of(found) == 1
 
 
+@pytest.mark.promise("atomic-saves")
 def test_every_file_and_folder_is_forced_to_the_disk_before_the_name_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from lockstep.training.launch import failures
-from lockstep.training.parallel import stores
 
+pytestmark = pytest.mark.promise("named-rank")
 ENDS = ("sleep 600", "exit 0", "exit 75", "exit 2", "exit 7", "kill -9 $$")
-TOLD = {4: "ended with exit code 7", 5: "ended by SIGKILL, by hand or because the memory was used up"}
 
 
 @pytest.fixture
@@ -33,49 +32,31 @@ def processes() -> Iterator[SubprocessContext]:
     started[0].wait(30)
 
 
-def group(port: int, agents: bool = False) -> Any:
-    """The ranks 10 to 15 of 16, on one of two nodes."""
+def _told(processes: SubprocessContext, port: int) -> None:
+    """Tells of the ranks 10 to 15 of 16, on one of two nodes."""
     workers = [SimpleNamespace(global_rank=10 + local) for local in range(len(ENDS))]
-    spec = SimpleNamespace(rdzv_handler=SimpleNamespace(use_agent_store=agents))
-    return SimpleNamespace(
+    spec = SimpleNamespace(rdzv_handler=SimpleNamespace(use_agent_store=False))
+    group: Any = SimpleNamespace(
         workers=workers, spec=spec, master_addr="127.0.0.1", master_port=port, group_world_size=2
-    )  # fmt: skip
+    )
+    failures.tell(group, failures.failed(group, processes))
 
 
-@pytest.mark.parametrize("agents", [False, True])
-def test_a_rank_that_failed_is_told_and_one_that_ended_for_good_is_not(
-    processes: SubprocessContext, agents: bool
+def test_a_rank_that_failed_is_told_and_one_that_ended_for_good_is_not(processes: SubprocessContext) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = store.num_keys()
+    _told(processes, store.port)
+    assert store.num_keys() - before == 2, "those of the exit codes 7 and -9"
+
+
+@pytest.mark.parametrize("answers", ["nothing listens", "never answers"])
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    processes: SubprocessContext, monkeypatch: pytest.MonkeyPatch, answers: str
 ) -> None:
-    store = stores.tcp_store("127.0.0.1", 0, serves=True, seconds=10)
-    those = group(store.port, agents)
-    failures.tell(those, failures.failed(those, processes))
-    seen = dist.PrefixStore("group", dist.PrefixStore("default_pg/0", store))  # as a rank has it
-    base = stores.without_prefix(seen)
-    told = {
-        local: base.get(stores.ended(10 + local)).decode()
-        for local in range(6)
-        if base.check([stores.ended(10 + local)])
-    }
-    assert told == ({} if agents else TOLD)
-
-
-def test_where_nobody_serves_the_store_nothing_is_waited_for(
-    processes: SubprocessContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "tcp_store", lambda *_, **__: pytest.fail("torch's store waits until its time is over"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        those = group(free.getsockname()[1])
-        failures.tell(those, failures.failed(those, processes))
-
-
-def test_a_store_that_accepts_and_never_answers_is_not_waited_for(
-    processes: SubprocessContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 was stopped: the kernel takes connections for it."""
+    """Where rank 0 was stopped, the kernel takes connections for it."""
     monkeypatch.setattr(failures, "SECONDS", 0.3)
     with socket.socket() as silent, concurrent.futures.ThreadPoolExecutor(1) as pool:
         silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        those = group(silent.getsockname()[1])
-        pool.submit(failures.tell, those, failures.failed(those, processes)).result(timeout=30)
+        if answers == "never answers":
+            silent.listen()
+        pool.submit(_told, processes, silent.getsockname()[1]).result(timeout=30)

@@ -44,11 +44,8 @@ NODE = ["a", 1, 0, "participant", 0, NOW.isoformat()]
     "text",
     [
         "", "{}", "[]", "null", "1e999", "[" * 100_000, "9" * 5000,
-        json.dumps([0, 1, False, None, []]),
-        json.dumps([-1, True, False, None, []]),
-        json.dumps([True, True, False, None, []]),
-        json.dumps([0, True, False, "2026-01-01T00:00:00", []]),
-        json.dumps([0, True, False, 5, []]),
+        json.dumps([0, 1, False, None, []]), json.dumps([-1, True, False, None, []]), json.dumps([True, True, False, None, []]),
+        json.dumps([0, True, False, "2026-01-01T00:00:00", []]), json.dumps([0, True, False, 5, []]),
         json.dumps([0, True, False, None, [NODE[:5]]]),
         *(json.dumps([0, True, False, None, [[*NODE[:place], wrong, *NODE[place + 1 :]]]])
           for place, wrong in ((0, 5), (1, 1.5), (1, 1 << 40), (2, None), (3, "king"), (4, "0"), (5, "now"), (5, "2026-01-01"))),
@@ -94,6 +91,7 @@ class _Bomb:
         return os.system, (f"touch {self.marker}",)
 
 
+@pytest.mark.promise("other-users")
 @pytest.mark.parametrize("secret", ["ours", ""])
 def test_a_node_that_has_joined_writes_over_what_others_write(
     served: dist.TCPStore, tmp_path: Path, secret: str
