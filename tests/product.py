@@ -152,3 +152,10 @@ def metrics() -> Any:
     from lockstep.training.observe.metrics import Metrics
 
     return Metrics("x", 0, torch.device("cpu"))
+
+
+def doctor_rows(*names: str, bound: float) -> list[Any]:
+    """Rows of `lockstep doctor gpu` that need one process and have this many seconds."""
+    from lockstep.training.doctor.table import Check
+
+    return [Check(name, "alone", "none:none", "…", bound=bound) for name in names]
