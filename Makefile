@@ -81,7 +81,7 @@ test-faults: $(READY) ## kill, corrupt and starve real runs (5 random scenarios)
 test-floors: $(READY) ## what dispatching needs, in the lowest versions that pyproject.toml allows (skips without a package index)
 	$(RUN) -m pytest tests/floors -rs
 
-test-packaging: $(READY) ## the wheel and the sdist, without torch and beside one; the examples of CONTRIBUTING.md (needs a package index)
+test-packaging: $(READY) ## the wheel and the sdist, without torch and beside one; the example of CONTRIBUTING.md (needs a package index)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadscope tests/packaging -rs
 
 test-exercises: $(READY) ## the systems of docs/exercises.md: recipes, collectives, toy, benchmarks as programs

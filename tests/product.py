@@ -159,3 +159,10 @@ def doctor_rows(*names: str, bound: float) -> list[Any]:
     from lockstep.training.doctor.table import Check
 
     return [Check(name, "alone", "none:none", "…", bound=bound) for name in names]
+
+
+def extras() -> dict[str, Any]:
+    """Extra of pyproject.toml → the packages that a message about it knows."""
+    from lockstep.training.extras import EXTRAS
+
+    return EXTRAS
