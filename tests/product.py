@@ -166,3 +166,49 @@ def extras() -> dict[str, Any]:
     from lockstep.training.extras import EXTRAS
 
     return EXTRAS
+
+
+def report(runs: list[Path], out: Path) -> None:
+    """The report of these run directories."""
+    from lockstep.training.observe import report
+
+    report.write(runs, out)
+
+
+def series() -> set[str]:
+    """Names of all series that a rank may serve."""
+    from lockstep.training.observe.metrics import PREFIX, TABLE
+
+    ends = {"histogram": ("", "_sum", "_count", "_bucket")}
+    return {PREFIX + name + end for name, row in TABLE.items() for end in ends.get(row.kind, ("",))}
+
+
+def before_each_batch(do: Any) -> None:
+    """Calls `do` in this process before a rank has its next batch of resident samples."""
+    from lockstep.training.data.loader import Loader
+
+    batch = Loader.resident_batch
+
+    def later(self: Any, epoch: int, step: int) -> Any:
+        do()
+        return batch(self, epoch, step)
+
+    Loader.resident_batch = later  # type: ignore[method-assign]
+
+
+# The documentation
+
+
+def settings_pages() -> dict[str, Any]:
+    """Page of the reference → the model whose settings it lists."""
+    from lockstep.training.config import Config, OwnSettings
+
+    return {"recipe-settings": Config, "session-settings": OwnSettings, "job-settings": JobSpec}
+
+
+def contract_names() -> dict[str, Any]:
+    """Names and values of exit codes, variables and files that a run and a job share."""
+    from lockstep.jobs import status
+    from lockstep.training import contract
+
+    return {name: value for module in (contract, status) for name, value in vars(module).items() if name.isupper()}

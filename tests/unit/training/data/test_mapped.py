@@ -44,11 +44,3 @@ def test_what_was_read_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
     most, left = max(before) >> 20, max(after) >> 20
     assert 0 < most < 48 and left < 32, (most, left)  # the bound, and what one batch brings in
-
-
-def test_one_file_and_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "BOUND", 1)
-    vectors, labels = np.random.default_rng(0).normal(size=(50, 33)).astype(np.float32), np.arange(50)
-    made = product.sharded(tmp_path / "out", (vectors, labels), (vectors[:3], labels[:3]), [str(n) for n in labels], 1)
-    for batch in product.loader(made, 10, resident="never").epoch(0):
-        assert np.array_equal(batch.images[batch.rows], vectors[batch.ids]) and np.array_equal(batch.labels, batch.ids)

@@ -52,19 +52,6 @@ def test_parts_make_up_the_same_global_batches_at_every_world_size(
         assert set(seen) == set(range(n)) and len(seen) == steps * batch
 
 
-def test_a_seek_computes_only_the_positions_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    real = order.permute
-
-    def counting(positions: torch.Tensor, n: int, secret: int) -> torch.Tensor:
-        asked.append(positions.numel())
-        return real(positions, n, secret)
-
-    monkeypatch.setattr(order, "permute", counting)
-    order.global_ids(10**9, 0, 7, 10**6, 512)
-    assert asked == [512]
-
-
 @pytest.mark.parametrize(
     ("batch", "world", "multiple", "advice"),
     [(100, 3, 1, "global_batch_size=99 or 102"), (512, 3, 32, "global_batch_size=480 or 576"), (16, 2, 32, "global_batch_size=64")],

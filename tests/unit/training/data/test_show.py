@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from lockstep.training.data import show
-from tests import product
 from tests.pictures import CLASSES, write_pictures
 from tests.ranks import training
 
@@ -37,14 +34,3 @@ def test_shard_shows_counts_size_statistics_and_a_sheet(tmp_path: Path) -> None:
         assert sheet[4 + row * 68 : 68 + row * 68, 120:184].reshape(-1, 3).mean(0).argmax() == row
     again = training(*words, *(word.partition(" ")[0] for word in advice.split(": set ")[1].split()))
     assert again.code == 0 and "set data.mean" not in again.output, "the words fit, and the shards are found again"
-
-
-def test_a_sheet_of_any_shape_and_none_of_vectors(tmp_path: Path) -> None:
-    names, labels = [f"Klasse {i} ü😀\n" for i in range(30)], np.arange(30)
-    for number, shape in enumerate([(40, 3, 1), (3, 200, 4), (8, 8, 2)]):
-        images = np.full((30, *shape), 200, np.uint8)
-        sheet = show.contact_sheet(product.sharded(tmp_path / str(number), (images, labels), (images, labels), names))
-        assert sheet is not None and Image.open(io.BytesIO(sheet)).height < 2000
-    vectors = np.ones((30, 5), np.float32)
-    made = product.sharded(tmp_path / "vectors", (vectors, labels), (vectors, labels), names)
-    assert show.contact_sheet(made) is None and list(show.described(made, product.data()))

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from lockstep.training.launch import nodes, signed
+from lockstep.training.launch import signed
 from lockstep.training.launch.nodes import Several, decode, encode
 from lockstep.training.launch.signed import Secret, SignedStore
 from lockstep.training.parallel import stores
@@ -30,11 +30,6 @@ def _state() -> _RendezvousState:
     state.participants, state.wait_list, state.redundancy_list = {a: 1}, {b}, {c}
     state.last_heartbeats = dict.fromkeys((a, b, c), NOW)
     return state
-
-
-def test_a_state_survives_its_text() -> None:
-    found = decode(encode(_state()))
-    assert found is not None and vars(found) == vars(_state()) and encode(found) == encode(_state())
 
 
 NODE = ["a", 1, 0, "participant", 0, NOW.isoformat()]
@@ -123,13 +118,6 @@ def test_a_node_that_comes_believes_nothing_that_is_not_signed(served: dist.TCPS
         _node(served, serves=False).next_rendezvous()
     if value == "of-another":
         assert first.present == 1 and first.shutdown()
-
-
-def test_a_node_alone_has_neither_store_nor_port() -> None:
-    alone = nodes.Alone("job", "127.0.0.1")
-    one, two = alone.next_rendezvous(), alone.next_rendezvous()
-    assert (one.rank, one.world_size) == (0, 1) and isinstance(one.store, dist.HashStore) and one.store is not two.store
-    assert not alone.use_agent_store and alone.num_nodes_waiting() == 0
 
 
 def test_only_the_node_that_serves_begins_the_state(served: dist.TCPStore) -> None:

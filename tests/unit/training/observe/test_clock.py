@@ -23,14 +23,6 @@ class Turned:
         return getattr(self.clock, call)(*words)
 
 
-def test_each_closed_step_is_told_once() -> None:
-    turned = Turned()
-    for seconds, call, *words in ((1, "begin"), (2, "data_ready"), (5, "grad_ready", 4.0), (8, "synced"), (10, "end")):
-        turned.at(seconds, call, *words)
-    assert turned.clock.measured() == [{"data_wait": 1.0, "grad_ready": 2.0, "sync_wait": 4.0, "step_duration": 9.0}]
-    assert turned.clock.measured() == []
-
-
 def test_what_a_script_does_between_two_steps_is_its_own_time_in_the_next() -> None:
     turned = Turned()
     for seconds, call in ((0, "begin"), (1, "data_ready"), (2, "grad_ready"), (2, "synced")):

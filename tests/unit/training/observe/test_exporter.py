@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.parallel.world import World
 from tests import product
-from tests.processes import free_port, poll
+from tests.processes import poll
 
 pytestmark = pytest.mark.promise("metrics")
 
@@ -97,21 +97,6 @@ def test_on_one_machine_nobody_else_is_served(
         assert (made._server.socket.getsockname()[0] == "127.0.0.1") == narrow
 
 
-def test_a_rank_that_is_started_again_has_its_port_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A scrape's connection that the server closed lingers for a minute; it takes the port from nobody."""
-    port = free_port()
-    for _ in range(2):
-        with _serving(tmp_path, World(rank=5, size=6, local_rank=1, local_size=2), port=port - 1):
-            assert _endpoint(tmp_path, 5)["port"] == port, "the base and the local rank"
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
-                client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-                while client.recv(
-                    4096
-                ):  # to the end: who closes first has the connection that lingers, here the server
-                    pass
-    assert "not free" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 def test_an_address_that_nobody_can_reach_is_not_given_out(tmp_path: Path, address: str) -> None:
     if ":" in address and not socket.has_dualstack_ipv6():
@@ -119,17 +104,6 @@ def test_an_address_that_nobody_can_reach_is_not_given_out(tmp_path: Path, addre
     with _serving(tmp_path / "run", address=address, file_sd=str(tmp_path)):
         (target,) = json.loads((tmp_path / "run-rank-00000.json").read_text())[0]["targets"]
         assert target.rpartition(":")[0] == _endpoint(tmp_path / "run")["host"] == socket.gethostname()
-
-
-def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
-    """129 of them, from before: the oldest are closed. Those that ask are answered at once, also several."""
-    with _serving(tmp_path), contextlib.ExitStack() as stack:
-        port = _endpoint(tmp_path)["port"]
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(129)]
-        for _ in range(5):
-            assert _get(port, "/healthz")[0] == 200
-        silent[0].settimeout(3)
-        assert silent[0].recv(1) == b"", "closed, as the oldest one"
 
 
 def test_health_goes_with_progress(tmp_path: Path) -> None:

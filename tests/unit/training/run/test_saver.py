@@ -44,15 +44,6 @@ def test_only_the_leader_asks_and_at_the_interval() -> None:
     assert saver.due_by_time()
 
 
-def test_a_number_stays_one_and_what_is_neither_is_refused() -> None:
-    clock = [0.0]
-    saver, never = (Saver(_context(every), now=lambda: clock[0]) for every in ("5", "0"))
-    clock[0] = 5.0
-    assert saver.due_by_time() and not never.due_by_time()
-    with pytest.raises(product.UserError, match="every_seconds"):
-        product.recipe("smoke", "every_seconds=often")
-
-
 def test_starts_that_followed_neither_an_end_nor_a_save_are_failures() -> None:
     assert Saver(_context("auto")).interval.failures == 0
     assert Saver(_context("auto", attempt=5)).interval.failures == 3  # one of the four starts before was preempted
