@@ -121,13 +121,6 @@ def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, s
     return models.build(name, options or {}, classes, shape)
 
 
-def optimizer(parameters: Any, settings: Any, batch: int, model: Any = None) -> Any:
-    """The optimizer of a recipe's settings."""
-    from lockstep.training import optim
-
-    return optim.build(parameters, settings, batch, model)
-
-
 def loader(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
     """A rank's loader over shards, with settings of the group `data`."""
     from lockstep.training.config import Config

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lockstep.training import config
 from tests.processes import ROOT
@@ -131,24 +128,3 @@ def test_the_schema_of_a_recipe() -> None:
     assert [values for values in wrong if check.is_valid(values)] == []
     described = [field for part in (schema, *schema["$defs"].values()) for field in part["properties"].values()]
     assert len(described) > 80 and sum("description" not in field for field in described) == 4, "those of optim.groups"
-
-
-def test_a_config_is_changed_in_place_and_copied() -> None:
-    first = config.load("smoke")
-    second = first.model_copy(deep=True)
-    second.optim.lr, second.epochs = 0.5, 3
-    assert (first.optim.lr, first.epochs) == (2e-3, 12) and config.to_dict(second)["optim"]["lr"] == 0.5
-    assert pickle.loads(pickle.dumps(second)) == second != first
-
-
-@given(st.text(max_size=40))
-def test_any_text_after_set_is_accepted_or_refused_cleanly(text: str) -> None:
-    try:
-        config.load("smoke", [text])
-    except UserError as error:
-        assert str(error)
-
-
-def test_the_settings_of_a_recipe_are_listed_with_what_differs() -> None:
-    told = training("settings", "smoke", "--set", "lr=0.3")
-    assert told.code == 0 and "optim.lr = 0.3  (a number, default" in told.output, told.output

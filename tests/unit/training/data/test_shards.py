@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lockstep.training.data import shards
 from lockstep.training.data.shards import Manifest, Samples
@@ -19,16 +18,6 @@ from tests.product import UserError
 def made(tmp_path: Path) -> Manifest:
     raw = product.source("synthetic", tmp_path, n=100, n_test=20, size=4, classes=3)
     return product.sharded(tmp_path / "shards", raw.train, raw.test, raw.classes, 3)
-
-
-def test_shards_hold_the_data_in_its_order(tmp_path: Path, made: Manifest) -> None:
-    raw = product.source("synthetic", tmp_path, n=100, n_test=20, size=4, classes=3)
-    assert made.count("train") == 100 and made.count("test") == 20 and len(made.splits["train"]) == 3
-    for split, given in (("train", raw.train), ("test", raw.test)):
-        assert all(map(np.array_equal, product.split(made, split), given))
-    some = torch.tensor([99, 0, 40, 33, 34])
-    taken, labels = Samples.open(made, "train", 0, 100).take(some)
-    assert np.array_equal(taken, raw.train[0][some]) and np.array_equal(labels, raw.train[1][some])
 
 
 def test_only_the_files_of_the_range_are_opened(made: Manifest) -> None:

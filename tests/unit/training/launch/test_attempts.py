@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.training.launch.attempts import Attempts
-from tests.product import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from tests.product import EXIT_FAILED, EXIT_PREEMPTED
 
 
 def _start(folder: Path) -> Attempts | None:
@@ -32,11 +32,3 @@ def test_a_failure_and_a_preemption_in_turn(tmp_path: Path) -> None:
         assert attempts is not None and attempts.used == used
         attempts.end(code)
     assert not list(tmp_path.glob("*.json")), "given up: the next job begins with a fresh count"
-
-
-def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{}")
-    attempts = _start(tmp_path)
-    assert attempts is not None
-    attempts.end(EXIT_DONE)
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]

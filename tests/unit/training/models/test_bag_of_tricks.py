@@ -41,15 +41,6 @@ def test_ghost_norm_agrees_with_torch_on_one_group() -> None:
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
-def test_a_short_last_block_trains_too() -> None:
-    model = BagOfTricks(width=0.125).double()
-    x = _images(40)
-    out = model(x)
-    assert out.shape == (40, 10)
-    torch.testing.assert_close(out[:32], model(x[:32]))
-    torch.testing.assert_close(out[32:], model(x[32:]))
-
-
 def test_whitened_patches_are_uncorrelated_and_of_unit_power() -> None:
     images = F.avg_pool2d(_images(400), 3, 1, 1)  # neighbouring pixels are correlated
     filters = whitening_filters(images, eps=1e-12)

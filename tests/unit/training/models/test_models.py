@@ -74,13 +74,6 @@ def test_the_published_number_of_parameters(name: str, options: dict[str, object
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == parameters
 
 
-def test_resnet18_stems() -> None:
-    small, stock = (models.build("resnet18", options, 10) for options in ({}, {"stem": "stock", "outputs": 1000}))
-    x = torch.randn(2, 3, 32, 32)
-    assert small(x).shape == (2, 10) and stock(x).shape == (2, 1000)
-    assert small.network.conv1.kernel_size == (3, 3) and stock.network.conv1.kernel_size == (7, 7)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "named"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,30 +77,3 @@ def test_several_updates_of_one_batch_count_its_time_once(
         expected = {"data_wait": first, "grad_ready": 1 + before, "sync_wait": 1, "step_duration": 3 + first + before}
         assert found == expected, number
     assert len(told) == 6 and turned.clock.trained == 3 * 7 + 2
-
-
-def test_what_is_queued_on_a_gpu_is_waited_for_and_counts_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device and its events are stand-ins: what is shown is which seconds are added."""
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda: None, query=lambda: False))
-    turned = Turned(CudaStepClock)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: turned.now.__setitem__(0, turned.now[0] + 5.0))
-    turned.at(0, "begin")
-    turned.at(0.25, "end")
-    assert turned.clock.trained == 0.25
-    turned.clock.settle()
-    assert turned.clock.trained == 5.25
-
-
-def test_waiting_before_the_own_gradients_is_no_work() -> None:
-    turned = Turned()
-    for seconds, call, *words in (
-        (0, "begin"),
-        (1, "data_ready"),
-        (2, "waited", 1.5, 3.5),
-        (6, "grad_ready"),
-        (7, "synced"),
-    ):
-        turned.at(seconds, call, *words)
-    assert turned.clock.end() == {"data_wait": 1.0, "grad_ready": 3.0, "sync_wait": 3.0, "step_duration": 7.0}
-    turned.clock.begin()
-    assert turned.clock.end()["sync_wait"] == 0.0

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.parallel.world import World
 from tests import product
-from tests.processes import poll
 
 pytestmark = pytest.mark.promise("metrics")
 
@@ -177,29 +175,3 @@ def test_textfiles_elsewhere_and_file_sd(tmp_path: Path) -> None:
     assert list((tmp_path / "targets").iterdir()) == []
     text = (tmp_path / "all/my_run-rank-00000.prom").read_text()
     assert 'run="my run"' in text and (elsewhere / "rank-00000.prom").read_text() == text
-
-
-def test_a_periodic_textfile_on_its_way_does_not_replace_the_last_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = _exporter(tmp_path, textfile_seconds=0.01)
-    made.begin()
-    entered, go_on, text = threading.Event(), threading.Event(), made.metrics.text
-
-    def held_up() -> bytes:
-        found = text()
-        if threading.current_thread().name == "textfile":
-            entered.set()
-            go_on.wait(10)
-        return found
-
-    made.metrics.text = held_up  # type: ignore[method-assign]
-    assert entered.wait(10)
-    closing = threading.Thread(target=made.close, args=(0,))
-    closing.start()
-    closing.join(0.2)
-    go_on.set()
-    closing.join(10)
-    poll(lambda: "textfile" not in {thread.name for thread in threading.enumerate()}, 10, "the end of the writer")
-    assert "training_exit_code" in (tmp_path / "metrics/rank-00000.prom").read_text()
-    assert capsys.readouterr().err == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -72,23 +71,6 @@ def test_a_group_that_would_be_empty_is_refused_with_the_reason(recipe: str, gro
     model = product.model("bag_of_tricks", {"width": 0.0625})
     with pytest.raises(UserError, match=f"^optim.groups.{named}"):
         optim.build(model.parameters(), _settings(recipe, groups=groups), 512, model)
-
-
-def test_a_group_may_lose_some_of_its_parameters_to_an_earlier_one() -> None:
-    model = product.model("bag_of_tricks", {"width": 0.0625})
-    optimizer = optim.build(
-        model.parameters(), _settings("bag_of_tricks", groups="{norm: {lr: 1}, stem: {lr: 1}}"), 512, model
-    )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {group.get("part"): [names[p] for p in group["params"]] for group in optimizer.param_groups}
-    assert found["stem"] == ["stem.conv.weight"] and "stem.norm.bias" in found["norm"]
-
-
-def test_adam_takes_a_groups_momentum_as_its_first_beta() -> None:
-    model = torch.nn.Sequential(OrderedDict(stem=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2)))
-    optimizer = optim.build(model.parameters(), _settings(name="adam", groups="{head: {momentum: 0.5}}"), 512, model)
-    betas = {group.get("part", ""): group["betas"] for group in optimizer.param_groups}
-    assert betas == {"": (0.9, 0.999), "head": (0.5, 0.999)}
 
 
 def test_groups_biases_and_decay_that_follows_the_batch() -> None:

@@ -38,12 +38,6 @@ def test_the_batches_of_an_evaluation_are_progress() -> None:
     assert asked == []
 
 
-def test_where_nobody_is_missing_it_goes_on_to_watch() -> None:
-    asked: list[int] = []
-    _watched(lambda: 0, lambda still: asked.append(still) or False)
-    assert asked == [0, 1, 2][: len(asked)] and len(asked) >= 2
-
-
 @pytest.mark.parametrize("other", ["evaluates as long", "evaluated before", "is gone"])
 def test_all_ranks_in_one_evaluation_are_no_hang(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     store = dist.HashStore()

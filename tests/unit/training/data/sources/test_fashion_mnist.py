@@ -49,12 +49,3 @@ def test_damaged_files_are_named(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UserError, match=file.split("-")[0]) as caught:
         product.source("fashion_mnist", tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=TRAIN):
-        product.source("fashion_mnist", tmp_path)
-    write_fashion(tmp_path, 3, 3, packed=False)
-    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(UserError, match="t10k-labels-idx1-ubyte"):
-        product.source("fashion_mnist", tmp_path)

@@ -101,17 +101,6 @@ def test_what_is_no_source(module: Path, source: str, options: dict[str, object]
     assert not Path("called").exists() and not [path for path in Path("data/shards").glob("*") if path.is_dir()]
 
 
-def test_what_the_function_raises_is_its_own(module: Path) -> None:
-    with pytest.raises(KeyError, match="of their own"):
-        _made("failing")
-
-
-@pytest.mark.parametrize("name", ["own_source", "a b:c", "os.system:", "a:b:c", "../evil:f"])
-def test_names_that_are_no_source(name: str) -> None:
-    with pytest.raises(UserError, match=r"data\.source"):
-        product.recipe("smoke", f"data.source={name!r}")
-
-
 @pytest.mark.parametrize("name", ["no_such_module:f", "sys:exit"])
 def test_a_module_that_is_not_there(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=name):

@@ -61,16 +61,6 @@ def test_who_tests_depends_on_its_own_name_alone(tmp_path: Path) -> None:
     assert before & stayed == after & stayed and 0 < len(before & stayed) < 30
 
 
-def test_a_test_folder_has_the_classes_of_the_training_folder(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "train", 9)
-    write_pictures(tmp_path / "val", 2)
-    made = _made(tmp_path, test="val")
-    assert made.count("train") == 9 and made.count("test") == 2 and sorted(product.split(made, "test")[1]) == [0, 1]
-    (tmp_path / "val/cow").mkdir()
-    with pytest.raises(UserError, match="class cow"):
-        _made(tmp_path, test="val", held_out=0.2)
-
-
 def test_jpeg_png_and_webp_upright_scaled_and_cut(tmp_path: Path) -> None:
     """A white square in the middle of a wide, dark image stays there; EXIF's rotation is applied."""
     wide = np.full((64, 160, 3), 40, np.uint8)
@@ -147,16 +137,6 @@ def test_a_hostile_file_is_refused_by_its_name(tmp_path: Path, kind: str) -> Non
     assert made.count("train") == 20 and made.num_left_out == 1
 
 
-def test_above_the_bound_the_first_few_are_listed(tmp_path: Path) -> None:
-    for name in list(write_pictures(tmp_path / "train", 37))[::4]:
-        (tmp_path / "train" / name).write_bytes(b"nothing")
-    write_pictures(tmp_path / "val", 3)
-    with pytest.raises(UserError) as caught:
-        _made(tmp_path, test="val", max_broken=0.1)
-    assert "5 of 40 image files" in str(caught.value) and str(caught.value).count("it is not a JPEG") == 5
-    assert _made(tmp_path, test="val", max_broken=0.5).num_left_out == 10
-
-
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -175,17 +155,6 @@ def test_folders_that_are_not_what_is_expected(tmp_path: Path, make: Callable[[P
     make(tmp_path)
     with pytest.raises(UserError, match=named):
         _made(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"sise": 3}, "sise'; did you mean 'size'"), ({"size": 0}, "size"), ({"size": [8, 8, 8]}, "size"), ({"held_out": 1}, "held_out"),
-     ({"train": "."}, "cached")],
-)  # fmt: skip
-def test_options_that_are_wrong(tmp_path: Path, options: dict[str, object], named: str) -> None:
-    write_pictures(tmp_path, 9)
-    with pytest.raises(UserError, match=named):
-        _made(tmp_path, **options)
 
 
 @pytest.mark.promise("sources")
