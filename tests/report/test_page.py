@@ -205,7 +205,7 @@ def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path)
         words = [PYTHON, "-c", MEASURED, PYTHON, "-m", "lockstep.training", "report", str(path)]
         done = subprocess.run(words, env=clean_env(), capture_output=True, text=True, check=True, timeout=120)
         peaks.append(int(done.stdout.split()[-1]) << 10)
-    assert peaks[1] - peaks[0] < 90 * 2**20, peaks  # as mappings they take 250 MB
+    assert peaks[1] - peaks[0] < 40 * 2**20, peaks  # 12 MB; as mappings they take 116 MB
     page = (run / "report.html").read_text()
     tree = Tree(page)
     assert all(len(points) <= 1000 for chart in tree.charts for points in (line["points"] for line in chart["lines"]))
