@@ -108,3 +108,10 @@ def test_the_exercise_s_network() -> None:
     for weight in weights[:-1]:
         expected = torch.tanh(expected @ weight.T)
     torch.testing.assert_close(mlp(x), expected @ weights[-1].T)
+
+
+def test_resnet18_stems() -> None:
+    small, stock = (models.build("resnet18", options, 10) for options in ({}, {"stem": "stock", "outputs": 1000}))
+    x = torch.randn(2, 3, 32, 32)
+    assert small(x).shape == (2, 10) and stock(x).shape == (2, 1000)
+    assert small.network.conv1.kernel_size == (3, 3) and stock.network.conv1.kernel_size == (7, 7)
