@@ -1,37 +1,31 @@
-"""The documentation's site: its reference is complete, its links lead somewhere, its drawings name what exists."""
+"""The documentation's site: its reference is complete, its drawings name what exists, and no page waits for a number."""
 
 from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import types
-from pathlib import Path
 
 import pytest
 
-import lockstep
-import lockstep.jobs as jobs
-from docsite import check, drawing, links, nav, reference, stage
-from lockstep.jobs import registry, status
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.training import contract
-from lockstep.training.config import Config, OwnSettings, recipes, settings
-from lockstep.training.contract import UserError
-from lockstep.training.observe.metrics import TABLE
+from docsite import drawing, nav, reference, stage
+from tests import product
+from tests.environments import sources
 from tests.printed import PAGES
 from tests.processes import ROOT
 
+FILES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "benchmarks/README.md"]
 INTERNAL = {"LOCKSTEP_DOCTOR_FAULT": "lockstep doctor gpu sets it for ranks that it starts itself"}
 """Variables that no user and no script meets, each with the reason."""
 OURS = r"lockstep\b[\w.]*"
 BEGINS = r"(?:^[ ]*|`)"
 """What stands before an import: in code, in a docstring, or within backticks."""
+PLACEHOLDER = re.compile(r"\b(?:[A-Z]+_(?:CUDA|CPU|GPU|TABLE|HERE)|TODO|TBD|FIXME|XXX+)\b")
 
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    """The whole site before MkDocs."""
+    """The whole site before MkDocs. Raises where a link leads nowhere."""
     return stage.pages()
 
 
@@ -39,17 +33,14 @@ def test_every_page_has_its_place(pages: dict[str, str]) -> None:
     assert nav.unplaced(pages) == []
     placed = [page for page in pages if "source/" not in page]
     assert len(placed) > 35
+    for name, text in pages.items():
+        visible = re.sub(r"^(---\n.*?\n---\n|<!--.*?-->|\s)+", "", text, flags=re.DOTALL)
+        assert visible.startswith("# "), f"{name} does not begin with its title"
     for name in nav.FIRST:
         assert f"{name}/index.md" in pages
         for page in placed:  # a page that is new is listed without being named anywhere
             if page.startswith(f"{name}/") and name != "reference" and not page.endswith("index.md"):
                 assert f"]({page.partition('/')[2]})" in pages[f"{name}/index.md"]
-
-
-def test_every_page_begins_with_its_title(pages: dict[str, str]) -> None:
-    for name, text in pages.items():
-        visible = re.sub(r"^(---\n.*?\n---\n|<!--.*?-->|\s)+", "", text, flags=re.DOTALL)
-        assert visible.startswith("# "), name
 
 
 def test_every_command_is_on_the_page_with_its_help(pages: dict[str, str]) -> None:
@@ -66,70 +57,42 @@ def test_every_command_is_on_the_page_with_its_help(pages: dict[str, str]) -> No
         assert called.startswith("python") or "python -m lockstep.training" not in shown, f"{called} was not called so"
 
 
-@pytest.mark.parametrize(
-    ("page", "model"), [("recipe-settings", Config), ("session-settings", OwnSettings), ("job-settings", JobSpec)]
-)
-def test_every_setting_is_on_the_page(pages: dict[str, str], page: str, model: type) -> None:
+@pytest.mark.parametrize("page", product.settings_pages())
+def test_every_setting_is_on_the_page(pages: dict[str, str], page: str) -> None:
     lines = {line.split("`")[1]: line for line in pages[f"reference/{page}.md"].splitlines() if line.startswith("| `")}
-    rows = list(reference.rows(model))
-    assert len(rows) > 20 and {name for name, *_ in settings.documentation(model)} <= {name for name, *_ in rows}
+    rows = list(reference.rows(product.settings_pages()[page]))
+    assert len(rows) > 20
     for name, kind, _, meaning, _ in rows:
         assert len(meaning) >= 10, f"{name} has no meaning: write a docstring below the field"
         assert lines[name].startswith(f"| `{name}` | {reference.cell(kind)} |"), name
         assert lines[name].endswith(f" | {reference.cell(meaning)} |"), name
-    if model is JobSpec:
-        assert {"volumes[].claim", "elastic.min_nodes", "k8s.tolerations[].key"} <= {*lines}
 
 
-def test_what_may_change_is_marked(pages: dict[str, str]) -> None:
-    lines = {
-        line.split("`")[1]: line
-        for line in pages["reference/recipe-settings.md"].splitlines()
-        if line.startswith("| `")
-    }
-    assert (
-        "| yes |" in lines["epochs"]
-        and "| yes |" in lines["checkpoint.every_steps"]
-        and "| yes |" not in lines["optim.lr"]
-    )
-
-
-def test_every_rule_metric_code_recipe_and_variable_is_on_a_page(pages: dict[str, str]) -> None:
+def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dict[str, str]) -> None:
     assert len(reference.rules()) > 40
     for rule in reference.rules():
         assert f"| `{rule.id}` | {rule.level} | {reference.cell(rule.title)} |" in pages["reference/lint-rules.md"]
-    for name in TABLE:
-        assert f"| `{name}`" in pages["metrics.md"]
-    for module in (contract, status):
-        for name in filter(lambda name: name.startswith("EXIT_"), vars(module)):
-            assert f"| {getattr(module, name)} | `{name}` |" in pages["reference/exit-codes.md"], name
-    for name in recipes():
-        assert f"## {name}\n" in pages["reference/recipes.md"]
-    for name, value in vars(contract).items():
+    for name, value in product.contract_names().items():
+        if name.startswith("EXIT_"):
+            assert f"| {value} | `{name}` |" in pages["reference/exit-codes.md"], name
         if name.startswith("ENV_"):
             assert f"| `{value}` |" in pages["reference/environment.md"], name
         if name.endswith("_FILE") or name in ("CHECKPOINTS", "ENDPOINTS", "METRICS"):
             assert f"| `{value}" in pages["reference/run-directory.md"], name
-
-
-def test_every_public_name_is_on_the_page(pages: dict[str, str]) -> None:
+    for path in (ROOT / "training/recipes").glob("*.yaml"):
+        assert f"## {path.stem}\n" in pages["reference/recipes.md"]
     text = pages["reference/session.md"] + pages["reference/api.md"]
-    for package in (lockstep, jobs):
-        for name in package.__all__:
-            found = getattr(package, name)
-            assert f"::: {found.__module__}.{found.__qualname__}\n" in text, name
+    for package in map(importlib.import_module, ("lockstep", "lockstep.jobs")):
+        for found in (getattr(package, name) for name in package.__all__):
+            assert f"::: {found.__module__}.{found.__qualname__}\n" in text, found
 
 
 def test_every_variable_that_the_code_knows_is_on_the_page(pages: dict[str, str]) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", pages["reference/environment.md"], re.MULTILINE)
     assert all(len(meaning) > 20 for _, meaning in rows), rows
-    assert [(name, text) for name, text in rows if re.search(r"\b(such|these|this one|the above)\b", text)] == []
-    for package in ("training", "jobs", "lockstep"):
-        for path in (ROOT / package).rglob("*.py"):
-            for name in re.findall(r"\bLOCKSTEP_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")):
-                assert name in {*dict(rows), *INTERNAL}, (
-                    f"{path.relative_to(ROOT)}: {name} (docsite/reference.py: OTHERS)"
-                )
+    for path in (path for package in ("training", "jobs", "lockstep") for path in (ROOT / package).rglob("*.py")):
+        for name in re.findall(r"\bLOCKSTEP_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")):
+            assert name in {*dict(rows), *INTERNAL}, f"{path.relative_to(ROOT)}: {name} (docsite/reference.py: OTHERS)"
 
 
 def _imported(text: str) -> set[str]:
@@ -164,79 +127,56 @@ def test_what_pages_and_examples_import_is_on_the_page(pages: dict[str, str]) ->
     assert {name: str(path.relative_to(ROOT)) for name, path in found.items() if name not in listed} == {}
 
 
-def test_a_link_that_leads_nowhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("# x\n\n[a](docs/missing.md#b), `[c](code)`\n")
-    monkeypatch.setattr(stage, "ROOT", tmp_path)
-    monkeypatch.setattr(reference, "pages", dict)
-    with pytest.raises(UserError, match=r"README.md links to docs/missing.md: there is no file docs/missing.md"):
-        stage.pages()
-
-
-def test_links_are_those_of_the_text_and_not_of_its_code() -> None:
-    text = '[a](b.md#c) `[d](e)`\n\n```sh\n[f](g)\n```\n<img src="h.svg"> [i](https://j) [k](#l)\n'
-    assert links.found_in(text) == ["b.md", "h.svg"]
-    assert links.rewrite(text, lambda link: f"../{link}") == text.replace("(b.md", "(../b.md").replace(
-        '"h.svg', '"../h.svg'
-    )
-
-
-def test_what_is_wrong_with_a_built_page_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text('<a href="b.html#there">x</a><a href="b.html#not">x</a><a href="c.html">x</a>')
-    (tmp_path / "b.html").write_text('<p id="there"><script src="https://x.example/y.js"></script>' + "x" * check.LIMIT)
-    found = "\n".join(check.wrong(tmp_path))
-    assert "b.html#not names no place" in found and "c.html leads nowhere" in found and "#there" not in found
-    assert "fetches https://x.example" in found and "bytes; a page may have" in found and len(found.splitlines()) == 4
-
-
 def test_drawings_are_current_and_name_what_exists() -> None:
     commands = set(reference.command_names())
     for path, text in drawing.drawn().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is not what make docs-pictures draws"
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))
-    files = {value for name, value in vars(contract).items() if isinstance(value, str)}
+    known = {value for value in product.contract_names().values() if isinstance(value, str)} | product.series()
     for source in drawing.sources():
         names = drawing.names(drawing.read(source))
         assert len(names) > 3
         for name in names:
-            first, _, rest = name.partition(" ")
-            known = (ROOT / name).exists() or name in files or name in TABLE or f"def {name}(" in code
-            assert known or (first in commands and rest in registry.packages()), f"{source.name}: {name}"
+            there = (ROOT / name).exists() or {name, f"training_{name}"} & known or f"def {name}(" in code
+            assert there or name.partition(" ")[0] in commands, f"{source.name}: {name}"
 
 
-def _tracked() -> list[Path]:
-    done = subprocess.run(
-        ["git", "-c", f"safe.directory={ROOT}", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    names = done.stdout.split() or [
-        str(path.relative_to(ROOT))
-        for part in ("training", "jobs", "deploy", "docker")
-        for path in (ROOT / part).rglob("*")
-    ]
-    return [ROOT / name for name in names if (ROOT / name).is_file()]
-
-
-def test_every_page_that_is_named_anywhere_exists() -> None:
-    """In the code's messages, in Makefile, deploy and docker."""
+def test_what_is_named_anywhere_exists() -> None:
+    """Pages, in messages, in Makefile, deploy and docker; tests, in pages; commands, in the changelog."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    there = set(re.findall(r"def (test_\w+)", code)) | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     found = 0
-    for path in _tracked():
-        if path.suffix in (".py", ".yaml", ".sh", ".md", ".toml", "") and path.stat().st_size < 1 << 20:
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            for name in re.findall(r"(?<![/\w.-])docs/[\w/-]+\.md", text):
-                found += 1
-                assert (ROOT / name).is_file() or name == "docs/missing.md", f"{path.relative_to(ROOT)} names {name}"
+    for path in map(ROOT.joinpath, sources()):
+        if path.suffix not in (".py", ".yaml", ".sh", ".md", ".toml", "") or not path.is_file():
+            continue
+        text, where = path.read_text(encoding="utf-8", errors="ignore"), path.relative_to(ROOT)
+        for name in re.findall(r"(?<![/\w.-])docs/[\w/-]+\.md", text):
+            found += 1
+            assert (ROOT / name).is_file(), f"{where} names {name}"
+        if path.suffix == ".md" and where.parts[0] in ("docs", "README.md", "CONTRIBUTING.md"):
+            for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
+                assert (ROOT / name).is_file(), f"{where} names {name}"
+            for name, rest in re.findall(r"`(test_\w+)(…?)", text):
+                fits = any(one.startswith(name) for one in there) if rest else name in there
+                assert fits or name == "test_labels", f"{where} names {name}{rest}"  # an option of a data source
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [name for name in reference.command_names() if not re.search(rf"`(lockstep )?{name}\b", changes)] == []
     assert found > 20
 
 
-def test_every_test_that_a_page_names_exists() -> None:
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
-    there = set(re.findall(r"def (test_\w+)", code)) | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
-            assert (ROOT / name).is_file(), f"{page.name} names {name}"
-        for name, rest in re.findall(r"`(test_\w+)(…?)", text):
-            if name == "test_labels":  # an option of a data source
-                continue
-            fits = any(one.startswith(name) for one in there) if rest else name in there
-            assert fits, f"{page.name} names {name}{rest}"
+def test_no_document_waits_for_a_number() -> None:
+    for file in FILES:
+        code = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert not PLACEHOLDER.findall(re.sub(r"`[^`\n]*`", "", code)), (
+            f"{file.name}: where a number or a table belongs"
+        )
+
+
+def test_what_is_unproven_is_one_table_that_says_what_why_and_how_to_try_it() -> None:
+    section = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8").partition("\n## Not shown yet\n")[2]
+    head, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert head == "| what | why it is unproven | how to try it | what is tested in its place |"
+    assert len(rows) > 15 and "\n## " not in section
+    for row in rows:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        assert len(cells) == 4 and all(cells[:3]), row

@@ -7,7 +7,7 @@ A mutant is an entry of `table.yaml`:
       file: training/checkpoint/store.py
       replace: the text, found exactly once in the file
       by: what stands there instead
-      tests: tests/unit/test_checkpoint.py::test_older_ones_go_only_after_the_new_one_was_read_back
+      tests: tests/unit/training/checkpoint/test_store.py::test_older_ones_go_only_after_the_new_one_was_read_back
       needs: plain        # slurm or containers, where a laptop's Python is not enough
       seconds: 600        # another bound than the usual one
 """

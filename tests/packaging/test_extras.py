@@ -16,12 +16,16 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from lockstep.training.extras import DISTRIBUTION, EXTRAS
-from tests.environments import declared, linked
-from tests.processes import ROOT, clean_env
+from tests import product
+from tests.environments import declared, linked, project
+from tests.processes import PYTHON, ROOT, clean_env, run
 
+pytestmark = pytest.mark.promise("installing")
+DISTRIBUTION = project()["name"]
 Lockstep = Callable[..., "subprocess.CompletedProcess[str]"]
-MAIN = "from lockstep.jobs.cli.main import main; main()"
+MAIN = ["-c", "from lockstep.jobs.cli.main import main; main()"]
+TRAINING = ["-m", "lockstep.training"]
+JOB = ["--recipe", "smoke", "--image", "lockstep@sha256:" + "0" * 64]
 
 
 @pytest.fixture(scope="module")
@@ -58,73 +62,68 @@ def started(installed: Callable[..., Path], tmp_path: Path) -> Callable[..., sub
     return run
 
 
-JOB = ["--recipe", "smoke", "--image", "lockstep@sha256:" + "0" * 64]
+WITHOUT_TORCH: list[tuple[list[str], str]] = [
+    (["--help"], "Train PyTorch models"), (["schema"], '"recipe"'), (["settings", "smoke"], "sync.name"),
+    (["render", "k8s", *JOB, "--set", "overrides.sync.name=powersgd"], "powersgd"), (["render", "compose", *JOB], "services:"),
+    (["lint", *JOB], ""), (["lint", "--rules"], "LS001"), (["prepare", "k8s", str(ROOT / "job.yaml"), "--dry-run"], "kind: Job"),
+    (["list", "local"], "NAME"), (["list", "slurm"], "NAME"), (["report", "run"], "run/report.html\n"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--help"], "Train PyTorch models"),
-        (["schema"], '"recipe"'),
-        (["render", "k8s", *JOB], "kind: PyTorchJob"),
-        (["render", "compose", *JOB], "services:"),
-        (["lint", *JOB], ""),
-        (["lint", "--rules"], "LS001"),
-        (["prepare", "k8s", str(ROOT / "job.yaml"), "--dry-run"], "kind: Job"),
-        (["list", "local"], "NAME"),
-        (["list", "slurm"], "NAME"),
-    ],
-    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+    ("words", "said"), WITHOUT_TORCH, ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else ""
 )
-def test_the_dispatcher_alone(started: Lockstep, words: list[str], said: str) -> None:
-    done = started(words=["-c", MAIN, *words])
+def test_the_dispatcher_alone(started: Lockstep, tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
+    done = started(words=[*MAIN, *words])
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+
+
+def test_with_their_extras_backends_answer_without_torch(started: Lockstep) -> None:
+    done = started("k8s", words=[*MAIN, "status", "k8s", "smoke"])
+    assert done.returncode == 2 and "kubeconfig" in done.stderr, done.stderr
+    render = [*MAIN, "render", "slurm", "--recipe", "smoke"]
+    done = started("slurm", words=render)
+    assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
+    for setting in ("optim.lrr=1", "optim.lr=fast", "sync.name=gossip"):
+        done = started("slurm", words=[*render, "--set", f"overrides.{setting}"])
+        assert done.returncode == 2 and setting.partition("=")[0] in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
+    program = (
+        "import importlib, pkgutil\nfrom lockstep import jobs\n"
+        "names = [one.name for one in pkgutil.walk_packages(jobs.__path__, 'lockstep.jobs.')]\n"
+        "for name in names: importlib.import_module(name)\n"
+        "print(len(names))"
+    )
+    done = started("k8s", "slurm", words=["-c", program])
+    assert done.returncode == 0 and int(done.stdout) > 40, done.stderr
+
+
+DRIVER = (
+    "from lockstep.jobs import JobSpec, submit; from lockstep.training.contract import user_errors\n"
+    "with user_errors(): submit(JobSpec(name='a', recipe='smoke', image='a@sha256:' + '0' * 64), backend='k8s')"
+)
 
 
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ("train", ["-c", MAIN, "run", "smoke"]),
-        ("train", ["-c", MAIN, "submit", "local", "--recipe", "smoke"]),
-        ("train", ["-m", "lockstep.training", "run", "smoke"]),
-        ("train", ["-m", "lockstep.training", "launch", "run", "smoke"]),
-        ("train", ["-m", "lockstep.training", "shard", "smoke"]),
-        ("train", ["-m", "lockstep.training", "toy"]),
-        ("k8s", ["-c", MAIN, "submit", "k8s", *JOB]),
-        ("k8s", ["-c", MAIN, "status", "k8s", "smoke"]),
-        ("k8s", ["-c", MAIN, "doctor", "k8s"]),
-        ("slurm", ["-c", MAIN, "submit", "slurm", "--recipe", "smoke"]),
-        ("slurm", ["-c", MAIN, "render", "slurm", "--recipe", "smoke"]),
-        ("slurm", ["-c", MAIN, "lint", "--backend", "slurm", "--recipe", "smoke"]),
+        ("train", [*MAIN, "run", "smoke"]), ("train", [*MAIN, "submit", "local", "--recipe", "smoke"]),
+        ("train", [*TRAINING, "launch", "run", "smoke"]), ("train", [*TRAINING, "shard", "smoke"]), ("train", [*TRAINING, "toy"]),
+        ("k8s", [*MAIN, "submit", "k8s", *JOB]), ("k8s", [*MAIN, "doctor", "k8s"]), ("k8s", ["-c", DRIVER]),
+        ("slurm", [*MAIN, "submit", "slurm", "--recipe", "smoke"]), ("slurm", [*MAIN, "lint", "--backend", "slurm", "--recipe", "smoke"]),
     ],
     ids=lambda value: " ".join(value[2:4]) if isinstance(value, list) else value,
-)
+)  # fmt: skip
 def test_a_missing_extra_is_one_line_that_names_it(
     started: Lockstep, extra: str, words: list[str], tmp_path: Path
 ) -> None:
     done = started(words=words)
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
-    assert done.returncode == 2 and len(errors) == 1, done.stdout + done.stderr
-    assert errors[0].startswith(f"error: this needs Lockstep's extra [{extra}]")
-    assert errors[0].endswith(f"run pip install '.[{extra}]' in Lockstep's checkout")
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    assert done.returncode == 2 and f"extra [{extra}]" in error and f"pip install '.[{extra}]'" in error, done
     assert not (tmp_path / "runs").exists() and not list(tmp_path.glob("home/*/smoke"))
-
-
-def test_where_it_is_installed_pip_is_given_the_distributions_name(started: Lockstep, tmp_path: Path) -> None:
-    about = tmp_path / f"site/{DISTRIBUTION.replace('-', '_')}-1.dist-info/METADATA"
-    about.parent.mkdir(parents=True)
-    about.write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1\n")
-    done = started(words=["-c", MAIN, "status", "k8s", "smoke"], PYTHONPATH=str(tmp_path / "site"))
-    assert done.returncode == 2 and done.stderr.endswith(f"run pip install '{DISTRIBUTION}[k8s]'\n"), done.stderr
-
-
-def test_a_driver_of_ones_own_is_told_too(started: Lockstep) -> None:
-    program = (
-        "from lockstep.jobs import JobSpec, submit; from lockstep.training.contract import user_errors\n"
-        "with user_errors(): submit(JobSpec(name='a', recipe='smoke', image='a@sha256:' + '0' * 64), backend='k8s')"
-    )
-    done = started(words=["-c", program])
-    assert done.returncode == 2 and done.stderr.startswith("error: this needs Lockstep's extra [k8s]"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -136,34 +135,24 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(
     for package in ("kubernetes", "urllib3"):
         (tmp_path / f"broken/{package}").mkdir(parents=True)
         (tmp_path / f"broken/{package}/__init__.py").write_text(content)
-    done = started(words=["-c", MAIN, "status", "k8s", "smoke"], PYTHONPATH=str(tmp_path / "broken"))
+    done = started(words=[*MAIN, "status", "k8s", "smoke"], PYTHONPATH=str(tmp_path / "broken"))
     assert done.returncode == 1 and "Traceback" in done.stderr and "extra [" not in done.stderr, done.stderr
 
 
-def test_with_its_extra_a_backend_answers(started: Lockstep) -> None:
-    done = started("k8s", words=["-c", MAIN, "status", "k8s", "smoke"])
-    assert done.returncode == 2 and "cannot read the kubeconfig" in done.stderr, done.stderr
-    done = started("slurm", words=["-c", MAIN, "render", "slurm", "--recipe", "smoke"])
-    assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
-
-
-def test_a_report_needs_no_extra(started: Lockstep, tmp_path: Path) -> None:
-    """People look at runs where nothing trains."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
-    done = started(words=["-m", "lockstep.training", "report", "run"])
-    assert done.returncode == 0 and done.stdout == "run/report.html\n", done.stdout + done.stderr
-
-
-def test_every_module_of_the_dispatcher_loads_with_its_extras(started: Lockstep) -> None:
-    program = (
-        "import importlib, pkgutil\nfrom lockstep import jobs\n"
-        "names = [one.name for one in pkgutil.walk_packages(jobs.__path__, 'lockstep.jobs.')]\n"
-        "for name in names: importlib.import_module(name)\n"
-        "print(len(names))"
+def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
+    """torch imports its own for some harmless calls; that costs seconds of every start. One process, a run for each optimizer."""
+    code = (
+        "import sys; from lockstep.training.__main__ import leave, main\n"
+        "def run(name): return main(['run', 'smoke', '--run-dir', f'{sys.argv[1]}/{name}', '--set', *sys.argv[2:], f'optim.name={name}'])\n"
+        "def loaded(): return [m for m in ('torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib') if m in sys.modules]\n"
+        "print([(name, run(name), loaded()) for name in ('nesterov', 'sgd', 'adam')])\n"
+        "leave(0)"
     )
-    done = started("k8s", "slurm", words=["-c", program])
-    assert done.returncode == 0 and int(done.stdout) > 40, done.stderr
+    words = ["data.source=synthetic", "data.options={n: 64}", f"data.root={tmp_path}", "model_options.width=0.0625"]
+    words += ["epochs=1", "global_batch_size=32", "metrics.enabled=false", "checkpoint.every_steps=1"]
+    command = [PYTHON, "-c", code, str(tmp_path), *words]
+    done = run(command)
+    assert "[('nesterov', 0, []), ('sgd', 0, []), ('adam', 0, [])]" in done.output, done.output
 
 
 def imported(package: str) -> Iterator[tuple[str, str]]:
@@ -184,9 +173,7 @@ def test_what_is_imported_is_declared() -> None:
     distributions = importlib.metadata.packages_distributions()
 
     def declared_as(package: str) -> set[str]:
-        return {
-            canonicalize_name(name) for name in distributions.get(package, [package])
-        }  # not installed here: its own name
+        return {canonicalize_name(name) for name in distributions.get(package, [package])}  # not here: its own name
 
     known = sys.stdlib_module_names | {"lockstep", "triton"}  # torch's builds for GPUs bring triton
     for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "tensorboard", "wandb"))):
@@ -194,5 +181,5 @@ def test_what_is_imported_is_declared() -> None:
         for file, name in imported(package):
             if name not in known:
                 assert declared_as(name) & allowed, f"{file} imports {name}, which pyproject.toml does not declare"
-    for extra, packages in EXTRAS.items():
+    for extra, packages in product.extras().items():
         assert {one for package in packages for one in declared_as(package)} == declared(extra), extra

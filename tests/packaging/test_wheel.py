@@ -10,15 +10,15 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lockstep.training.extras import DISTRIBUTION
 from tests.environments import declared, linked, project, sources, uv
 from tests.processes import PYTHON, ROOT, clean_env, require
 
+pytestmark = pytest.mark.promise("installing")
+DISTRIBUTION = project()["name"]
 LINKED = ("training", "jobs")
 """Folders of the checkout that `lockstep/` has links to: in the wheel they are folders of it."""
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
@@ -74,9 +74,8 @@ def ran(programs: Path, *words: str, cwd: Path | None = None, **env: str) -> Don
     )  # fmt: skip
 
 
-@pytest.fixture
-def lockstep(bare: Path, tmp_path: Path) -> Callable[..., Done]:
-    return lambda *words, **env: ran(bare, "lockstep", *words, cwd=tmp_path, **env)
+def _lockstep(bare: Path, folder: Path, *words: str) -> Done:
+    return ran(bare, "lockstep", *words, cwd=folder)
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
@@ -114,44 +113,15 @@ def test_the_dispatcher_brings_no_torch(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--help"], "Train PyTorch models"),
-        (["--version"], f"lockstep {project()['version']}"),
-        (["schema"], '"recipe"'),
-        (["lint", *JOB], ""),
-        (["render", "k8s", *JOB, "--set", "overrides.optim.lr=0.25"], "optim.lr=0.25"),
-        (["render", "k8s", *JOB, "--profile", "pyxis-cluster"], "kind: PyTorchJob"),
-        (["render", "compose", *JOB], "services:"),
-        (["settings", "smoke"], "optim.lr"),
+        (["--version"], f"lockstep {project()['version']}"), (["schema"], '"recipe"'), (["settings", "smoke"], "optim.lr"),
+        (["render", "k8s", *JOB, "--profile", "pyxis-cluster", "--set", "overrides.optim.lr=0.25"], "optim.lr=0.25"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_the_dispatcher_does_alone(lockstep: Callable[..., Done], words: list[str], said: str) -> None:
-    done = lockstep(*words)
+def test_what_the_dispatcher_does_alone(bare: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    """With the files that it reads: profiles, the recipes."""
+    done = _lockstep(bare, tmp_path, *words)
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ("train", ["run", "smoke"]),
-        ("train", ["submit", "local", "--recipe", "smoke"]),
-        ("k8s", ["submit", "k8s", *JOB]),
-        ("slurm", ["render", "slurm", "--recipe", "smoke"]),
-    ],
-    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else value,
-)
-def test_what_needs_an_extra_says_how_to_install_it(
-    lockstep: Callable[..., Done], extra: str, words: list[str]
-) -> None:
-    done = lockstep(*words)
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
-    assert done.returncode == 2 and line.startswith(f"error: this needs Lockstep's extra [{extra}]"), done.stderr
-    assert line.endswith(f"run pip install '{DISTRIBUTION}[{extra}]'")
-
-
-def test_a_setting_that_the_recipe_does_not_have_is_refused_without_torch(lockstep: Callable[..., Done]) -> None:
-    done = lockstep("render", "k8s", *JOB, "--set", "overrides.optim.lrr=1")
-    assert done.returncode == 2 and "lrr" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_the_command_of_the_message_installs_the_extra(built: Path, tmp_path: Path) -> None:
@@ -159,11 +129,13 @@ def test_the_command_of_the_message_installs_the_extra(built: Path, tmp_path: Pa
     copy = tmp_path / "copy"
     uv("venv", "--python", PYTHON, "--seed", str(copy))
     uv("pip", "install", "--python", str(copy / "bin/python"), str(built / WHEEL))
+    done = _lockstep(copy / "bin", tmp_path, "render", "slurm", "--recipe", "smoke")
+    assert done.returncode == 2 and f"pip install '{DISTRIBUTION}[slurm]'" in done.stderr, done.stderr
     done = ran(copy / "bin", "python", "-m", "pip", "install", f"{DISTRIBUTION}[slurm]")
     if "No matching distribution found for submitit" in done.stderr:
         require(False, f"pip reaches no package index: {done.stderr[-300:]}")
     assert done.returncode == 0, done.stderr
-    done = ran(copy / "bin", "lockstep", "render", "slurm", "--recipe", "smoke", cwd=tmp_path)
+    done = _lockstep(copy / "bin", tmp_path, "render", "slurm", "--recipe", "smoke")
     assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
 
 
@@ -204,14 +176,8 @@ print("trained", NAME)
 def test_a_project_with_packages_training_and_jobs_uses_lockstep(with_torch: Path, tmp_path: Path) -> None:
     """Its Session runs beside them, and they travel with its job."""
     project = tmp_path / "project"
-    for package, module, text in (
-        (
-            "training",
-            "net",
-            "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 1)\n",
-        ),
-        ("jobs", "names", "NAME = 'theirs'\n"),
-    ):
+    net = "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 1)\n"
+    for package, module, text in (("training", "net", net), ("jobs", "names", "NAME = 'theirs'\n")):
         (project / package).mkdir(parents=True)
         (project / package / "__init__.py").touch()
         (project / package / f"{module}.py").write_text(text)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.training.data.loader import Batch, Loader
+from tests import product
 from tests.nets import SmallConv
 
 PACE, DELAY = 0.03, 0.3
@@ -49,10 +48,4 @@ def _sleep(grad: torch.Tensor) -> torch.Tensor:
 
 
 if _where == "data":
-    _batch: Any = Loader.resident_batch
-
-    def _slow_batch(self: Loader, epoch: int, step: int) -> Batch:
-        time.sleep(DELAY)
-        return _batch(self, epoch, step)
-
-    Loader.resident_batch = _slow_batch  # type: ignore[method-assign]
+    product.before_each_batch(lambda: time.sleep(DELAY))

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from lockstep.jobs.cli.ranks import parse
 from tests.events import events
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, processes, require, started
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, processes, started
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
 from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
-from tests.ranks import gang, training
+from tests.ranks import training
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,9 @@ def _words(run_dir: Path, tiny: list[str], server: Prometheus, *more: str) -> li
 
 @contextlib.contextmanager
 def _running(words: list[str], server: Prometheus, **env: str) -> Iterator[subprocess.Popen[str]]:
-    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "2", "--grace", "20", *words]
-    with started(command, clean_env(LOCKSTEP_FILE_SD=str(server.targets), **env)) as process:
+    with started(
+        [*LAUNCH, "--ranks", "2", "--grace", "20", *words], clean_env(LOCKSTEP_FILE_SD=str(server.targets), **env)
+    ) as process:
         yield process
 
 
@@ -83,13 +84,13 @@ def quiet(server: Prometheus, tiny: list[str], tmp_path_factory: pytest.TempPath
     poll(lambda: server.value('min(training_finished{run="quiet",job="textfile"})') == 1, 20, "the last textfile")
     last = {
         name: server.value(f'{how}(training_{name}{{run="quiet",job="textfile"}})')
-        for name, how in (
-            ("samples_total", "sum"),
-            ("step", "min"),
-            ("accuracy", "max"),
-            ("exit_code", "max"),
-            ("attempt", "max"),
-        )
+        for name, how in {
+            "samples_total": "sum",
+            "step": "min",
+            "accuracy": "max",
+            "exit_code": "max",
+            "attempt": "max",
+        }.items()
     }
     assert last["samples_total"] == summary["examples_seen"] and last["step"] == summary["steps"] == 320
     assert last["accuracy"] == pytest.approx(summary["accuracy"]) and (last["exit_code"], last["attempt"]) == (0, 1)
@@ -99,14 +100,10 @@ def quiet(server: Prometheus, tiny: list[str], tmp_path_factory: pytest.TempPath
     return run_dir.name
 
 
-def test_a_run_in_prometheus(quiet: str) -> None:
-    """The fixture's own checks."""
-    assert quiet == "quiet"
-
-
+@pytest.mark.promise("alerts")
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
 def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, quiet: str, board: Path) -> None:
-    """Over the time of the run above."""
+    """Over the time of the run above, whose fixture has the checks of a run that nothing happens to."""
     for expression in queries(board):
         if not on_gpu(expression):  # those are promtool's, with made-up series
             found = server.over_time(filled_in(expression, quiet))
@@ -114,6 +111,11 @@ def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, quiet: 
     names = {item["name"]: item["query"] for item in json.loads(board.read_text())["templating"]["list"]}
     assert names["run"]["query"] == "label_values(training_step, run)"
     assert quiet in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def _rank_of(pid: int) -> str | None:
@@ -152,19 +154,10 @@ def test_ranks_that_are_started_again_are_scraped_at_the_same_ports(
     assert "not free" not in said, said
 
 
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
+@pytest.mark.promise("alerts")
 @pytest.mark.parametrize(
     ("where", "sync", "cause"),
-    [
-        ("backward", "ddp", "compute"),
-        ("data", "flat", "data"),
-        ("backward", "fsdp", "compute"),
-        ("data", "fsdp", "data"),
-    ],
+    [("backward", "ddp", "compute"), ("data", "flat", "data"), ("backward", "fsdp", "compute")],
 )
 def test_a_straggler_is_named(
     server: Prometheus, tiny: list[str], tmp_path: Path, where: str, sync: str, cause: str
@@ -217,6 +210,17 @@ def _served(run_dir: Path) -> list[str]:
     return found
 
 
+def _own(text: str) -> dict[str, float]:
+    """What a rank serves that has no label of its own and stands still, without the prefix of its names."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    values = {
+        sample.name.removeprefix("training_"): sample.value
+        for sample in samples
+        if sample.labels.keys() == {"run", "rank"}
+    }
+    return {name: value for name, value in values.items() if not name.startswith("process_")}
+
+
 def _panel(title: str) -> list[str]:
     """The queries of a panel of the run's dashboard."""
     panels = [panel for board in BOARDS for panel in json.loads(board.read_text())["panels"]]
@@ -224,6 +228,7 @@ def _panel(title: str) -> list[str]:
     return [filled_in(target["expr"], "held") for target in panel["targets"]]
 
 
+@pytest.mark.promise("metrics")
 def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny: list[str], tmp_path: Path) -> None:
     """The run stands still in a step, so that its numbers do; server and textfile of each rank are scraped."""
     run_dir, go_on = tmp_path / "held", tmp_path / "go on"
@@ -237,7 +242,7 @@ def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny
         texts = _served(run_dir)
         for job in ("lockstep", "textfile"):
             for rank, text in enumerate(texts):
-                own = {name: value for name, value in parse(text).items() if name != "process_resident_memory_bytes"}
+                own = _own(text)
                 assert own["step"] == done and own["samples_total"] > 0 and own["step_duration_seconds_sum"] > 0
                 scraped = {
                     name: server.value(f'training_{name}{{run="held",rank="{rank}",job="{job}"}}') for name in own
@@ -266,62 +271,3 @@ def _textfiles(server: Prometheus, run: str) -> list[Path]:
     found = sorted(server.textfiles.glob(f"{run}-rank-*.prom"))
     assert len(found) == 2
     return found
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of one page."""
-    path = tmp_path / "full"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(path)], capture_output=True, text=True)
-    require(not done.returncode, f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_taken_port_and_a_full_folder_cost_one_line_each(tiny: list[str], tmp_path: Path, full: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = gang(
-            2, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "metrics.textfile_seconds=0.1",
-            f"metrics.port={port}", f"metrics.textfiles={full}",
-        )  # fmt: skip
-    assert done.code == 0, done.output
-    assert done.output.count(f"port {port} is not free") == 1
-    for rank in (0, 1):
-        assert done.output.count(f"rank-0000{rank}.prom: No space left on device; the run continues") == 1, done.output
-    assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy"] is not None
-
-
-def test_a_loop_of_ones_own_in_prometheus(server: Prometheus, tmp_path: Path) -> None:
-    """Both ranks' steps, and what the script logs: live, and in the last textfile. `top` and the alarms see it like a recipe's."""
-    run_dir, held = tmp_path / "held", tmp_path / "go"
-    words = [
-        "--set",
-        f"metrics.textfiles={server.textfiles}",
-        "log.every=5",
-        "--",
-        PYTHON,
-        "-m",
-        "tests.prometheus.held_loop",
-    ]
-    lockstep = [str(Path(PYTHON).parent / "lockstep"), "run", "--ranks", "2", "--run-dir", str(run_dir)]
-    env = clean_env(LOCKSTEP_FILE_SD=str(server.targets), PYTHONPATH=str(ROOT), LOCKSTEP_THREADS="1")
-    with started([*lockstep, *words, str(tmp_path / "no"), str(held)], env) as process:
-
-        def scraped() -> bool:
-            logged = server.query('training_logged{run="held",job="lockstep",name="wer"}')
-            return sorted(item["metric"]["rank"] for item in logged) == ["0", "1"]
-
-        poll(lambda: process.poll() is not None or scraped(), 90, "what two ranks have logged")
-        assert server.value('max(training_logged{run="held",job="lockstep",name="wer"})') == 0.5
-        assert server.value('min(training_step{run="held",job="lockstep"})') == 5
-        assert [rank["source"] for rank in _top(run_dir)] == ["live", "live"]
-        held.touch()
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, output
-    poll(lambda: server.value('min(training_finished{run="held",job="textfile"})') == 1, 20, "the last textfile")
-    assert server.value('min(training_logged{run="held",job="textfile",name="wer"})') == 0.25
-    assert server.value('sum(training_samples_total{run="held",job="textfile"})') == 120

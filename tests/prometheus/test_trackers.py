@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from lockstep.training import config as configuration
-from lockstep.training.observe import trackers
 from tests.events import events
 from tests.processes import clean_env
 from tests.ranks import training
 
 NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
+
+
+pytestmark = pytest.mark.promise("trackers")
 
 
 def _needs(module: str) -> None:
@@ -42,18 +41,6 @@ def test_tensorboard_has_the_numbers_of_the_events(tiny: list[str], tmp_path: Pa
     for name, key in (("val_acc", "accuracy"), ("elapsed", "trained_seconds"), ("examples_seen", "examples_seen")):
         logged = [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
         assert logged == [(event["step"], pytest.approx(event[key], rel=1e-6)) for event in epochs]
-
-
-def test_tensorboard_reads_a_start_in_the_same_second_last(tmp_path: Path) -> None:
-    _needs("tensorboard")
-    folder = tmp_path / "run" / trackers.TENSORBOARD
-    folder.mkdir(parents=True)
-    earlier = folder / f"events.out.tfevents.{int(time.time()) + 1}.zz.99999.0"  # sorts behind every pid of this second
-    earlier.touch()
-    listeners = SimpleNamespace(path=folder.parent, listeners=[], at_close=[])
-    trackers.attach(configuration.load("smoke", ["log.tensorboard=true"]), listeners, 7)
-    assert sorted(folder.iterdir())[0] == earlier
-    listeners.at_close[0]()
 
 
 def _wandb_log(content: bytes) -> Iterator[bytes]:

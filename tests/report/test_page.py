@@ -1,18 +1,23 @@
-"""The page of the report, from run directories that are written by hand: no run, no torch, no browser."""
+"""The page of the report, from run directories that are written by hand: hostile, damaged, and of a million steps."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.observe import report
-from tests.processes import PYTHON, ROOT, clean_env
+import pytest
 
+from tests import product
+from tests.processes import PYTHON, clean_env
+
+pytestmark = pytest.mark.promise("report")
 HOSTILE = "</script></style></title></td><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' --><!-- {{ 7 * 7 }} {% raw %}"
+
+
 IN_A_NAME = "<script>alert(1)<!-- \"' onload=x {{ 7 * 7 }}"
 """A folder's name has no slash."""
 
@@ -69,7 +74,7 @@ class Tree(HTMLParser):
 
 
 def written(runs: list[Path], out: Path) -> Tree:
-    report.write(runs, out)
+    product.report(runs, out)
     return Tree(out.read_text())
 
 
@@ -105,26 +110,128 @@ def test_half_characters_do_not_keep_it_from_being_written(tmp_path: Path) -> No
     assert any("half ? and" in text for text in written([run], tmp_path / "out.html").texts)
 
 
-def test_a_long_run_costs_no_more_page_than_a_short_one(tmp_path: Path) -> None:
-    events = [
-        {"event": kind, "time": 1.7e9 + step, "step": step, "epoch": step, "train_loss": 1.0, "accuracy": 0.5, "path": "x"}
-        for step in range(1, 20_001) for kind in ("step", "epoch", "checkpoint_written")
-    ]  # fmt: skip
-    began = time.monotonic()
-    tree = written([run_directory(tmp_path / "run", events=events)], tmp_path / "out.html")
-    assert time.monotonic() - began < 30
-    assert all(len(line["points"]) <= 800 for chart in tree.charts for line in chart["lines"])
-    assert sum(tag == "tr" for tag, _ in tree.elements) < 2000
-    assert (tmp_path / "out.html").stat().st_size < 600_000
+EVENT = '{"event": "epoch", "time": 1700000000, "step": 8, "epoch": 1, "accuracy": 0.5}\n'
+DAMAGED = {
+    "no world": ("run.yaml", "config: {recipe: x}\nworld: null\n"),
+    "no config": ("run.yaml", "config: null\nworld: [1]\n"),
+    "a config of another kind": ("run.yaml", "config: [1]\nworld: 3\nversions: 2020-01-01\n"),
+    "dates, sets and bytes": ("run.yaml", "config: {recipe: 2020-01-01, a: !!set {b}, c: !!binary aGk=, d: [{2020-01-01: .inf}]}\n"),
+    "deep": ("run.yaml", "config: " + "{a: " * 60 + "1" + "}" * 60),
+    "a code of another kind": ("status.json", '{"code": [], "reason": {}}'),
+    "a code that is none": ("status.json", '{"code": 1e300, "reason": [1]}'),
+    "a list as a step": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": [1]}\n' * 2),
+    "milliseconds": ("events.jsonl", '{"event": "start", "time": 1e12}\n' + EVENT),
+    "a time out of the world": ("events.jsonl", '{"event": "start", "time": 1e300}\n{"event": "x", "time": -1}\n' + EVENT),
+    "400 digits": ("events.jsonl", EVENT + EVENT.replace("8", "9" * 400).replace("0.5", "8" * 400)),
+    "400 digits at the end": ("summary.json", f'{{"accuracy": {"9" * 400}, "steps": {"9" * 400}, "config_hash": 7, "epochs": []}}'),
+    "huge": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": 1e308, "epoch": 1e-308, "examples_seen": 1e308, '
+             '"trained_seconds": 1e-308}\n'),
+    "infinite seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum +Inf\n"),
+    "no seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_sync_wait_seconds_sum NaN\n"),
+    "negative seconds": ("metrics/rank-00000.prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n"
+                         "training_sync_wait_seconds_sum -1e308\ntraining_data_wait_seconds_sum +Inf\n"),
+    "another digit": ("metrics/rank-²²²²².prom", "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n"),
+}  # fmt: skip
+"""What is damaged → (file, its content)."""
 
 
-def test_it_loads_no_torch(tmp_path: Path) -> None:
-    run = run_directory(tmp_path / "run")
-    code = (
-        "import sys; from lockstep.training.__main__ import main\ncode = main(['report', sys.argv[1]])\n"
-        "print(code, [name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [PYTHON, "-c", code, str(run)], env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.splitlines() == [str(run / "report.html"), "0 []"], done.stdout + done.stderr
+@pytest.mark.promise("hostile-files")
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_no_damaged_file_keeps_the_report_from_being_written(tmp_path: Path, damage: str) -> None:
+    """In a run directory that is otherwise well; two runs of it are compared, too."""
+    name, content = DAMAGED[damage]
+    well = {
+        "run.yaml": "config: {recipe: smoke}\nworld: {size: 2}\n", "events.jsonl": EVENT, "status.json": '{"code": 0}',
+        "summary.json": '{"accuracy": 0.5}',
+        "metrics/rank-00001.prom": "training_step_duration_seconds_count 4\ntraining_step_duration_seconds_sum 3\n",
+    }  # fmt: skip
+    for file, text in {**well, name: content}.items():
+        path = tmp_path / "run" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    written([tmp_path / "run"] * 2, tmp_path / "two.html")
+    charts = {chart["title"]: chart for chart in written([tmp_path / "run"], tmp_path / "one.html").charts}
+    # Of what is not damaged, nothing is lost.
+    assert charts["Test accuracy"]["lines"][0]["points"][0][1] == 0.5
+    assert ["rank 1", 750.0] in charts["Where a step goes, by rank"]["lines"][3]["points"]
+
+
+def _events(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.mkdir()
+    (path / "run.yaml").write_text("config: {recipe: x}\n")
+    (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def _lines(tree: Tree, title: str) -> list[list[Any]]:
+    (chart,) = [chart for chart in tree.charts if chart["title"].startswith(title)]
+    return [line["points"] for line in chart["lines"]]
+
+
+MEASURED = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+"""A process begins with the peak memory of the one that started it: a small one stands between."""
+
+
+def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path) -> None:
+    """And what stands out is drawn: a spike of the loss, what was logged once, a preemption among checkpoints, the slow rank."""
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 100_001):
+        at = {"time": 1.7e9 + step, "step": step}
+        loss = 9.0 if step == 37_700 else 1 + math.sin(step / 9)
+        lines.append(
+            {"event": "step", **at, "epoch": step / 1000, "train_loss": loss, "lr": 0.1, "images_per_second": 9.0}
+        )
+        if step % 5 == 0:
+            lines.append(
+                {"event": "log", **at, "attempt": 1, "values": {"a": -7.0 if step == 61_700 else 1.0, "b": 0.5}}
+            )
+        if step % 20 == 0:
+            lines.append({"event": "checkpoint_written", **at, "path": "x"})
+    lines.insert(31_313, {"event": "preempted", "time": 1.7e9 + 26_000.5, "step": 26_000, "reason": "TERM"})
+    lines.append({"event": "log", "time": 1.8e9, "step": 100_000, "attempt": 2, "values": {"b": -1.0}})
+    run = _events(tmp_path / "long", lines)
+    (run / "metrics").mkdir()
+    for rank in range(64):
+        wait = 1 if rank == 41 else 50
+        (run / f"metrics/rank-{rank:05d}.prom").write_text(
+            f"training_step_duration_seconds_count 100\ntraining_step_duration_seconds_sum 100\ntraining_sync_wait_seconds_sum {wait}\n"
+        )
+    peaks = []
+    for path in (_events(tmp_path / "short", lines[:9]), run):
+        words = [PYTHON, "-c", MEASURED, PYTHON, "-m", "lockstep.training", "report", str(path)]
+        done = subprocess.run(words, env=clean_env(), capture_output=True, text=True, check=True, timeout=120)
+        peaks.append(int(done.stdout.split()[-1]) << 10)
+    assert peaks[1] - peaks[0] < 40 * 2**20, peaks  # 12 MB; as mappings they take 116 MB
+    page = (run / "report.html").read_text()
+    tree = Tree(page)
+    assert all(len(points) <= 1000 for chart in tree.charts for points in (line["points"] for line in chart["lines"]))
+    assert sum(tag == "tr" for tag, _ in tree.elements) < 2000 and len(page) < 900_000
+    (loss, *_) = _lines(tree, "Loss")
+    assert len(loss) <= 400 and max(y for _, y in loss) == 9.0 and loss[-1][0] == pytest.approx(100)
+    assert min(y for _, y in _lines(tree, "Logged: a")[0]) == -7.0 and _lines(tree, "Logged: b")[0][-1] == [
+        100_000,
+        -1.0,
+    ]
+    assert [point[2] for point in _lines(tree, "Progress")[0]].count("preempted") == 1
+    ranks = [point[0] for point in _lines(tree, "Where a step goes")[0]]
+    assert len(ranks) == 32 and "rank 41" in ranks
+
+
+def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:
+    """And one run that diverges does not hide the good one: the scale is then logarithmic."""
+    lines = [{"event": "step", "time": 10 + n, "step": n, "epoch": n / 1000, "train_loss": 9.0} for n in range(1, 2001)]
+    lines += [
+        {"event": "step", "time": 5000 + n, "step": n, "epoch": n / 1000, "train_loss": 1.0} for n in range(1001, 2001)
+    ]
+    good = _events(tmp_path / "good", lines)
+    tree = written([good], tmp_path / "one.html")
+    (loss,) = _lines(tree, "Loss")
+    assert len(loss) <= 400 and [y for x, y in loss if x > 1] == [1.0] * sum(x > 1 for x, _ in loss)
+    bad = [{"event": "step", "time": 10 + n, "step": n, "epoch": n, "train_loss": 10.0**n} for n in range(1, 13)]
+    both = written([good, _events(tmp_path / "bad", bad)], tmp_path / "two.html")
+    scales = [next(chart for chart in one.charts if chart["title"] == "Loss")["log"] for one in (tree, both)]
+    assert scales == [False, True]

@@ -1,4 +1,4 @@
-"""The structure of the two packages: no import circle, few files at the entrance, and no long module."""
+"""The structure of the two packages: who imports whom, no import circle, few files at the entrance."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from graphlib import TopologicalSorter
 import pytest
 
 from tests import product
-from tests.imports import graph, imported, modules
+from tests.imports import SHARED, graph, imported, modules
 from tests.processes import ROOT
 
 ENTRANCE = 10
 """Modules that lie in `training/` itself."""
-LINES = 400
 
 
 @pytest.mark.parametrize("package", ["training", "jobs"])
@@ -29,17 +28,29 @@ def test_the_entrance_of_training_is_small() -> None:
     assert len(list((ROOT / "training").glob("*.py"))) <= ENTRANCE
 
 
-@pytest.mark.parametrize("package", ["training", "jobs"])
-def test_no_module_is_long(package: str) -> None:
-    lengths = {str(path): len(path.read_text().splitlines()) for path in modules(package).values()}
-    assert {path: lines for path, lines in lengths.items() if lines > LINES} == {}
+FORBIDDEN = {
+    "contract": ("torch", "yaml", "lockstep.training."), "config": ("torch",),
+    "data.order": ("lockstep.training.config", "torch.distributed"),
+    "checkpoint": ("lockstep.training.run", "lockstep.training.trainer"), "sync": ("lockstep.training.models", "lockstep.training.optim"),
+    "models": ("lockstep.training.optim", "lockstep.training.sync", "lockstep.training.data"),
+    "optim": ("lockstep.training.models", "lockstep.training.sync", "lockstep.training.data"),
+}  # fmt: skip
+"""Part of `training` → what it does not import (docs/architecture.md)."""
 
 
-def test_nothing_rests_on_the_exercises_and_only_programs_on_an_attempt() -> None:
-    for name, imports in graph("training").items():
-        if not name.startswith("lockstep.training.exercises"):
-            assert not [other for other in imports if other.startswith("lockstep.training.exercises")], name
-            assert name == "lockstep.training.__main__" or "lockstep.training.run.recipe" not in imports, name
+def test_who_may_import_whom() -> None:
+    assert not (ROOT / "training/__init__.py").read_text().count("import lockstep")
+    known = modules("training") | modules("jobs")
+    for name, path in known.items():
+        imports = set(imported(ast.parse(path.read_text()), known))
+        part = name.removeprefix("lockstep.training.")
+        bad = [rule for place, rule in FORBIDDEN.items() if f"{part}.".startswith(f"{place}.")]
+        assert not [one for one in imports for rule in bad if one.startswith(rule)], name
+        ours = {one for one in imports if one.startswith("lockstep.training.")}
+        if name.startswith("lockstep.jobs"):
+            assert not [one for one in ours if not one.startswith(SHARED)] and "torch" not in imports, name
+        else:
+            assert not [one for one in imports if one.startswith("lockstep.jobs")], name
 
 
 def test_only_one_module_of_the_tests_reaches_inside() -> None:

@@ -1,0 +1,53 @@
+"""`checkpoint.every_seconds: auto`: the interval from made-up costs and failures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from lockstep.training.checkpoint.interval import LEAST_SECONDS, MOST_SECONDS, PRIOR_SECONDS, Interval
+from tests.events import events
+from tests.ranks import training
+
+pytestmark = pytest.mark.promise("save-interval")
+
+
+def _measured(cost: float, write: float = 0.5, failures: int = 0) -> Interval:
+    found = Interval(failures)
+    found.stalled(cost)
+    found.written(write)
+    return found
+
+
+def test_young_and_dalys_formula_with_the_prior_and_what_was_seen() -> None:
+    assert _measured(2.0).seconds(0.0) == pytest.approx(math.sqrt(2 * 2.0 * PRIOR_SECONDS))
+    # Three failures in two days of training, and the prior's one in a day: 18 hours.
+    seen = _measured(2.0, failures=3)
+    assert seen.mtbf(2 * 86_400) == pytest.approx(3 * 86_400 / 4)
+    assert seen.seconds(2 * 86_400) == pytest.approx(math.sqrt(2 * 2.0 * 3 * 86_400 / 4))
+
+
+def test_the_interval_is_bounded() -> None:
+    assert Interval(0).seconds(0.0) == LEAST_SECONDS  # until a save has been measured
+    assert _measured(1e-6).seconds(0.0) == LEAST_SECONDS
+    assert _measured(600.0).seconds(1e9) == MOST_SECONDS
+    assert _measured(0.001, write=100.0).seconds(0.0) == 200.0  # the disk must have done with one before the next
+    assert Interval(-3).failures == 0  # a run directory may have been copied, or its history be another's
+
+
+def test_the_median_counts_and_one_slow_save_does_not() -> None:
+    found = _measured(0.1)
+    for cost in (0.1, 0.1, 50.0, 0.1):
+        found.stalled(cost)
+    assert found.cost == 0.1
+
+
+def test_it_is_told_once_in_the_log(tmp_path: Path, tiny: list[str]) -> None:
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "every_seconds=auto", "every_steps=2"]
+    done = training(*words)
+    assert done.code == 0, done.output
+    assert done.output.count("(every_seconds: auto)") == 1, done.output
+    (event,) = events(tmp_path / "run", "checkpoint_interval")
+    assert event["seconds"] >= LEAST_SECONDS and event["failures"] == 0 and event["mtbf_seconds"] >= PRIOR_SECONDS

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from lockstep.training.checkpoint import weights
+from tests.product import UserError
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    path = tmp_path / "w.pth"
+    torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, path)
+    other = torch.nn.Linear(2, 2)
+    weights.load_into(other, path)
+    assert torch.equal(model.weight, other.weight)
+    with pytest.raises(UserError, match="weight has shape"):
+        weights.load_into(torch.nn.Linear(3, 2), path)
+    with pytest.raises(UserError, match="bias is not in the model"):
+        weights.load_into(torch.nn.Linear(2, 2, bias=False), path)
+    with pytest.raises(UserError, match="exists already"):
+        weights.write({}, path)
+    for content in (b"", b"nonsense", b"\x80\x04cposix\nsystem\n"):
+        for bad in (path, tmp_path / "bad.safetensors"):
+            bad.write_bytes(content)
+            with pytest.raises(UserError, match=r"is not a file of plain weights"):
+                weights.read(bad)
+    plain = {"weight": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "bias": torch.randn(2)}
+    weights.write(plain, tmp_path / "w.safetensors")
+    for read in (weights.read, safetensors.torch.load_file):  # ours, and anybody's
+        found = read(tmp_path / "w.safetensors")
+        assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+    torch.save([1], path)
+    with pytest.raises(UserError, match="does not hold a state dict"):
+        weights.read(path)
+    with pytest.raises(UserError, match="cannot read"):
+        weights.read(tmp_path / "none.pth")
+
+
+def test_a_name_in_a_file_moves_no_cursor(tmp_path: Path) -> None:
+    """Weights whose name is a command to the terminal, as `init_from` and `evaluate` print it."""
+    torch.save({"\x1b]0;owned\x07\x1b[2J": torch.ones(1)}, tmp_path / "weights.pth")
+    network = torch.nn.Linear(1, 1, bias=False)
+    del network.weight  # nothing is missing, so the name in the file is what is told
+    with pytest.raises(UserError) as refused:
+        weights.load_into(network, tmp_path / "weights.pth")
+    assert "\\x1b]0;owned\\x07\\x1b[2J" in str(refused.value)

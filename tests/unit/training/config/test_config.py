@@ -1,0 +1,130 @@
+"""Settings: what a recipe, a file and words after --set may say, and what of them makes another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from lockstep.training import config
+from tests.processes import ROOT
+from tests.product import UserError
+from tests.ranks import training
+
+
+@pytest.mark.parametrize("name", config.recipes())
+def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
+    loaded = config.load(name)
+    again = config.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict(loaded))), "round trip")
+    assert loaded.recipe == name and again == loaded and again.hash() == loaded.hash()
+
+
+WRONG = {
+    "optim.lr": ["lr=abc", "lr=.inf", "lr=", "lr=true", "lr=-1", "lr=1e400"],
+    "epochs": ["epochs=1.5", "epochs=true", "epochs=0", "epochs", "epochs=two", "epochs=99999999999999999999"],
+    "flip must be none . random . alternating": ["flip=Random", "flip=3", "flip=[none]"],
+    "unknown setting 'leraning'": ["leraning=1"], "did you mean 'optim.lr'": ["optim.lrr=1"], "unknown setting 'optim'": ["optim=3"],
+    "optim.name, sync.name": ["name=x"], "write the whole name": ["every=3"],
+    "sync.name must be ddp .* zero1": ["sync.name=dpp"], r"data.mean\[1\]": ["data.mean=[1,x]"], "std": ["data.std=[]", "data.std=[1,0]"],
+    "model_options": ["model_options={a: 2026-11-21}", "model_options={a: {1: 2}}", "model_options=[1]"],
+    "collective_timeout": ["collective_timeout=1e300"], "schedule": ["schedule=[[1,1],[1,2]]"], "--set lr": ["lr=[1"],
+    "ema.decay": ["ema.decay=1"], "exactly one of batch_size": ["batch_size=8 global_batch_size=8"],
+    "deterministic": ["deterministic=true tf32=true", "deterministic=true cudnn_benchmark=true"], "muon": ["optim.normalise_every=3"],
+}  # fmt: skip
+"""What the one line has to name → words after --set."""
+
+
+@pytest.mark.promise("bad-input")
+@pytest.mark.parametrize(
+    ("named", "words"), [(named, words) for named, all_words in WRONG.items() for words in all_words]
+)
+def test_a_wrong_setting_is_one_line_that_names_it(named: str, words: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        config.load("smoke", words.split() if "{" not in words else [words])
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_and_short_names_as_people_write_them() -> None:
+    words = ["lr=1e-3", "batch_size=64", "seed=7", "model_options.stem=stock", "padding=zero"]
+    loaded = config.load("resnet18", words)
+    assert (loaded.optim.lr, loaded.batch_size, loaded.seed) == (1e-3, 64, 7)
+    assert loaded.model_options == {"stem": "stock"} and loaded.data.augment.padding == "zero"
+    for word, value in (("lr=1", 1.0), ("lr=1.0e-3", 1e-3), ("lr=1_000", 1000.0), ("lr=0x10", 16.0), ("epochs=2", 2)):
+        found = getattr(
+            config.load("smoke", [word]) if word[0] == "e" else config.load("smoke", [word]).optim, word.split("=")[0]
+        )
+        assert found == value and type(found) is type(value), word
+
+
+def test_what_takes_the_place_of_another() -> None:
+    assert config.load("bag_of_tricks", ["batch_size=128"]).global_batch_size is None
+    assert config.load("resnet18", ["global_batch_size=128"]).batch_size is None
+    for words, options in (
+        ([], {"width": 0.25}),
+        (["model=my.nets:Net"], {}),
+        (["model=bag_of_tricks"], {"width": 0.25}),
+    ):
+        assert config.load("smoke", words).model_options == options, "another model gets no options of the recipe's"
+
+
+@pytest.mark.promise("bad-input", "hostile-files")
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("epochs: 1\nepochs: 2\n", "line 2: key 'epochs'"), ("a: &x [1]\nb: *x\n", "line 2: aliases"), ("- 1\n", "a list"),
+        ("epochs: [\n", "line 2"), ("? [1, 2]\n: 3\n", "plain names"), ("epochs: !!python/object/apply:os.system ['true']\n", "line 1"),
+        ("optim: 3\n", "optim is a group"), ("\x00", "not valid YAML"),
+        ("seed: x\nepochs: 0\noptim: {lrr: 1}\n", r"'optim.lrr'; did you mean 'lr'\? \(and 2 more\)"),
+    ],
+)  # fmt: skip
+def test_a_hostile_recipe_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("epochs: 3\nbatch_size: 4\n")
+    assert config.load(str(path)).recipe == "mine"
+    path.write_text(text)
+    with pytest.raises(UserError, match=named):
+        config.load(str(path))
+    for name, told in (("smokey", "smoke"), (str(tmp_path / "none.yaml"), "none.yaml")):
+        with pytest.raises(UserError, match=told):
+            config.load(name)
+
+
+HASH = "3769541fd34aa74c34f4f893a8697becefe6f70fa814067f0af0e313c7f13576"
+"""Of `smoke` in every version: a run directory of an earlier one goes on."""
+
+
+def test_what_makes_another_run_is_in_the_hash() -> None:
+    first = config.load("smoke")
+    for words in (
+        ["epochs=99", "data.root=/elsewhere", "checkpoint.keep=9", "log.every=1", "threads=3"],
+        ["tf32=false"],
+    ):
+        assert config.load("smoke", words).hash() == first.hash() == HASH
+        assert config.differences(first, config.load("smoke", words)) == []
+    for words, difference in ((["lr=3e-3"], "optim.lr: 0.002 → 0.003"), (["tf32=true"], "tf32: False → True")):
+        other = config.load("smoke", words)
+        assert other.hash() != HASH and config.differences(first, other) == [difference]
+
+
+def test_the_schema_of_a_recipe() -> None:
+    """Editors read it: it is up to date, it takes every recipe, and it finds what a person gets wrong."""
+    text = (ROOT / "recipe.schema.json").read_text()
+    assert training("settings", "--schema").output == text, "make schema"
+    schema = json.loads(text)
+    check = jsonschema.Draft202012Validator(schema)
+    for path in config.RECIPES.glob("*.yaml"):
+        first, _, _ = path.read_text().partition("\n")
+        assert (path.parent / first.partition("$schema=")[2]).resolve() == ROOT / "recipe.schema.json"
+        check.validate(yaml.safe_load(path.read_text()))
+    wrong: list[dict[str, Any]] = [
+        {"epochs": 0}, {"optim": {"lrr": 1}}, {"optim": {"lr": "x"}}, {"optim": {"groups": {"head": {"lr": -1}}}},
+        {"sync": {"name": "dpp"}}, {"data": {"std": [0]}}, {"preempt": {"signals": ["KILL"]}}, {"ema": {"decay": 1}},
+        {"optim": {"momentum": 1.5}}, {"optim": {"groups": {"head": {"momentum": 1.5}}}},
+    ]  # fmt: skip
+    assert [values for values in wrong if check.is_valid(values)] == []
+    described = [field for part in (schema, *schema["$defs"].values()) for field in part["properties"].values()]
+    assert len(described) > 80 and sum("description" not in field for field in described) == 4, "those of optim.groups"

@@ -1,0 +1,162 @@
+"""A user's own arrays: .npz, .npy beside its labels, .safetensors; and files that are not arrays."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from lockstep.training.data.sources import arrays
+from tests import product
+from tests.product import UserError
+
+GENERATOR = np.random.default_rng(0)
+IMAGES = GENERATOR.integers(0, 256, (120, 4, 5, 3), dtype=np.uint8)
+LABELS = GENERATOR.integers(0, 3, 120)
+VECTORS = GENERATOR.normal(size=(120, 7))
+
+
+def _made(root: Path, **options: object) -> Any:
+    return product.prepared(product.data(source="arrays", root=str(root), options=options, num_shards=2))
+
+
+def _write(folder: Path, kind: str, samples: np.ndarray, labels: np.ndarray) -> dict[str, str]:
+    if kind == "npy":
+        np.save(folder / "x.npy", samples)
+        np.save(folder / "y.npy", labels)
+        return {"train": "x.npy", "train_labels": "y.npy"}
+    if kind == "safetensors":
+        safetensors.numpy.save_file({"samples": samples, "labels": labels}, folder / "a.safetensors")
+        return {"train": "a.safetensors"}
+    (np.savez_compressed if kind == "packed" else np.savez)(folder / "train.npz", samples=samples, labels=labels)
+    return {}
+
+
+@pytest.mark.promise("sources")
+@pytest.mark.parametrize(
+    ("kind", "samples"),
+    [
+        ("npz", VECTORS.astype(">f2")), ("packed", IMAGES), ("packed", VECTORS), ("npy", IMAGES), ("npy", VECTORS.astype(">f2")),
+        ("safetensors", IMAGES), ("safetensors", VECTORS),
+    ],
+)  # fmt: skip
+def test_every_format_gives_the_same_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, samples: np.ndarray
+) -> None:
+    monkeypatch.setattr("lockstep.training.data.sources.raw.PIECE_BYTES", 7 * samples[0].nbytes)  # 18 pieces
+    made = _made(tmp_path, **_write(tmp_path, kind, samples, LABELS.astype(np.uint8)), classes=["a", "b", "c"])
+    held = arrays.held_out(120, 0.1)
+    stored = samples if samples.dtype == np.uint8 else samples.astype(np.float32)
+    train, test = ((stored[part], LABELS[part]) for part in (~held, held))
+    assert made.checksum == product.sharded(tmp_path / "same", train, test, ["a", "b", "c"]).checksum
+    assert made.classes == ["a", "b", "c"] and 0 < held.sum() < 40
+    assert np.array_equal(arrays.held_out(1000, 0.1)[:120], held), "rows that are added change no other's draw"
+
+
+def test_a_test_file_and_shards_of_ours(tmp_path: Path) -> None:
+    """What holds `images`, as a shard does, is read, too."""
+    np.savez(tmp_path / "train.npz", samples=IMAGES[:100], labels=LABELS[:100])
+    safetensors.numpy.save_file({"images": IMAGES[100:], "labels": LABELS[100:]}, tmp_path / "val.safetensors")
+    made = _made(tmp_path, test="val.safetensors")
+    assert (made.count("train"), made.count("test"), made.classes) == (100, 20, ["class 0", "class 1", "class 2"])
+    assert all(map(np.array_equal, product.split(made, "test"), (IMAGES[100:], LABELS[100:])))
+    os.utime(tmp_path / "val.safetensors", ns=(1, 1))
+    before = (made.directory / "manifest.json").stat().st_mtime_ns
+    assert (_made(tmp_path, test="val.safetensors").directory / "manifest.json").stat().st_mtime_ns != before
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (Path.touch, (Path("bomb-went-off"),))  # type: ignore[return-value]
+
+
+def _npy(array: np.ndarray, change: Callable[[bytes], bytes] = lambda data: data) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return change(file.getvalue())
+
+
+def _npz(path: Path, **members: bytes) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(f"{name}.npy", data)
+
+
+GOOD = {"samples": _npy(IMAGES), "labels": _npy(LABELS)}
+
+
+BAD: dict[str, dict[str, bytes]] = {
+    "cut off": {**GOOD, "samples": _npy(IMAGES, lambda data: data[:-5])},
+    "longer": {**GOOD, "samples": _npy(IMAGES, lambda data: data + b"x")},
+    "nonsense": {**GOOD, "samples": b"nothing"},
+    "negative": {**GOOD, "samples": _npy(IMAGES, lambda data: data.replace(b"(120, 4", b"(-12, 4"))},
+    "too few labels": {**GOOD, "labels": _npy(LABELS[:-1])},
+    "labels of float": {**GOOD, "labels": _npy(LABELS.astype(float))},
+    "label -1": {**GOOD, "labels": _npy(LABELS - 1)},
+    "no labels": {"samples": GOOD["samples"]},
+    "Fortran order": {**GOOD, "samples": _npy(np.asfortranarray(IMAGES))},
+    "channels last": {**GOOD, "samples": _npy(np.ascontiguousarray(np.repeat(IMAGES, 2, 2).transpose(0, 3, 1, 2)))},
+    r"uint8 images \[n, h, w, c\]": {**GOOD, "samples": _npy(IMAGES.astype(np.int64))},
+    "not a finite": {**GOOD, "samples": _npy(np.where(VECTORS > 2, np.nan, VECTORS))},
+    "of text": {**GOOD, "samples": _npy(np.array(["a"] * 120))},
+    "no samples": {"samples": _npy(IMAGES[:0]), "labels": _npy(LABELS[:0])},
+}
+"""What is wrong; four of them say how to do it, and are found by that."""
+
+
+@pytest.mark.promise("hostile-files")
+@pytest.mark.parametrize("kind", BAD)
+def test_an_npz_that_is_none(tmp_path: Path, kind: str) -> None:
+    _npz(tmp_path / "train.npz", **BAD[kind])
+    said = (
+        kind
+        if kind in ("Fortran order", "channels last", "not a finite") or "uint8" in kind
+        else r"train\.npz|^arrays: "
+    )
+    with pytest.raises(UserError, match=said) as caught:
+        _made(tmp_path)
+    assert "\n" not in str(caught.value) and not [path for path in (tmp_path / "shards").iterdir() if path.is_dir()]
+
+
+def test_no_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects = np.empty(120, object)
+    objects[:] = _Bomb()
+    _npz(tmp_path / "train.npz", samples=_npy(objects), labels=GOOD["labels"])
+    with pytest.raises(UserError, match="holds Python objects, which are not read"):
+        _made(tmp_path)
+    (tmp_path / "train.npz").write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(UserError, match="cannot read"):
+        _made(tmp_path)
+    assert not (tmp_path / "bomb-went-off").exists()
+
+
+def test_a_packed_array_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _npz(tmp_path / "train.npz", samples=_npy(np.zeros((100, 64, 64, 3), np.uint8)), labels=_npy(LABELS[:100]))
+    monkeypatch.setattr(arrays, "MOST_PACKED", 1 << 20)
+    with pytest.raises(UserError, match="samples.npy has 1228928 bytes unpacked, at most 1048576"):
+        _made(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "train.npz"), ({"train": "x.npy"}, "train_labels"), ({"train": "x.txt"}, "x.txt"),
+        ({"train": "x.safetensors"}, "x.safetensors"), ({"held_out": 0, "train": "good.npz"}, "held_out=0"),
+        ({"train": "good.npz", "classes": ["a"]}, "label 2"), ({"train": "good.npz", "test": "vectors.npz"}, "test samples"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, object], named: str) -> None:
+    np.savez(tmp_path / "good.npz", samples=IMAGES, labels=LABELS)
+    np.savez(tmp_path / "vectors.npz", samples=VECTORS, labels=LABELS)
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 30)
+    with pytest.raises(UserError, match=named):
+        _made(tmp_path, **options)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.training.data.sources.cifar10 import _read_batch
+from tests import product
+from tests.product import UserError
+
+
+def _binary_cifar(folder: Path, records: int = 20) -> np.ndarray:
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    every = generator.integers(0, 256, (6 * records, 3073), dtype=np.uint8)
+    every[:, 0] %= 10
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+    for number, name in enumerate(names):
+        every[number * records : (number + 1) * records].tofile(folder / name)
+    return every
+
+
+@pytest.mark.promise("sources")
+def test_binary_files(tmp_path: Path) -> None:
+    record = _binary_cifar(tmp_path / "cifar-10-batches-bin")[7]
+    raw = product.source("cifar10", tmp_path)
+    assert raw.train[0].shape == (100, 32, 32, 3) and len(raw.test[1]) == 20 and raw.train[1][7] == record[0]
+    assert raw.train[0][7, 2, 5, 1] == record[1 + 1024 + 2 * 32 + 5]  # green, row 2, column 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: p.write_bytes(p.read_bytes()[:-5]), lambda p: p.write_bytes(b"\xff" + p.read_bytes()[1:]),
+        lambda p: p.unlink(), lambda p: p.write_bytes(b""),
+    ],
+    ids=["cut off", "a label of 255", "missing", "empty"],
+)  # fmt: skip
+def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    with pytest.raises(UserError, match="cifar-10-batches-bin/ or cifar-10-batches-py/"):
+        product.source("cifar10", tmp_path)
+    _binary_cifar(tmp_path / "cifar-10-batches-bin")
+    damage(tmp_path / "cifar-10-batches-bin/data_batch_3.bin")
+    with pytest.raises(UserError, match=r"data_batch_3\.bin"):
+        product.source("cifar10", tmp_path)
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (Path.touch, (Path("bomb-went-off"),))  # type: ignore[return-value]
+
+
+@pytest.mark.promise("hostile-files")
+def test_a_pickle_that_is_not_official_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    bomb = pickle.dumps(_Bomb())
+    (folder / "data_batch_1").write_bytes(bomb)
+    with pytest.raises(UserError, match=r"expected the official .* it is a pickle"):
+        product.source("cifar10", tmp_path)
+    with pytest.raises(UserError, match="which the official files do not"):  # the second lock behind the md5
+        _read_batch(bomb)
+    assert not (tmp_path / "bomb-went-off").exists()
+
+
+def test_python_batches_are_read_where_their_md5_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    data = generator.integers(0, 256, (30, 3072), dtype=np.uint8)
+    text = pickle.dumps({"data": data, "labels": [i % 10 for i in range(30)]}, protocol=2)
+    text = text.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")  # as the official files name it
+    names = [name for name, _ in CIFAR10.train_list] + ["test_batch"]
+    for name in names:
+        (folder / name).write_bytes(text)
+    md5 = hashlib.md5(text).hexdigest()
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, md5] for name in names[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", md5]])
+    raw = product.source("cifar10", tmp_path)
+    assert raw.train[0].shape == (150, 32, 32, 3)
+    assert np.array_equal(raw.test[0][4].transpose(2, 0, 1).reshape(-1), data[4]) and raw.test[1][4] == 4

@@ -1,0 +1,197 @@
+"""A user's own images in class folders: which ones, how they are decoded, and what a bad file does."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests import product
+from tests.pictures import CLASSES, in_order, is_held_out, pixels, write_pictures
+from tests.processes import ROOT, clean_env
+from tests.product import UserError
+
+
+def _made(root: Path, **options: object) -> Any:
+    return product.prepared(
+        product.data(source="images", root=str(root), options={"size": 16, **options}, workers=2, num_shards=3)
+    )
+
+
+@pytest.mark.promise("sources", "bad-images")
+def test_class_folders_become_the_shards_of_the_same_arrays(tmp_path: Path) -> None:
+    """Two broken files are named and left out; of the others every byte is what an array source gives."""
+    names = write_pictures(tmp_path / "train", 90)
+    broken = sorted(names)[3], sorted(names)[50]
+    for name in broken:
+        (tmp_path / "train" / name).write_bytes((tmp_path / "train" / name).read_bytes()[:90])
+    made = _made(tmp_path, max_broken=0.03)
+    assert made.classes == list(CLASSES) and made.shape == (16, 16, 3) and made.num_left_out == 2
+    assert sorted(made.left_out) == sorted(broken)
+    good = in_order([name for name in names if name not in broken])
+    parts = []
+    for tests in (False, True):
+        chosen = [names[name] for name in good if is_held_out(name, 0.1) == tests]
+        parts.append((np.stack([pixels(number) for number in chosen]), np.array([number % 3 for number in chosen])))
+    same = product.sharded(tmp_path / "same", *parts, list(CLASSES), 3)
+    assert made.checksum == same.checksum and (made.mean, made.std) == (same.mean, same.std)
+    assert len(set(parts[0][1][:12])) == 3, "the classes are mixed"
+    values = parts[0][0].reshape(-1, 3) / 255
+    assert made.mean == pytest.approx(values.mean(0), abs=1e-6) and made.std == pytest.approx(values.std(0), abs=1e-6)
+
+
+@pytest.mark.promise("sources")
+def test_who_tests_depends_on_its_own_name_alone(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "train", 60)
+    before = {image.tobytes() for image in product.split(_made(tmp_path, held_out=0.2), "test")[0]}
+    for name in sorted(names)[::2]:
+        (tmp_path / "train" / name).unlink()
+    write_pictures(tmp_path / "train/aardvark", 3)  # folders within a class, and every label another number
+    after = {image.tobytes() for image in product.split(_made(tmp_path, held_out=0.2), "test")[0]}
+    stayed = {pixels(names[name]).tobytes() for name in sorted(names)[1::2]}
+    assert before & stayed == after & stayed and 0 < len(before & stayed) < 30
+
+
+def test_jpeg_png_and_webp_upright_scaled_and_cut(tmp_path: Path) -> None:
+    """A white square in the middle of a wide, dark image stays there; EXIF's rotation is applied."""
+    wide = np.full((64, 160, 3), 40, np.uint8)
+    wide[16:48, 64:96] = 250
+    picture = Image.fromarray(wide)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by 90°
+    (tmp_path / "train/a").mkdir(parents=True)
+    folder = tmp_path / "train/a"
+    picture.save(folder / "1.jpg", quality=95)
+    picture.rotate(90, expand=True).save(folder / "2.jpeg", exif=turned, quality=95)
+    picture.convert("RGBA").save(folder / "3.png")
+    picture.save(folder / "4.webp", lossless=True)
+    picture.convert("L").save(folder / "5.PNG")
+    picture.convert("CMYK").save(folder / "6.JPG", quality=95)
+    (tmp_path / "test/a").mkdir(parents=True)
+    picture.save(tmp_path / "test/a/1.png")
+    made = _made(tmp_path, size=[8, 16], test="test")
+    images, _ = product.split(made, "train")
+    expected = Image.fromarray(wide).resize((20, 8), Image.Resampling.BILINEAR).crop((2, 0, 18, 8))
+    assert images.shape == (6, 8, 16, 3) and not made.left_out
+    for image in images:
+        assert np.abs(image.astype(int) - np.asarray(expected).astype(int)).mean() < 6
+    square = _made(tmp_path, size=8, test="test")
+    assert product.split(square, "train")[0][:, 4, 4].min() > 200
+
+
+def _png(width: int, height: int) -> bytes:
+    """A file of some hundred bytes that says it has these sizes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
+
+
+def _jpeg(path: Path) -> None:
+    Image.fromarray(pixels(0, 64, 64)).save(path, "JPEG")
+
+
+HOSTILE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "bomb": ("bomb.png", lambda p: p.write_bytes(_png(60_000, 60_000)), "pixels"),
+    "small bomb": ("bomb.png", lambda p: p.write_bytes(_png(11_000, 10_000)), "it has 11000 × 10000 pixels"),
+    "truncated": ("cut.jpg", lambda p: (_jpeg(p), p.write_bytes(p.read_bytes()[:-200])), "truncated"),
+    "empty": ("empty.png", lambda p: p.write_bytes(b""), "it is not a JPEG, PNG or WebP image"),
+    "suffix": ("other.png", _jpeg, "its name ends in PNG, but its content is JPEG"),
+    "format": ("picture.gif", lambda p: Image.fromarray(pixels(0)).save(p), "its name does not end in one of .jpg"),
+    "disguise": ("picture.png", lambda p: Image.fromarray(pixels(0)).save(p, "GIF"), "it is not a JPEG, PNG or WebP"),
+    "16 bits": ("deep.png", lambda p: Image.fromarray(np.zeros((4, 4), np.uint16)).save(p), "more than 8 bits a channel"),
+    "fifo": ("pipe.png", os.mkfifo, "not a regular file"),
+    "loose": ("../loose.jpg", _jpeg, "it is not in a class folder"),
+    "link": ("out.png", lambda p: p.symlink_to("/etc/hostname"), "it is a link that leads out of the folder"),
+    "dangling": ("gone.png", lambda p: p.symlink_to(p.parent / "nothing"), "No such file"),
+    "name": ("line\nbreak.png", lambda p: p.write_bytes(b"x"), "it is not a JPEG"),
+}  # fmt: skip
+
+
+@pytest.mark.promise("bad-images", "hostile-files")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_refused_by_its_name(tmp_path: Path, kind: str) -> None:
+    name, make, reason = HOSTILE[kind]
+    write_pictures(tmp_path / "train", 20)
+    write_pictures(tmp_path / "val", 3)
+    make(tmp_path / "train" / "cat" / name)
+    with pytest.raises(UserError) as caught:
+        _made(tmp_path, test="val", max_broken=0)
+    message, shown = str(caught.value), Path(name).name if name.isprintable() else ascii(f"cat/{name}")
+    assert "1 of 24 image files cannot be used" in message and shown in message and reason in message
+    assert "\n" not in message and not list((tmp_path / "shards").glob("images-*/"))
+    made = _made(tmp_path, test="val", max_broken=0.05)
+    assert made.count("train") == 20 and made.num_left_out == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda root: None, "train"),
+        (lambda root: (root / "train").mkdir(), "no folders"),
+        (lambda root: (root / "train/cat").mkdir(parents=True), "train/cat"),
+        (lambda root: write_pictures(root / "train", 2), "held_out=0.1"),
+        (lambda root: (write_pictures(root / "train", 9), (root / "train/link").symlink_to("/etc")), "train/link"),
+        (
+            lambda root: (write_pictures(root / "train", 9), (root / "train/cat/up").symlink_to(root / "train/cat")),
+            "cat/up",
+        ),
+    ],
+)
+def test_folders_that_are_not_what_is_expected(tmp_path: Path, make: Callable[[Path], object], named: str) -> None:
+    make(tmp_path)
+    with pytest.raises(UserError, match=named):
+        _made(tmp_path)
+
+
+@pytest.mark.promise("sources")
+def test_a_file_that_changes_makes_other_shards(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "train", 90)  # more than have a stamp of their own
+    first = _made(tmp_path)
+    before = (first.directory / "manifest.json").stat().st_mtime_ns
+    assert (_made(tmp_path).directory / "manifest.json").stat().st_mtime_ns == before
+    Image.fromarray(pixels(1000)).save(tmp_path / "train" / sorted(names)[7])
+    second = _made(tmp_path)
+    assert second.checksum != first.checksum
+    (tmp_path / "train").rename(tmp_path / "gone")
+    assert _made(tmp_path).checksum == second.checksum
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from tests import product
+
+for count in sys.argv[2:]:  # the kernel's mark of the largest memory is set back before each
+    Path("/proc/self/clear_refs").write_text("5")
+    product.prepared(product.data(source="images", root=f"{sys.argv[1]}/{count}", options={"size": 128}, workers=1))
+    print("peak", re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.promise("data-memory")
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
+    """From 1,000 to 2,000 images of 48 KB the shards grow by 49 MB."""
+    for count in (50, 1000, 2000):  # the first one imports what is needed
+        write_pictures(tmp_path / str(count) / "train", 3, side=128)
+        for number in range(3, count):
+            folder = tmp_path / str(count) / "train" / CLASSES[number % 3]
+            os.link(folder / f"{number % 3:05d}.png", folder / f"{number:05d}.png")
+    words = [sys.executable, "-c", PEAK, str(tmp_path), "50", "1000", "2000"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_env(), timeout=240)
+    peaks = [int(line.split()[1]) << 10 for line in done.stdout.splitlines() if line.startswith("peak")]
+    assert done.returncode == 0 and len(peaks) == 3, done.stdout + done.stderr
+    assert peaks[2] - peaks[1] < 12 << 20, [peak >> 20 for peak in peaks]

@@ -1,0 +1,62 @@
+"""The order as a torch sampler: the tutorial's own cases, the exercise's rule, and the loader's batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lockstep.training.data.sampler import OrderSampler
+from tests.product import UserError
+
+pytestmark = pytest.mark.promise("samplers")
+
+K3_N10 = {
+    "drop": [[0, 3, 6], [1, 4, 7], [2, 5, 8]],
+    "pad": [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]],
+    "weight": [[0, 3, 6], [1, 4, 7], [2, 5, 8, 9]],
+}
+
+
+@pytest.mark.parametrize("uneven", K3_N10)
+def test_three_ranks_and_ten_samples_as_the_tutorial_lists_them(uneven: str) -> None:
+    found = [list(OrderSampler(10, 1, rank=rank, world_size=3, shuffle=False, uneven=uneven)) for rank in range(3)]
+    assert found == K3_N10[uneven]
+    for rank in range(3) if uneven != "weight" else ():  # torch has no such policy
+        assert found[rank] == list(DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=uneven == "drop"))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sequential_order_is_the_exercises_rule(world: int) -> None:
+    """`(i % world_size) == rank` over the batches of 64 of the data set in its order."""
+    n, per_rank = 64 * 12, 64
+    batches = torch.arange(n).split(per_rank)
+    for rank in range(world):
+        mine = [batch.tolist() for i, batch in enumerate(batches) if (i % world) == rank]
+        sampler = OrderSampler(n, per_rank, rank=rank, world_size=world, shuffle=False)
+        loader = DataLoader(TensorDataset(torch.arange(n)), batch_size=per_rank, sampler=sampler)
+        assert [batch.tolist() for (batch,) in loader] == mine
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad", "weight"])
+def test_the_batches_of_all_ranks_are_those_of_one(uneven: str) -> None:
+    one = OrderSampler(50, 12, rank=0, world_size=1, seed=3, uneven=uneven)
+    samplers = [OrderSampler(50, 4, rank=rank, world_size=3, seed=3, uneven=uneven) for rank in range(3)]
+    for sampler in (one, *samplers):
+        sampler.set_epoch(2)
+        assert len(list(sampler)) == len(sampler)
+    for step in range(one.steps):
+        assert torch.equal(torch.cat([sampler.step_ids(step) for sampler in samplers]), one.step_ids(step)), step
+    first = list(samplers[0])
+    samplers[0].set_epoch(2, step=2)
+    assert list(samplers[0]) == first[8:] and len(samplers[0]) == len(first) - 8
+    samplers[0].set_epoch(3)
+    assert list(samplers[0]) != first
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for words in ({"rank": 2, "world_size": 2}, {"uneven": "join"}):
+        with pytest.raises(ValueError, match="must be"):
+            OrderSampler(10, 1, **words)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="3 samples"):
+        OrderSampler(3, 4)

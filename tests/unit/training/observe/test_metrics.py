@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from lockstep.training.observe.metrics import LATER, PREFIX, TABLE, Metrics
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.promise("metrics")
+CPU = torch.device("cpu")
+TIMES = {"step_duration": 0.02, "data_wait": 0.0005, "grad_ready": 0.011, "sync_wait": 0.004}
+
+
+def _filled() -> Metrics:
+    """Every series that a writing rank can have on the CPU."""
+    metrics = Metrics("cifar", 3, CPU)
+    metrics.describe("smoke", "flat", 4, "0.1.0", attempt=2, step=10, planned=24, preemptions=1)
+    metrics.step([TIMES, TIMES], step=12, lr=0.1, samples=64, sync_bytes=1000)
+    metrics.step([], step=13, lr=0.1, samples=64, sync_bytes=1500)
+    metrics.reading(1.5, 2.5)
+    metrics.accuracy(0.75)
+    metrics.nonfinite()
+    metrics.preempted()
+    metrics.checkpoint_written(0.2)
+    metrics.checkpoint_failed("disk")
+    metrics.corrupt_file("shard")
+    metrics.ended(75)
+    return metrics
+
+
+def _samples(text: str) -> dict[str, float]:
+    return {
+        name + "".join(f"[{v}]" for k, v in sorted(labels.items()) if k not in ("run", "rank")): value
+        for family in parse(text)
+        for name, labels, value, *_ in family.samples
+    }
+
+
+def test_every_row_of_the_table_is_a_series_and_nothing_else_is() -> None:
+    text = _filled().text().decode()
+    families = {family.name: family for family in parse(text)}
+    expected = {PREFIX + name.removesuffix("_total") for name in TABLE if not name.startswith(("rank_gpu", "gpu_"))}
+    assert families.keys() == expected and all(family.documentation for family in families.values())
+    labels = [sample.labels for family in families.values() for sample in family.samples]
+    assert {(one["run"], one["rank"]) for one in labels} == {("cifar", "3")}
+    values = _samples(text)
+    told = {
+        "step": 13, "samples_total": 128, "sync_bytes_total": 1500, "preemptions_total": 2, "step_duration_seconds_count": 2,
+        "exit_code": 75, "grad_ready_seconds_bucket[0.03]": 2, "grad_ready_seconds_bucket[0.01]": 0,
+        "corrupt_files_total[shard]": 1, "corrupt_files_total[checkpoint]": 0,
+    }  # fmt: skip
+    assert {name: values[PREFIX + name] for name in told} == told
+    series = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(series) + 4 <= 100, "a GPU adds four"
+    assert not any("_created" in line for line in series)
+
+
+def test_what_has_no_value_yet_is_absent_and_counters_begin_at_zero() -> None:
+    values = _samples(Metrics("x", 0, CPU).text().decode())
+    assert not [name for name in values if name.removeprefix(PREFIX).startswith(LATER)]
+    assert values["training_nonfinite_steps_total"] == 0 and values["training_checkpoint_failures_total[timeout]"] == 0
+
+
+def test_the_documentation_has_every_metric_with_its_help() -> None:
+    text = (ROOT / "docs/metrics.md").read_text()
+    for name, row in TABLE.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"| {row.kind} | {row.help} |" in line and all(label in line for label in row.labels)

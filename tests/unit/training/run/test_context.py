@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.training.run import context
+from tests import product
+
+
+def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    fast: Any
+    exact: Any
+    flags: list[tuple[Any, str]]
+    if hasattr(matmul, "fp32_precision"):
+        fast, exact, flags = "tf32", "ieee", [(matmul, "fp32_precision"), (cudnn.conv, "fp32_precision")]
+    else:  # torch 2.8 and before
+        fast, exact, flags = True, False, [(matmul, "allow_tf32"), (cudnn, "allow_tf32")]
+    flags.append((cudnn, "benchmark"))
+    before = [getattr(owner, name) for owner, name in flags]
+    changed = ["tf32=true", "cudnn_benchmark=true"]
+    try:
+        for words, expected in ((changed, [fast, fast, True]), ([], [exact, exact, False])):
+            context._arithmetic(product.recipe("smoke", *words))
+            assert [getattr(owner, name) for owner, name in flags] == expected
+    finally:
+        for (owner, name), value in zip(flags, before):
+            setattr(owner, name, value)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from lockstep.training.contract import UserError, user_errors
+
+
+@pytest.mark.promise("bad-input")
+@pytest.mark.parametrize(
+    ("env", "speaks"),
+    [
+        ({}, True), ({"SLURM_PROCID": "1"}, False), ({"OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "3"}, True),
+        ({"RANK": "0", "SLURM_PROCID": "1"}, True), ({"PMI_RANK": "2"}, False),
+    ],
+)  # fmt: skip
+def test_what_all_ranks_know_is_said_once(
+    env: dict[str, str], speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also under srun and mpiexec."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    error = UserError("nobody has data")
+    error.shared = True
+    with pytest.raises(SystemExit) as left, user_errors():
+        raise error
+    assert left.value.code == 2 and ("nobody has data" in capsys.readouterr().err) == speaks
