@@ -175,7 +175,7 @@ def test_a_manifest_of_another_kind_under_its_own_seal(writer: Writer, content: 
         path = writer.save(step, _state(step)).result().path / "manifest.json"
     if isinstance(content, dict):
         manifest = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | content
-        content = json.dumps({**manifest, "sha256": product.seal(manifest)})
+        content = json.dumps({**manifest, "sha256": product.sealed(manifest)})
     path.write_text(content)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(path.parent)
@@ -207,6 +207,7 @@ def test_every_file_and_folder_is_forced_to_the_disk_before_the_name_is_there(
         unsafe.update((open_file(descriptor), open_file(descriptor).parent))  # its bytes, and that it is there
 
     def moved(source: Path, target: Path) -> None:
+        source, target = (path.parent.resolve() / path.name for path in (source, target))  # it writes by a descriptor
         if target.name.startswith("step-"):
             renamed.append(target.name)
             assert not [path for path in unsafe if source in (path, path.parent)], "the name came before the bytes"

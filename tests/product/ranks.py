@@ -1,0 +1,179 @@
+"""Ranks in the process of a test, and what large jobs leave on the disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tests.product.names import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from types import ModuleType
+
+    from lockstep.training.parallel.world import World
+
+
+def joined(seconds: float = 60, device: str = "cpu") -> AbstractContextManager[World]:
+    """This process's group, by its environment, as a script of a user joins it."""
+    from lockstep.training.parallel import world
+
+    return world.joined(world.detect(os.environ), device, seconds)
+
+
+def one_thread(world: World) -> None:
+    from lockstep.training.parallel.world import set_threads
+
+    set_threads(world, 1, {})
+
+
+def user_errors() -> AbstractContextManager[None]:
+    """What the user is to read becomes one line and an exit code, as the program does it."""
+    from lockstep.training import contract
+
+    return contract.user_errors()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank without the interpreter's teardown, as the program does."""
+    from lockstep.training import __main__ as program
+
+    program.leave(code)
+
+
+def program(words: list[str]) -> int:
+    """`python -m lockstep.training WORDS` in this process, which holds back signals from its first line as that does; its
+    exit code."""
+    from lockstep.training import __main__ as program
+    from lockstep.training.launch.lifeline import FORWARDED
+
+    if words[0] == "run":
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    return program.main(words)
+
+
+def strategies() -> list[str]:
+    """The names of `sync.name`."""
+    from lockstep.training import sync
+
+    return list(sync.STRATEGIES)
+
+
+def generators() -> ModuleType:
+    """Capture, check and restore the random generators of a device."""
+    from lockstep.training.checkpoint import generators
+
+    return generators
+
+
+SUM_OF_ALLREDUCE = "lockstep.training.sync.allreduce:AllReduce.synchronize"
+"""Where the strategy `allreduce` sums, for a fault that is planted there."""
+
+
+def doctor_gpu(words: list[str], rank: tuple[str, ...]) -> int:
+    """`lockstep doctor gpu WORDS`, whose ranks are started by the command `rank`; its exit code."""
+    from lockstep.training.doctor.command import main
+
+    return main(words, rank)
+
+
+def gpu_checks() -> dict[str, int]:
+    """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
+    from lockstep.training.doctor.table import ROWS
+
+    return {check.name: check.gpus for check in ROWS}
+
+
+def late_inputs(seconds: float) -> None:
+    """Each recorded step of this process gets its inputs late, as one whose data is late."""
+    from lockstep.training.cudagraph import CapturedTrainer
+
+    fill = CapturedTrainer._copy_inputs
+
+    def late(*args: Any) -> None:
+        time.sleep(seconds)
+        fill(*args)
+
+    CapturedTrainer._copy_inputs = late  # type: ignore[method-assign]
+
+
+def watch_disk(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `watched` around the calls of this process with which files and their names reach the disk."""
+    from lockstep.training import files
+
+    for name in ("write_all", "fsync", "rename"):
+        setattr(files, name, watched(getattr(files, name)))
+
+
+def load_for_forks() -> None:
+    """Imports all of training/, and computes what each process would compute anew: the settings' checks, the report's page."""
+    import importlib
+    from pathlib import Path
+
+    from lockstep.training import config
+    from lockstep.training.config.own import own_settings
+    from lockstep.training.observe import report
+
+    root = Path(__file__).parents[1]
+    for file in (root / "training").rglob("*.py"):
+        name = ".".join(("lockstep", *file.relative_to(root).with_suffix("").parts))
+        if not name.endswith(("__main__", "__init__")) and "inference" not in name:
+            importlib.import_module(name)
+    config.load("smoke", [])
+    own_settings("script", {}, {}, ())
+    report._environment().get_template("template.html.j2")
+
+
+def metrics_text(rank: int, run: str, slow: bool = False) -> str:
+    """What a rank serves after 100 steps. A slow one waits for nobody."""
+    import torch
+
+    from lockstep.training import contract
+    from lockstep.training.observe.metrics import Metrics
+
+    metrics = Metrics(run, rank, torch.device("cpu"))
+    metrics.describe("smoke", "flat", 1024, contract.VERSION, 1, 0, 1_000_000, 0)
+    waits = 0.001 if slow else 0.05
+    times = {"step_duration": 0.1, "data_wait": 0.001, "grad_ready": 0.098 - waits, "sync_wait": waits}
+    for step in range(1, 101):
+        metrics.step([times], step, 0.1, 64, step * 1_000_000)
+    metrics.reading(1.25, 0.5)
+    return metrics.text().decode()
+
+
+def textfile(run_dir: Path, rank: int) -> Path:
+    """Where a rank's last metrics lie."""
+    from lockstep.training import contract
+
+    return contract.textfile(run_dir, rank)
+
+
+def smoke_settings() -> dict[str, Any]:
+    """The recipe smoke, as run.yaml holds it."""
+    from lockstep.training import config
+
+    return config.to_dict(config.load("smoke"))
+
+
+def local_record(name: str, run_dir: Path) -> dict[str, Any]:
+    """What job.json of a local job holds."""
+    from lockstep.jobs import records
+    from lockstep.jobs.local.supervise import here
+
+    spec = JobSpec(name=name, recipe="smoke")
+    return {
+        "spec": spec.record(), "hash": spec.hash(), "run_dir": str(run_dir), "command": ["true"], "env": {},
+        "time_limit": 3600.0, "grace": 60.0, "created": "2026-11-23T08:00:00+00:00", "job": records.identity(name),
+        "host": here(),
+    }  # fmt: skip
+
+
+def first_loss_scale() -> float:
+    """The factor with which float16 begins."""
+    from lockstep.training.optim.loss_scaler import INITIAL
+
+    return INITIAL
