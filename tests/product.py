@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend
 
 __all__ = [
-    "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "Status", "Unreachable", "UserError", "backend",
-    "checkpoint", "checkpoint_steps",
+    "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop", "Unreachable",
+    "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "strategies", "strategy",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -65,3 +65,118 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
         store.verify(path)
         steps.append(store.step_of(path))
     return steps
+
+
+# Training, on ranks that have joined (`tests.ranks.on_ranks`)
+
+
+def strategies() -> list[str]:
+    """The names of all sync strategies."""
+    from lockstep.training import sync
+
+    return list(sync.STRATEGIES)
+
+
+def strategy(name: str, bucket_mb: float = 25.0, options: dict[str, Any] | None = None) -> Any:
+    """A strategy as `sync.name`, `sync.bucket_mb` and `sync.options` of a run make it."""
+    from lockstep.training import config, sync
+
+    return sync.build(config.Sync(name=name, bucket_mb=bucket_mb, options=options or {}))  # type: ignore[arg-type]
+
+
+def fsdp_works() -> bool:
+    """Whether this torch takes the mean of gradients under `fsdp` on the CPU; where it does not, `fsdp` is refused."""
+    from lockstep.training.sync.fsdp import MEAN_ON_CPU
+
+    return MEAN_ON_CPU
+
+
+class StrategyLoop:
+    """A loop over a strategy's protocol, with an average of the weights, and checkpoints in files."""
+
+    def __init__(self, sync: Any, model: Any, world: Any, example: Any, optimizer: Any) -> None:
+        import torch
+
+        from lockstep.training.checkpoint.state import Cursor, TrainState
+        from lockstep.training.observe.clock import StepClock
+        from lockstep.training.optim.ema import Ema
+
+        self.sync, self.model, self.network = sync, model, sync.wrap(model, world, example)
+        self.optimizer = sync.make_optimizer(optimizer)
+        self.ema = Ema(model, 0.9, 1, sync.duplicate())
+        losses = torch.zeros(2, dtype=torch.float64)
+        self._state = TrainState(world, model, self.optimizer, sync, self.ema, Cursor(), StepClock(), losses, {})
+
+    def weights(self, average: bool = False) -> dict[str, Any]:
+        """A copy of the whole model's parameters, also where each rank holds a part."""
+        whole = self.sync.full_module(self.ema.average if average else self.model)
+        return {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+
+    def save(self, file: Path) -> None:
+        """Collective; it is there when all ranks are back."""
+        import torch.distributed as dist
+
+        from lockstep.training.checkpoint.state import gather
+        from lockstep.training.parallel.exchange import pack
+
+        if (gathered := gather(self._state)) is not None:
+            file.write_bytes(pack(gathered).numpy().tobytes())
+        if self._state.world.size > 1:
+            dist.barrier()
+
+    def load(self, file: Path) -> None:
+        """Goes on where `save` was called, on any number of ranks."""
+        import torch
+
+        from lockstep.training.checkpoint.state import scatter
+        from lockstep.training.parallel.exchange import unpack
+
+        scatter(unpack(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)), self._state)
+
+
+class RunBegun:
+    """A run of the recipe `smoke` with other settings, before its first step: a context that closes it."""
+
+    def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
+        from lockstep.training import config
+        from lockstep.training.run import prepare, recipe
+
+        self.prepared = prepare.prepare(config.load("smoke", list(settings)), world, run_dir, fresh=False)
+        self.state, self.loader, self.model = self.prepared.state, self.prepared.loader, self.prepared.state.model
+        self.trainer: Any = recipe.make_trainer(self.prepared)
+
+    def __enter__(self) -> RunBegun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.prepared.run is not None:
+            self.prepared.run.close()
+
+    def step(self, number: int) -> Any:
+        """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""
+        epoch, at = divmod(number, self.loader.steps_per_epoch)
+        self.state.cursor.epoch, self.state.cursor.step = epoch, at
+        self.trainer.step((self.loader.resident_batch if self.loader.resident else self.loader.host_batch)(epoch, at))
+        return self.loader.ids(epoch, at)[0]
+
+    def weights(self) -> Any:
+        """A copy of all parameters, one after the other."""
+        import torch
+
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+
+    def score(self) -> tuple[int, int, float]:
+        """Of the test images: how many were right, how many there were, and their mean loss."""
+        from lockstep.training.evaluate.evaluator import Evaluator
+
+        found = Evaluator(self.prepared.config, self.state.world, self.prepared.manifest).score(self.model, {})
+        assert found is not None
+        return found.correct, found.count, found.loss
+
+    def images(self) -> Any:
+        """The training images, as the network sees them."""
+        import torch
+
+        from lockstep.training.data.augment import normalise
+
+        return normalise(self.loader.samples.all()[0], self.prepared.config.data, torch.float32, False)
