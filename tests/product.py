@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop", "Unreachable",
-    "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "strategies", "strategy",
+    "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "scores", "strategies", "strategy",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -65,6 +65,14 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
         store.verify(path)
         steps.append(store.step_of(path))
     return steps
+
+
+def scores(run_dir: Path) -> dict[int, float]:
+    """Step → score of the checkpoints that have one."""
+    from lockstep.training.checkpoint import store
+
+    found = {store.step_of(path): store.verify(path)["score"] for path in store.candidates(run_dir / "checkpoints")}
+    return {step: score for step, score in found.items() if score is not None}
 
 
 # Training, on ranks that have joined (`tests.ranks.on_ranks`)
@@ -149,6 +157,7 @@ class RunBegun:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.prepared.exporter.close(0)
         if self.prepared.run is not None:
             self.prepared.run.close()
 
@@ -180,3 +189,7 @@ class RunBegun:
         from lockstep.training.data.augment import normalise
 
         return normalise(self.loader.samples.all()[0], self.prepared.config.data, torch.float32, False)
+
+    def write_metrics(self) -> None:
+        """This rank's file of metrics, as it is written every few seconds."""
+        self.prepared.exporter._write_textfiles()
