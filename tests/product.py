@@ -8,6 +8,8 @@ imported by the function that uses it: the dispatcher's tests run without.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep import JobSpec
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop", "Unreachable",
-    "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "scores", "strategies", "strategy",
+    "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "scores", "strategies", "strategy", "verified_files",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -97,6 +99,20 @@ def fsdp_works() -> bool:
     from lockstep.training.sync.fsdp import MEAN_ON_CPU
 
     return MEAN_ON_CPU
+
+
+@contextlib.contextmanager
+def verified_files() -> Iterator[list[str]]:
+    """The names of the files that this process reads to verify their checksums."""
+    from lockstep.training import files
+
+    found: list[str] = []
+    sha256 = files.sha256
+    files.sha256 = lambda path: (found.append(path.name), sha256(path))[1]
+    try:
+        yield found
+    finally:
+        files.sha256 = sha256
 
 
 class StrategyLoop:
