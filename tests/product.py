@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend
 
 __all__ = [
-    "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop", "Unreachable",
-    "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "scores", "strategies", "strategy", "verified_files",
+    "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop",
+    "Unreachable", "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "scores", "step_clock",
+    "strategies", "strategy", "verified_files",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -99,6 +100,13 @@ def fsdp_works() -> bool:
     from lockstep.training.sync.fsdp import MEAN_ON_CPU
 
     return MEAN_ON_CPU
+
+
+def step_clock() -> Any:
+    """What times the phases of a rank's steps."""
+    from lockstep.training.observe.clock import StepClock
+
+    return StepClock()
 
 
 @contextlib.contextmanager
