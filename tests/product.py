@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop",
-    "Unreachable", "UserError", "backend", "checkpoint", "checkpoint_steps", "fsdp_works", "scores", "step_clock",
-    "strategies", "strategy", "verified_files",
+    "Unreachable", "UserError", "augmented", "backend", "checkpoint", "checkpoint_steps", "fsdp_works",
+    "hold_signals_for", "scores", "step_clock", "stop_at_poll", "strategies", "strategy", "verified_files",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -217,3 +217,40 @@ class RunBegun:
     def write_metrics(self) -> None:
         """This rank's file of metrics, as it is written every few seconds."""
         self.prepared.exporter._write_textfiles()
+
+
+def augmented(shards: Path, settings: list[str]) -> tuple[Any, Any]:
+    """(the labels of all training images, a function of epoch and ids that gives these images as a run augments them)."""
+    import torch
+
+    from lockstep.training import config
+    from lockstep.training.data.augment import augment, draw_keys
+    from lockstep.training.data.shards import Manifest, Samples
+
+    recipe, manifest = config.load("smoke", settings), Manifest.read(shards)
+    images, labels = Samples.open(manifest, "train", 0, manifest.count("train")).all()
+    return labels, lambda epoch, ids: augment(
+        images, ids, ids, recipe.data, draw_keys(recipe.seed, epoch), torch.float64
+    )
+
+
+def hold_signals_for(seconds: float) -> None:
+    """How long a rank that opens no `Session` keeps signals for one; to be called after `import lockstep`."""
+    from lockstep.training.launch import early
+
+    early.HOLD_SECONDS = seconds
+
+
+def stop_at_poll(number: int) -> None:
+    """From now on a run in this process is asked to stop when its ranks agree for the n-th time; never, with 0."""
+    from lockstep.training.resilience import preempt
+
+    seen = [0]
+
+    def wants_stop(self: Any) -> bool:
+        seen[0] += 1
+        if self.world.leader and seen[0] == number:
+            self.reason = "the test"
+        return self.reason is not None
+
+    preempt.Consensus._wants_stop = wants_stop  # type: ignore[method-assign]
