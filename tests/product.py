@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop",
     "Unreachable", "UserError", "augmented", "backend", "checkpoint", "checkpoint_steps", "fsdp_works",
-    "hold_signals_for", "scores", "step_clock", "stop_at_poll", "strategies", "strategy", "verified_files",
+    "hold_signals_for", "kind_of_strategy", "scores", "step_clock", "stop_at_poll", "strategies", "strategy",
+    "verified_files",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -121,6 +122,13 @@ def verified_files() -> Iterator[list[str]]:
         yield found
     finally:
         files.sha256 = sha256
+
+
+def kind_of_strategy() -> type:
+    """What every strategy is an instance of."""
+    from lockstep.training.sync.base import GradientSync
+
+    return GradientSync
 
 
 class StrategyLoop:

@@ -162,24 +162,16 @@ def test_what_came_before_a_session_that_is_never_opened_ends_the_program(number
     assert time.monotonic() - began < 20
 
 
-def test_a_session_takes_over_what_came_and_leaves_the_programs_own_handlers(tmp_path: Path) -> None:
+def test_a_session_takes_over_what_came_before_it(tmp_path: Path) -> None:
     program = """
 import os, signal, sys
 os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
 import lockstep
 print(sorted({"torch", "lockstep.jobs"} & set(sys.modules)))
-def own(*_): pass
-signal.signal(signal.SIGUSR1, own)
 os.kill(os.getpid(), signal.SIGTERM)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-try:
-    with lockstep.Session(sys.argv[1]) as run:
-        run.boundary()
-        print("went on")
-except SystemExit as left:
-    print(left.code, signal.getsignal(signal.SIGUSR1) is own, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-print({signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)} == {signal.SIG_DFL})
+with lockstep.Session(sys.argv[1]) as run:
+    print("went on")
 """
-    done = run([PYTHON, "-c", program, str(tmp_path / "run")], clean_env(LOCKSTEP_THREADS="1"), 60)
-    print(done.output)
-    assert done.output.splitlines()[0] == "[]" and "went on" not in done.output, done.output
+    done = run([PYTHON, "-uc", program, str(tmp_path / "run")], clean_env(LOCKSTEP_THREADS="1"), 60)
+    first, *others = done.output.splitlines()
+    assert done.code == 75 and first == "[]" and len(others) == 1 and "SIGTERM" in others[0], done.output
