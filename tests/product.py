@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "RunBegun", "Status", "StrategyLoop",
     "Unreachable", "UserError", "augmented", "backend", "checkpoint", "checkpoint_steps", "fsdp_works",
-    "hold_signals_for", "kind_of_strategy", "scores", "step_clock", "stop_at_poll", "strategies", "strategy",
-    "verified_files",
+    "hold_signals_for", "kind_of_strategy", "mlp_exercise", "scores", "step_clock", "stop_at_poll", "strategies",
+    "strategy", "verified_files",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -262,3 +262,18 @@ def stop_at_poll(number: int) -> None:
         return self.reason is not None
 
     preempt.Consensus._wants_stop = wants_stop  # type: ignore[method-assign]
+
+
+def mlp_exercise() -> tuple[Any, Any, Any]:
+    """Features and labels of the recipe `mlp`, and the network that it begins with, of seed 0."""
+    from pathlib import Path
+
+    import torch
+
+    from lockstep.training import models
+    from lockstep.training.checkpoint import generators
+    from lockstep.training.data.sources import SOURCES
+
+    features, labels = SOURCES["classification"](Path(), False).train
+    generators.seed(0)
+    return torch.from_numpy(features), torch.from_numpy(labels), models.build("mlp", {}, 32, (1024,))

@@ -8,18 +8,15 @@ another suite runs names it: <!-- run: on SLURM -->.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.checkout import copy_to
-from tests.exercises.conftest import COUNTS
-from tests.printed import HARDWARE, PAGES, blocks
-from tests.processes import PYTHON, ROOT, clean_env, run
+from tests.printed import PAGES, blocks
+from tests.processes import PYTHON, clean_env, run
 
 CODE = ("python", "yaml", "toml", "dockerfile")
 OUTPUT = ("text", "")
@@ -41,37 +38,18 @@ def test_commands_stand_in_shell_blocks() -> None:
             assert block.language not in OUTPUT or not block.text.startswith(begins), (page, block.text)
 
 
-def test_every_block_is_run_or_says_why_not(record_property: Callable[[str, object], None]) -> None:
-    """And how many there are."""
+def test_every_block_is_run_or_says_why_not() -> None:
     counts: Counter[str] = Counter()
     for page in PAGES:
         later = [command for block in blocks(page) for command, _ in block.commands]
+        counts["commands"] += sum(not why for block in blocks(page) for _, why in block.commands)
         for block in blocks(page):
-            for _, why in block.commands:
-                counts[f"commands that need {HARDWARE[why]}" if why else "commands run here"] += 1
             if block.language in CODE:
-                assert block.title or block.why or block.language == "python", (
-                    f"{page}: neither a file nor marked:\n{block.text}"
-                )
-                assert not block.title or any(block.title.split(".")[0] in command for command in later), (
-                    f"{page}: nothing uses {block.title}"
-                )
-                there = HARDWARE.get(block.why)
-                not_here = f"code blocks that need {there}" if there else "fragments that are not run"
-                counts[not_here if block.why else "files and code blocks run here"] += 1
-    assert counts["commands run here"] > 60 and counts["files and code blocks run here"] > 10
-    record_property(COUNTS, [(count, what) for what, count in counts.most_common()])
-
-
-def test_a_marker_that_names_a_test_is_run_by_it() -> None:
-    """By every one that asks for the marker's commands on all pages."""
-    named = 0
-    for marker, what in HARDWARE.items():
-        for path in re.findall(r"tests/[\w/]+\.py", what):
-            text = (ROOT / path).read_text(encoding="utf-8")
-            assert f'"{marker}"' in text and "marked(" in text, f"{path} does not run what is marked ({marker})"
-            named += 1
-    assert named >= 5
+                assert block.title or block.why or block.language == "python", f"{page}: {block.text}"
+                used = any(block.title.split(".")[0] in command for command in later)
+                assert used or not block.title, f"{page}: nothing uses {block.title}"
+                counts["blocks"] += not block.why
+    assert counts["commands"] > 60 and counts["blocks"] > 10, counts
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +77,8 @@ def test_what_the_page_prints(page: str, checkout: Path, tmp_path: Path) -> None
                 here /= command[3:].strip()
                 continue
             if command.startswith("mpiexec"):  # which Open MPI refuses to root, and where there are fewer cores
-                env |= {
-                    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-                }
+                env |= dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+                env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
             done = run(["bash", "-c", command], env, timeout=180, cwd=here)
             assert done.code == 0, f"{page}: {command}\n{done.output}\n{_logs(tmp_path / 'home')}"
 

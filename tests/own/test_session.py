@@ -200,7 +200,9 @@ WRONG = {
         "make(run); run.keep(x=type('S', (), {'state_dict': lambda s: {'a': [1, object()]}, 'load_state_dict': print})())",
         "TypeError", "keep(x=…)['a'][1]"),
     "a value that no file holds": (
-        "run.values['f'] = print; " + LOOP + "for b in run.batches(DATA, 16): step(run, m, b)", "TypeError", "run.values['f']"),
+        "m, o = make(run); run.keep(); run.values['f'] = print\n    for _ in run.epochs(1):\n"
+        "        for b in run.batches(DATA, 16): step(run, m, b)",
+        "TypeError", "run.values['f']"),
     "samples unknown": (LOOP + "for b in run.iterate([DATA[:8]]): step(run, m, b)", "TypeError", "samples=…"),
     "a loss for each sample": (LOOP + "for x, y in run.batches(DATA, 16): run.step(m(x).sum(1))", "TypeError", "the loss"),
     "a batch counted in part": (

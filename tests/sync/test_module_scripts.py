@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lockstep.training.exercises.collectives import gather_objects, matmul_by_reduction, matmul_by_row
 from lockstep.training.parallel.world import World
@@ -132,7 +132,7 @@ def test_an_example_without_data_is_one_line(tmp_path: Path) -> None:
 
 
 def test_fashion_cnn_under_ddp_warns_of_no_strides(tmp_path: Path) -> None:
-    write_fashion(tmp_path, 64, 8)
+    write_fashion(tmp_path, 64, 8, packed=False)
     words = ["run", "fashion_cnn", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={tmp_path}"]
     done = launched(2, *words, "global_batch_size=16", "epochs=1", "sync.name=ddp", "download=false")
     assert done.code == 0 and "strides" not in done.output, done
