@@ -45,6 +45,7 @@ def _several_models(world: World) -> dict[str, str]:
     found["statistics"] = _message(fresh)
     found["without statistics"] = _message(fresh, batch_statistics=False)
     found["another model"] = _message(NormedConv(width=4 if last else 8))
+    torch.manual_seed(0)
     several = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     with torch.no_grad():
         several[2].weight[0] += world.rank == 1

@@ -114,6 +114,15 @@ def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Pa
     assert f"accuracy {summary['accuracy']:.4f} (" in again.output, again.output
 
 
+def test_resnet9_trains_on_unequal_parts_of_three_ranks(data_root: Path, tmp_path: Path) -> None:
+    words = ["run", "resnet9", "--run-dir", str(tmp_path / "run"), "--check-closeness", "every=3", "--set"]
+    words += [f"data.root={data_root}", "data.source=synthetic", "data.options={n: 300, n_test: 50, size: 16}"]
+    done = gang(3, *words, "model_options={width: 4}", "global_batch_size=50", "epochs=4", "lr=0.01")
+    assert done.code == 0, done.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["accuracy"] > 0.3 and summary["steps"] == 24  # chance is 0.1
+
+
 @pytest.mark.promise("samplers")
 @pytest.mark.parametrize("uneven", ["drop", "weight"])
 def test_own_slices_of_unequal_size_are_logged_and_never_hang(data_root: Path, tmp_path: Path, uneven: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,32 +69,20 @@ for number in {(0, *AT)}:
 """
 
 
-def _same_as_undisturbed(runs: Path, stops: Iterable[int]) -> None:
+def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    done = python("-c", SCRIPT + EPOCHS + STOPPED + STOPS, str(runs))
+    assert done.code == 0, done.output
     calm = _reached(runs / "0")
     assert calm["best_accuracy"] == 0.9 and calm["accuracy"] == 0.5 and calm["test_loss"] == 0
     assert calm["logged"] == {"accuracy": 0.5, "wer": 0.5, "test_loss": 0}
     scores = product.scores(runs / "0")
     assert scores.items() >= {2: 0.3, 5: 0.9}.items() and max(scores.values()) == 0.9
-    for number in stops:
+    for number in AT:
         run_dir = runs / str(number)
         assert [event["saved"] for event in events(run_dir, "preempted")] == [True], number
         assert _reached(run_dir) == calm, number
         assert product.scores(run_dir).items() >= scores.items(), number
-
-
-def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tmp_path: Path) -> None:
-    done = python("-c", SCRIPT + EPOCHS + STOPPED + STOPS, str(tmp_path / "runs"))
-    assert done.code == 0, done.output
-    _same_as_undisturbed(tmp_path / "runs", AT)
-
-
-def test_ranks_that_are_stopped_in_mid_epoch_report_what_undisturbed_ones_do(tmp_path: Path) -> None:
-    code = SCRIPT + EPOCHS + STOPPED + "sys.exit(start(sys.argv[1], int(sys.argv[2])))"
-    for number in (0, 4, 8):
-        for at in (number, 0)[: 1 + bool(number)]:
-            done = script(2, code, tmp_path / f"runs/{number}", str(at))
-            assert done.code == (75 if at else 0), done.output
-    _same_as_undisturbed(tmp_path / "runs", (4, 8))
 
 
 def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, torch.Tensor]]:

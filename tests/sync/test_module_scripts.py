@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.training.exercises.collectives import gather_objects, matmul_by_reduction, matmul_by_row
+from lockstep.training.exercises.collectives import gather_objects
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import check_parameter_closeness
 from lockstep.training.sync import horovod
@@ -21,33 +21,6 @@ from lockstep.training.sync.hooked import HookedDataParallel
 from tests.idx import write_fashion
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training
-
-
-def _steps(kind: Any, world: World) -> list[torch.Tensor]:
-    """The loop as the module has it for DDP: nothing between `backward` and `step`."""
-    torch.manual_seed(world.rank)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    wrapped = kind(net)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-    data = torch.Generator().manual_seed(7)
-    x, y = torch.randn(40, 6, generator=data), torch.randint(3, (40,), generator=data)
-    for number in range(5):
-        own = slice(8 * number + 4 * world.rank, 8 * number + 4 * world.rank + 4)
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x[own]), y[own]).backward()
-        optimizer.step()
-    assert check_parameter_closeness(net)
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-def _hooked_and_ddp(world: World) -> bool:
-    mine = _steps(HookedDataParallel, world)
-    theirs = _steps(nn.parallel.DistributedDataParallel, world)
-    return all(torch.allclose(one, other, atol=1e-7) for one, other in zip(mine, theirs))
-
-
-def test_the_wrapper_needs_no_call_that_ddp_does_not_need() -> None:
-    assert on_ranks(_hooked_and_ddp, 2) == [True, True]
 
 
 def _gathered(world: World) -> Any:
@@ -138,31 +111,6 @@ def test_fashion_cnn_under_ddp_warns_of_no_strides(tmp_path: Path) -> None:
     assert done.code == 0 and "strides" not in done.output, done
 
 
-def _spawned(rank: int, world_size: int, folder: str) -> None:
-    """As in the module: a process of `mp.spawn`, which makes its group itself; both matrices are on every rank."""
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size)
-    generator = torch.Generator().manual_seed(3)
-    a, b = torch.randn(7, 5, generator=generator), torch.randn(5, 3, generator=generator)
-    product = matmul_by_row(a, b)
-    assert (product is None) == (rank > 0)
-    if product is not None:
-        torch.testing.assert_close(product, a @ b)
-    torch.testing.assert_close(
-        matmul_by_reduction(a.double(), b.double()), (a @ b).double(), check_dtype=True, atol=1e-5, rtol=0
-    )
-    try:
-        matmul_by_row(a, b.T)
-    except ValueError as error:
-        assert "[7, 5] and [3, 5]" in str(error)
-    else:
-        raise AssertionError("matrices that do not fit were multiplied")
-    torch.distributed.destroy_process_group()
-
-
-def test_matrix_products_inside_mp_spawn(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_spawned, (2, str(tmp_path)), 2)
-
-
 def _by_hand(world: World, kind: Any, synchronizes: bool) -> list[torch.Tensor]:
     """An optimizer written by hand, which no hook of torch's optimizers sees; clipped."""
     torch.manual_seed(world.rank)
@@ -193,27 +141,6 @@ def _by_hand_and_ddp(world: World) -> bool:
 
 def test_an_optimizer_by_hand_steps_with_the_mean_of_all_ranks() -> None:
     assert on_ranks(_by_hand_and_ddp, 2) == [True, True]
-
-
-ALONE = """
-import torch
-from lockstep.training.resilience.closeness import check_parameter_closeness
-from lockstep.training.sync.hooked import HookedDataParallel
-net = torch.nn.Linear(2, 2)
-assert check_parameter_closeness(net)
-wrapped = HookedDataParallel(net)
-wrapped(torch.ones(1, 2)).sum().backward()
-wrapped.synchronize()
-assert net.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-"""
-
-
-def test_one_process_needs_no_group_and_one_of_several_says_so() -> None:
-    alone = run([PYTHON, "-c", ALONE], clean_env())
-    assert alone.code == 0, alone.output
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    one_of_two = run([PYTHON, "-c", ALONE], {**clean_env(), **launched})
-    assert one_of_two.code == 1 and "init_process_group" in one_of_two.output.splitlines()[-1]
 
 
 OPEN = """

@@ -104,12 +104,6 @@ def test_wrong_words_to_the_script_are_one_line() -> None:
         assert done.output.startswith("error: ") and done.output.count("\n") == 1
 
 
-def test_under_torchrun(plain: list[tuple[float, float]]) -> None:
-    done = run([*TORCHRUN, str(EXAMPLES / "parallel.py"), "hooks"])
-    assert done.code == 0, done.output
-    _assert_near(done.output, plain)
-
-
 LEAVING = """
 import gc, os, sys
 from pathlib import Path

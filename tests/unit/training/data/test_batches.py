@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,18 +36,6 @@ class Graph:
         self.nodes = self.nodes.to(device)
 
 
-class Named(dict):  # type: ignore[type-arg]
-    """A dictionary that is made in another way, and has more than its items."""
-
-    def __init__(self, name: str, **items: Any) -> None:
-        super().__init__(items)
-        self.name = name
-
-
-class Boxes(list):  # type: ignore[type-arg]
-    sizes: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class Sample:
     x: torch.Tensor
@@ -63,12 +50,6 @@ def x() -> torch.Tensor:
     return torch.ones(2)
 
 
-def _boxes() -> Boxes:
-    boxes = Boxes([x(), x()])
-    boxes.sizes = (1, 2)
-    return boxes
-
-
 ITEMS: dict[str, tuple[Any, Any]] = {
     "a packed sequence": (
         lambda: pack_sequence([torch.ones(3), torch.ones(2)]),
@@ -77,10 +58,7 @@ ITEMS: dict[str, tuple[Any, Any]] = {
     "an encoding": (lambda: Encoding({"x": x()}, "kept"), lambda e: [e["x"]] if e.encodings == "kept" else []),
     "a graph": (lambda: Graph(x()), lambda g: [g.nodes]),
     "a dictionary": (lambda: {"x": x(), "text": ["a"]}, lambda d: [d["x"]] if d["text"] == ["a"] else []),
-    "a dictionary with a name": (lambda: Named("a", x=x()), lambda d: [d["x"]] if d.name == "a" else []),
-    "a dictionary for reading": (lambda: types.MappingProxyType({"x": x()}), lambda d: [d["x"]]),
     "a named tuple": (lambda: Pair(x(), [x()]), lambda p: [p.x, p.y[0]]),
-    "a list of its own": (_boxes, lambda b: [*b] if b.sizes == (1, 2) else []),
     "a shape": (lambda: (x(), torch.Size([1, 2])), lambda p: [p[0]] if type(p[1]) is torch.Size else []),
     "a dataclass": (lambda: Sample(x(), "a"), lambda s: [s.x] if (s.name, s.count) == ("a", 3) else []),
 }
