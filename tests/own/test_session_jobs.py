@@ -119,7 +119,9 @@ def test_options_of_lockstep_run_reach_the_session_or_are_refused(lockstep: Lock
         refused = lockstep(*words, "--set", setting, "--", "python", "tiny.py", code=2)
         assert told in refused.output, refused.output
     for overrides in ({"optim.lr": 1}, {"checkpoint.every_steps": "often"}, {"sync.name": "flatt"}):
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump({"command": ["python", "tiny.py"], "overrides": overrides}))
+        (tmp_path / "job.yaml").write_text(
+            yaml.safe_dump({"name": "own", "command": ["python", "tiny.py"], "overrides": overrides})
+        )
         refused = lockstep("submit", "local", "job.yaml", code=2)  # before the job is sent
         assert next(iter(overrides)) in refused.output, refused.output
 

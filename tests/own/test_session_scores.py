@@ -94,12 +94,15 @@ def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, tor
 def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_on(tmp_path: Path) -> None:
     """It was given to the weights at the end of the epoch, and of two scores in one epoch the last one counted."""
     lines = """
-    def log(told=Session.log):
-        def both(run, **numbers):
-            torch.save(run._loop.step.replica.model.state_dict(), f"{sys.argv[1]}-{run.steps}.pt")
-            told(run, **numbers)
-        return both
-    Session.log = log()
+    made = make
+    def make(run):
+        global model
+        model, optimizer = made(run)
+        return model, optimizer
+    def log(run, _told=Session.log, **numbers):
+        torch.save(model.state_dict(), f"{sys.argv[1]}-{run.steps}.pt")
+        _told(run, **numbers)
+    Session.log = log
     train(sys.argv[1], "checkpoint.keep=1")
     """
     run_dir = tmp_path / "run"
