@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.training import models
-from lockstep.training.checkpoint import generators
-from lockstep.training.data.sources import SOURCES
+from tests import product
 from tests.events import events
 from tests.idx import write_fashion
 from tests.ranks import gang, training
@@ -50,10 +48,8 @@ def test_the_lines_are_the_same_after_a_resume_and_at_two_ranks(data_root: Path,
         "log.score_every=5",
         "precision=float64",
     ]
-    words += ["checkpoint.every_steps=8", "global_batch_size=64", "threads=1"]
-    words += [
-        "data.std=[100]"
-    ]  # as they come the features saturate every tanh, and rounding errors grow a thousandfold a step
+    # As they come the features saturate every tanh, and rounding errors grow a thousandfold a step.
+    words += ["checkpoint.every_steps=8", "global_batch_size=64", "threads=1", "data.std=[100]"]
     whole = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "whole")).output)
     assert list(whole) == [0, 5, 10, 15, 20, 25, 30]
     first = _table(training(*words, "epochs=1", "--run-dir", str(tmp_path / "parts")).output)
@@ -68,12 +64,8 @@ def _literal_loop(batches: int, workers: int, epochs: int) -> list[float]:
 
     Returns the mean of the workers' losses at each step.
     """
-    torch.manual_seed(0)
-    data = SOURCES["classification"](Path(), False)
-    x = (torch.from_numpy(data.train[0][:1000]).double() - 0) / 100
-    y = torch.from_numpy(data.train[1][:1000])
-    generators.seed(0)
-    net = models.build("mlp", {}, 32, (1024,)).double()
+    x, y, net = product.mlp_exercise()
+    x, y, net = x[:1000].double() / 100, y[:1000], net.double()
     losses = []
     for _ in range(epochs):
         loader = list(zip(x.split(batches), y.split(batches)))
@@ -98,14 +90,11 @@ def test_two_workers_train_what_the_modules_own_loop_trains(data_root: Path, tmp
     assert len(expected) == 24
 
 
-def test_a_sum_of_losses_has_no_means_to_average(tmp_path: Path) -> None:
-    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", "uneven=mean")
-    assert done.code == 2 and "loss.reduction" in done.output and not (tmp_path / "run").exists()
-
-
-def test_unequal_work_is_told(data_root: Path, tmp_path: Path) -> None:
+def test_a_sum_of_losses_has_no_means_to_average_and_unequal_work_is_told(data_root: Path, tmp_path: Path) -> None:
     """Smoke's ghost batch norm wants blocks of 32: of 128 samples one of three ranks computes 64, the others 32."""
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}", "epochs=1"]
+    refused = training(*words, "uneven=mean")
+    assert refused.code == 2 and "loss.reduction" in refused.output and not (tmp_path / "run").exists()
     done = gang(3, *words)
     assert done.code == 0 and "32 to 64" in done.output and "global_batch_size=96" in done.output, done.output
 
@@ -128,13 +117,13 @@ def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Pa
 def test_resnet9_trains_on_unequal_parts_of_three_ranks(data_root: Path, tmp_path: Path) -> None:
     words = ["run", "resnet9", "--run-dir", str(tmp_path / "run"), "--check-closeness", "every=3", "--set"]
     words += [f"data.root={data_root}", "data.source=synthetic", "data.options={n: 300, n_test: 50, size: 16}"]
-    words += ["model_options={width: 4}", "global_batch_size=50", "epochs=4", "lr=0.01"]
-    done = gang(3, *words)
+    done = gang(3, *words, "model_options={width: 4}", "global_batch_size=50", "epochs=4", "lr=0.01")
     assert done.code == 0, done.output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["accuracy"] > 0.3 and summary["steps"] == 24  # chance is 0.1
 
 
+@pytest.mark.promise("samplers")
 @pytest.mark.parametrize("uneven", ["drop", "weight"])
 def test_own_slices_of_unequal_size_are_logged_and_never_hang(data_root: Path, tmp_path: Path, uneven: str) -> None:
     words = [

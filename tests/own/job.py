@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.training.checkpoint import store
+from tests import product
 from tests.processes import ROOT, Result, clean_env, poll
 from tests.warm.gang import GRACE, running
 
@@ -38,19 +38,32 @@ class OwnJob:
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """Every tensor, array and number of the newest checkpoint, by its place; texts and times are left out."""
-        return leaves(store.load(store.candidates(self.run_dir / "checkpoints")[0]))
+        return leaves(newest(self.run_dir))
 
 
-def script(ranks: int, code: str, run_dir: Path, *words: str) -> Result:
+def script(ranks: int, code: str, run_dir: Path, *words: str, **variables: str) -> Result:
     """One start of a script that stands in a test, on forked ranks."""
-    with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1"}) as started:
+    with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1", **variables}) as started:
         return started.wait(90)
 
 
+def newest(run_dir: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run, verified."""
+    return product.checkpoint(run_dir / f"checkpoints/step-{product.checkpoint_steps(run_dir)[0]:08d}")
+
+
 def shared(run_dir: Path) -> dict[str, Any]:
-    """What the ranks share in the newest checkpoint: `model`, `average`, `optimizer`, …"""
-    found: dict[str, Any] = store.load(store.candidates(run_dir / "checkpoints")[0])["shared"]
+    """What the ranks share in it: `model`, `average`, `optimizer`, …"""
+    found: dict[str, Any] = newest(run_dir)["shared"]
     return found
+
+
+def assert_weights(run_dir: Path, expected: dict[str, torch.Tensor], kind: str = "model", atol: float = 1e-10) -> None:
+    """Those of the newest checkpoint are near these."""
+    found = shared(run_dir)[kind]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=f"{run_dir}: {kind}: {name}")
 
 
 def leaves(tree: Any, place: str = "") -> dict[str, torch.Tensor]:
@@ -71,4 +84,4 @@ def assert_same(one: OwnJob, other: OwnJob) -> None:
     mine, theirs = one.leaves(), other.leaves()
     assert mine.keys() == theirs.keys() and len(mine) > 600  # Python's generator alone has 625 numbers
     different = [name for name, leaf in mine.items() if not torch.equal(leaf, theirs[name])]
-    assert different == []
+    assert different == [], f"{one.words} on {one.ranks} ranks"

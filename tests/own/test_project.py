@@ -7,92 +7,61 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
-from lockstep.jobs.project.create import KINDS, create
-from lockstep.training.contract import UserError
-from tests.jobs.helpers import lockstep
-from tests.processes import PYTHON, ROOT, clean_env, run
+from tests.processes import PYTHON, ROOT, Result, clean_env, run
 
-FILES = {".github/workflows/test.yml", ".gitignore", ".lockstepignore", "Dockerfile", "Makefile", "README.md", "job.yaml", "net.py",
-         "test_train.py"}  # fmt: skip
+LOCKSTEP = str(Path(PYTHON).parent / "lockstep")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_trains_and_passes_its_own_test(tmp_path: Path, kind: str) -> None:
+def _lockstep(folder: Path, *words: str, code: int = 0) -> Result:
+    env = clean_env(LOCKSTEP_HOME=str(folder / "home"), PYTHONPATH=str(ROOT), LOCKSTEP_THREADS="1")
+    env["PATH"] = f"{Path(PYTHON).parent}{os.pathsep}{env['PATH']}"
+    command = [LOCKSTEP, *words] if words[0] != "make" else list(words)
+    done = run(command, env, 400, cwd=folder)
+    assert done.code == code and "Traceback" not in done.output, done.output
+    return done
+
+
+@pytest.mark.parametrize("kind", ["loop", "recipe"])
+def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend(tmp_path: Path, kind: str) -> None:
     """With nothing but the environment on the path, as the README of it says."""
-    env = clean_env(PATH=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(ROOT))
-    env["LOCKSTEP_THREADS"] = "1"
-    words = ["init", "mine", *(["--recipe"] if kind == "recipe" else [])]
-    made = run([str(Path(PYTHON).parent / "lockstep"), *words], env, cwd=tmp_path)
-    assert made.code == 0 and "cd mine && make train && make test" in made.output
-    done = run(["make", "train", "test", "lint"], env, 400, cwd=tmp_path / "mine")
-    assert done.code == 0 and "Ran 2 tests" in done.output, done.output
-    assert (tmp_path / "mine/runs/mine/summary.json").exists()
-    own = env | {"LOCKSTEP_HOME": str(tmp_path / "home")}
-    for words in (["submit", "local", "job.yaml"], ["wait", "local", "mine"]):
-        done = run([str(Path(PYTHON).parent / "lockstep"), *words], own, 120, cwd=tmp_path / "mine")
-        assert done.code == 0, done.output
-    left = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
-    ignored = {name for name in left if name.startswith(("runs/", "data/")) or "__pycache__" in name}
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path / "mine", check=True)
-    subprocess.run(["git", "add", "."], cwd=tmp_path / "mine", check=True)
-    tracked = subprocess.run(["git", "ls-files"], cwd=tmp_path / "mine", check=True, capture_output=True, text=True)
-    assert set(tracked.stdout.split()) == left - ignored, "its .gitignore knows what a run leaves"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_is_a_job_for_every_backend(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    files = set(create(tmp_path / "My Project_2", kind))
+    made = _lockstep(tmp_path, "init", "My Project_2", *(["--recipe"] if kind == "recipe" else []))
+    assert "make train && make test" in made.output
     folder = tmp_path / "My Project_2"
-    assert files == FILES | ({"train.py"} if kind == "loop" else {"recipe.yaml", "samples.py"})
-    text = "".join((folder / name).read_text() for name in files)
-    assert not any(f"@{place}@" in text for place in ("name", *KINDS[kind]))
-    assert yaml.safe_load((folder / "job.yaml").read_text())["name"] == "my-project-2"
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    assert "@name@" not in "".join(path.read_text() for path in folder.iterdir() if path.is_file())
+    assert "Ran 2 tests" in _lockstep(folder, "make", "train", "test", "lint").output
+    assert list(folder.glob("runs/*/summary.json"))
+    _lockstep(folder, "submit", "local", "job.yaml", "--wait", "120")
     for backend in ("k8s", "compose", "slurm"):
-        done = lockstep(folder, "render", backend, "job.yaml")
-        assert done.returncode == 0 and "my-project-2" in done.stdout, done.stderr
-        assert "error" not in done.stderr
-    done = lockstep(folder, "lint", "job.yaml")
-    assert done.returncode == 0 and [line.split()[0] for line in (done.stdout + done.stderr).splitlines()] == [
-        "LS016"
-    ], "the image's tag, and nothing else"
-    assert "train.py" in text and (folder / "test_train.py").stat().st_mode & 0o077 == 0o044
+        rendered = _lockstep(folder, "render", backend, "job.yaml").output
+        assert "my-project-2" in rendered and "error" not in rendered, rendered
+    assert [line.split()[0] for line in _lockstep(folder, "lint", "job.yaml").output.splitlines()] == ["LS016"]
+    left = subprocess.run(
+        ["git", "status", "--porcelain", "-uall"], cwd=folder, check=True, capture_output=True, text=True
+    )
+    new = [line for line in left.stdout.splitlines() if not line.startswith("A ") and "home/" not in line]
+    assert new == [], "its .gitignore knows what a run leaves"
 
 
-@pytest.mark.parametrize("there", ["file", "full", "link", "dotfile"])
-def test_nothing_that_is_there_is_overwritten(tmp_path: Path, there: str) -> None:
-    target = tmp_path / "mine"
-    if there == "file":
-        target.write_text("mine")
-    elif there == "link":
-        target.symlink_to(tmp_path / "nowhere")
-    else:
-        target.mkdir()
-        (target / (".hidden" if there == "dotfile" else "train.py")).write_text("mine")
-    with pytest.raises(UserError, match="new or empty"):
-        create(target, "loop")
-    kept = target if there == "file" else next(iter(target.iterdir()), None) if target.is_dir() else None
-    assert kept is None or kept.read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_an_empty_folder_is_filled_and_a_folder_that_cannot_be_made_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert "train.py" in create(Path(), "loop") and (tmp_path / "here/train.py").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
-        create(tmp_path / "file/mine", "loop")
-    with pytest.raises(UserError, match="name of a job"):
-        create(tmp_path / "___", "loop")
-    assert create(tmp_path / "___", "loop", "good") and not list(tmp_path.glob(".___*"))
-
-
-def test_the_package_has_the_templates() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert "project/templates/*/*" in text
-    assert not list((ROOT / "jobs/project/templates").rglob(".*")), "a build leaves these out"
+@pytest.mark.promise("bad-input")
+def test_nothing_that_is_there_is_overwritten(tmp_path: Path) -> None:
+    for there in ("file", "full", "link", "dotfile"):
+        folder = tmp_path / there
+        folder.mkdir()
+        target, kept = folder / "mine", folder / "mine"
+        if there == "link":
+            target.symlink_to(folder / "nowhere")
+        elif there != "file":
+            target.mkdir()
+            kept = target / (".hidden" if there == "dotfile" else "train.py")
+        if there != "link":
+            kept.write_text("mine")
+        assert "mine" in _lockstep(folder, "init", "mine", code=2).output
+        assert (there == "link" and not (folder / "nowhere").exists()) or kept.read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    _lockstep(tmp_path / "empty", "init", ".")
+    assert (tmp_path / "empty/train.py").exists()
+    for wrong in ("file/mine/more", "___"):
+        _lockstep(tmp_path, "init", wrong, code=2)

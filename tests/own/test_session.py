@@ -14,12 +14,11 @@ import yaml
 
 from tests.events import events
 from tests.nets import DyingPlain
-from tests.own.job import OwnJob, script, shared
-from tests.processes import ROOT, Result
+from tests.own.job import OwnJob, assert_weights, script
+from tests.processes import ROOT, Result, clean_env
 from tests.ranks import gang
 from tests.warm.gang import python, running
 
-EXACT = ("ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "fsdp")
 COUNT, BATCH = 190, 41
 """Neither 2 nor 3 divides a batch, and the last one of an epoch has 26 samples."""
 
@@ -61,25 +60,24 @@ def plain(hard: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         torch.set_rng_state(state)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("sync", EXACT)
-def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path, sync: str, ranks: int) -> None:
-    job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
+SAME = [("flat", 1, True), ("flat", 2, True), ("flat", 3, True), ("ddp", 3, True), ("allreduce", 2, False), ("hooks", 3, False),
+        ("horovod", 2, False), ("zero1", 2, False), ("zero1", 3, False), ("fsdp", 2, False), ("fsdp", 3, False)]  # fmt: skip
+"""Strategy, ranks, and whether with micro-batches, clipping, two optimizers."""
+
+
+@pytest.mark.promise("session-same")
+@pytest.mark.parametrize(("sync", "ranks", "hard"), SAME)
+def test_weights_and_average_are_those_of_the_plain_loop(tmp_path: Path, sync: str, ranks: int, hard: bool) -> None:
+    variables = {"LOOP_EXACT": "1", "LOOP_BATCH": str(BATCH), "LOOP_HARD": str(int(hard))}
+    job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", **variables)
     done = job.go()
     assert done.code == 0, done.output
-    found = shared(job.run_dir)["model"]
-    for name, expected in plain()[0].items():
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
+    model, average = plain(hard)
+    assert_weights(job.run_dir, model)
+    assert_weights(job.run_dir, average, "average")
 
 
-def test_parts_in_bfloat16_stay_near(tmp_path: Path) -> None:
-    job = OwnJob(tmp_path / "run", 3, "part", "sync.name=bf16_compress", LOOP_EXACT="1", LOOP_BATCH=str(BATCH))
-    assert job.go().code == 0
-    found = shared(job.run_dir)["model"]
-    apart = max(float((found[name] - expected).abs().max()) for name, expected in plain()[0].items())
-    assert 0 < apart < 0.02
-
-
+@pytest.mark.promise("session-same")
 def test_unequal_parts_of_a_loader_of_ones_own_count_for_what_they_are(tmp_path: Path) -> None:
     """Rank 0 takes 30 of each 41 samples, rank 1 the others; only `samples` tells."""
     code = """
@@ -104,25 +102,7 @@ with Session(sys.argv[1], sync="flat") as run:
 """
     done = script(2, code, tmp_path / "run")
     assert done.code == 0, done.output
-    found = shared(tmp_path / "run")["model"]
-    for name, expected in plain()[0].items():
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("sync", ["ddp", "flat"])
-def test_micro_batches_clipping_two_optimizers_and_the_average_are_those_of_the_plain_loop(
-    tmp_path: Path, sync: str, ranks: int
-) -> None:
-    variables = {"LOOP_EXACT": "1", "LOOP_BATCH": str(BATCH), "LOOP_HARD": "1"}
-    job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", **variables)
-    done = job.go()
-    assert done.code == 0, done.output
-    found = shared(job.run_dir)
-    model, average = plain(hard=True)
-    for name, expected in model.items():
-        torch.testing.assert_close(found["model"][name], expected, rtol=0, atol=1e-10)
-        torch.testing.assert_close(found["average"][name], average[name], rtol=0, atol=1e-10)
+    assert_weights(tmp_path / "run", plain()[0])
 
 
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path) -> None:
@@ -150,20 +130,13 @@ with Session(sys.argv[1]) as run:
     assert shares[1]["grad_ready"] > 19 * 0.05 and shares[0]["sync_wait"] > 0.5 > shares[0]["grad_ready"], shares
 
 
-def test_the_example_of_realistic_size_learns(tmp_path: Path) -> None:
-    with running(
-        [[str(ROOT / "examples/imagenet_style.py"), str(tmp_path / "run")]], {"LOCKSTEP_THREADS": "1"}
-    ) as started:
-        done = started.wait(120)
+def test_the_examples_learn_and_the_small_one_is_the_plain_one_with_few_lines_changed(tmp_path: Path) -> None:
+    done = python(str(ROOT / "examples/imagenet_style.py"), str(tmp_path / "run"), env=clean_env(LOCKSTEP_THREADS="1"))
     assert done.code == 0, done.output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["epochs"] == 4 and summary["accuracy"] > 0.25, "a tenth is chance"
-
-
-def test_the_example_is_the_plain_one_with_few_lines_changed(tmp_path: Path) -> None:
     before, after = ((ROOT / f"examples/{name}.py").read_text().splitlines()[1:] for name in ("plain", "own_loop"))
-    changed = [line for line in after if line.strip() and line not in before]
-    assert 5 < len(changed) <= 15
+    assert 5 < len([line for line in after if line.strip() and line not in before]) <= 15
     reached = {}
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -188,122 +161,79 @@ def step(run, model, batch, **more):
 """
 
 
+LOOP = "m, o = make(run)\n    for _ in run.epochs(1):\n        "
 WRONG = {
-    "no replicate": ("run.keep()", "RuntimeError: call replicate(model) first"),
-    "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError: there is no optimizer: call run.optimizer(…)"),
-    "keep twice": ("make(run); run.keep(); run.keep()", "RuntimeError: keep() comes before the loop, and before keep()"),
-    "a class in place of a model": ("run.replicate(torch.nn.Linear)", "TypeError: replicate() takes a model, an instance of"),
+    "no replicate": ("run.keep()", "RuntimeError", "replicate(model)"),
+    "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError", "run.optimizer("),
+    "keep twice": ("make(run); run.keep(); run.keep()", "RuntimeError", "keep()"),
+    "a class in place of a model": ("run.replicate(torch.nn.Linear)", "TypeError", "replicate()"),
     "an optimizer that is made already": (
-        "m = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1))",
-        "TypeError: optimizer() takes a function that makes the optimizer",
-    ),
+        "m = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1))", "TypeError", "optimizer()"),
+    "an optimizer that is none": ("run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda p: None)", "TypeError", "NoneType"),
+    "a parameter from elsewhere": (
+        "run.replicate(torch.nn.Linear(1, 1)); "
+        "run.optimizer(lambda p: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)); run.keep()", "ValueError", "optimizer"),
     "the steps of a script without a Session": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n"
-        "        for x, y in run.batches(DATA, 16): F.cross_entropy(m(x), y).backward(); o.step()",
-        "RuntimeError: a backward() came whose step before had no run.update(): call run.step(loss)",
-    ),
-    "an optimizer that is none": (
-        "run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda p: None)",
-        "TypeError: the function of optimizer() returns a torch.optim.Optimizer; got a value of type NoneType",
-    ),
+        LOOP + "for x, y in run.batches(DATA, 16): F.cross_entropy(m(x), y).backward(); o.step()", "RuntimeError", "run.step(loss)"),
     "the loop of a script without a Session": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n"
-        "        for x, y in [DATA[:8], DATA[8:16]]: o.zero_grad(); F.cross_entropy(m(x), y).backward(); o.step()",
-        "RuntimeError: a backward() came whose step before had no run.update(): call run.step(loss)",
-    ),
+        LOOP + "for x, y in [DATA[:8], DATA[8:16]]: o.zero_grad(); F.cross_entropy(m(x), y).backward(); o.step()",
+        "RuntimeError", "run.step(loss)"),
     "one batch of a script without a Session": (
-        "m, o = make(run)\n    for _ in run.epochs(1): F.cross_entropy(m(DATA[:8][0]), DATA[:8][1]).backward(); o.step()",
-        "RuntimeError: the epoch ends and no step was made: call run.step(loss)",
-    ),
+        LOOP + "F.cross_entropy(m(DATA[:8][0]), DATA[:8][1]).backward(); o.step()", "RuntimeError", "run.step(loss)"),
     "a second loop in an epoch": (
-        "m, o = make(run)\n    for _ in run.epochs(2):\n        for b in run.batches(DATA, 16): step(run, m, b)\n"
-        "        for b in run.iterate([DATA[:8]]): m(b[0])",
-        "RuntimeError: the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`",
-    ),
+        LOOP + "for b in run.batches(DATA, 16): step(run, m, b)\n        for b in run.iterate([DATA[:8]]): m(b[0])",
+        "RuntimeError", "run.epochs("),
     "loops without epochs": (
-        "m, o = make(run)\n    for _ in range(2):\n        for b in run.batches(DATA, 16): step(run, m, b)",
-        "RuntimeError: the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`",
-    ),
+        "m, o = make(run)\n    for _ in range(2):\n        for b in run.batches(DATA, 16): step(run, m, b)", "RuntimeError", "run.epochs("),
     "micro-batches that are left early": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16):\n"
-        "            for a, b in run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])]):\n"
+        LOOP + "for x, y in run.batches(DATA, 16):\n            for a, b in run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])]):\n"
         "                run.backward(F.cross_entropy(m(a), b), samples=16); break\n            run.update()",
-        "RuntimeError: update() was called before the last micro-batch of accumulate()",
-    ),
+        "RuntimeError", "accumulate()"),
     "an update before the batch": (
-        "run.settings.sync.name = 'ddp'; m, o = make(run)\n"
-        "    for _ in run.epochs(1):\n        for n, (x, y) in enumerate(run.iterate([DATA[:8]] * 4)):\n"
-        "            if n == 2: run.update()\n            run.backward(F.cross_entropy(m(x), y), samples=8)",
-        "RuntimeError: update() was called for earlier batches before this batch's backward()",
-    ),
-    "no state": ("make(run); run.keep(x=3)", "TypeError: keep(x=…) is a int without state_dict()"),
+        "run.settings.sync.name = 'ddp'; " + LOOP + "for n, (x, y) in enumerate(run.iterate([DATA[:8]] * 4)):\n"
+        "            if n == 2: run.update()\n            run.backward(F.cross_entropy(m(x), y), samples=8)", "RuntimeError", "update()"),
+    "update alone": ("make(run); run.keep(); run.update()", "RuntimeError", "backward()"),
+    "a batch without an update": (
+        LOOP + "for x, y in run.batches(DATA, 16): run.backward(m(x).sum())", "RuntimeError", "update()"),
+    "no state": ("make(run); run.keep(x=3)", "TypeError", "keep(x=…)"),
     "a state that no file holds": (
         "make(run); run.keep(x=type('S', (), {'state_dict': lambda s: {'a': [1, object()]}, 'load_state_dict': print})())",
-        "TypeError: keep(x=…)['a'][1] is a object, which no checkpoint can hold",
-    ),
+        "TypeError", "keep(x=…)['a'][1]"),
     "a value that no file holds": (
-        "m, o = make(run); run.keep(); run.values['f'] = print\n"
-        "    for _ in run.epochs(1):\n        for b in run.batches(DATA, 16): step(run, m, b)",
-        "TypeError: run.values['f'] is a builtin_function_or_method, which no checkpoint can hold",
-    ),
-    "a parameter from elsewhere": (
-        "run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda p: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)); "
-        "run.keep()",
-        "ValueError: optimizer has a parameter that is not in the replicated model",
-    ),
-    "samples unknown": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([DATA[:8]]): step(run, m, b)",
-        "TypeError: say how many samples the loss is the mean of, step(loss, samples=…)",
-    ),
-    "a loss for each sample": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16): run.step(m(x).sum(1))",
-        "TypeError: the loss is the mean over this rank's samples, one number; got shape [",
-    ),
-    "update alone": ("make(run); run.keep(); run.update()", "RuntimeError: update() was called without backward()"),
+        "m, o = make(run); run.keep(); run.values['f'] = print\n    for _ in run.epochs(1):\n"
+        "        for b in run.batches(DATA, 16): step(run, m, b)",
+        "TypeError", "run.values['f']"),
+    "samples unknown": (LOOP + "for b in run.iterate([DATA[:8]]): step(run, m, b)", "TypeError", "samples=…"),
+    "a loss for each sample": (LOOP + "for x, y in run.batches(DATA, 16): run.step(m(x).sum(1))", "TypeError", "the loss"),
     "a batch counted in part": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 16): step(run, m, b, samples=1)",
-        "RuntimeError: the losses were said to be of 1 samples, but this rank's part of the batch has",
-    ),
-    "a batch without an update": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16): run.backward(m(x).sum())",
-        "RuntimeError: a batch of run.batches() had a backward() and no update(): a global batch is one step.",
-    ),
-    "no batches in a step": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.iterate([DATA[:8]], accumulate=0): pass",
-        "ValueError: accumulate is a number of batches from 1, got 0",
-    ),
-    "no number": ("make(run); run.log(a='x')", "TypeError: log(a=…) takes a number, got str"),
-    "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError: log(a b=…): a name has letters"),
-    "no dataset": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(iter([1]), 16): pass",
-        "hand any other loader to run.iterate(loader)",
-    ),
-    "an error of the user's": (
-        "m, o = make(run)\n    for _ in run.epochs(1):\n        for b in run.batches(DATA, 64): pass",
-        "error: a global batch of 64 is larger than the 32 samples: make it smaller, or set uneven=weight",
-    ),
+        LOOP + "for b in run.batches(DATA, 16): step(run, m, b, samples=1)", "RuntimeError", "1 samples"),
+    "no batches in a step": (LOOP + "for b in run.iterate([DATA[:8]], accumulate=0): pass", "ValueError", "accumulate"),
+    "no number": ("make(run); run.log(a='x')", "TypeError", "log(a=…)"),
+    "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError", "log(a b=…)"),
+    "no dataset": (LOOP + "for b in run.batches(iter([1]), 16): pass", "TypeError", "run.iterate(loader)"),
+    "an error of the user's": (LOOP + "for b in run.batches(DATA, 64): pass", "error", "uneven=weight"),
+    "two optimizers under a strategy that takes one": (
+        "run.settings.sync.name = 'zero1'; make(run); run.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), 'second')",
+        "error", "sync.name=zero1"),
 }  # fmt: skip
+"""Lines, the kind of error, and the call, argument or setting that it names."""
 
 
+@pytest.mark.promise("session-refuses")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_meant_is_said(tmp_path: Path, name: str) -> None:
-    lines, expected = WRONG[name]
+    lines, kind, named = WRONG[name]
     done = script(1, f"{SCRIPT}\nwith Session(sys.argv[1]) as run:\n    {lines}\n", tmp_path / "run")
-    assert expected in done.output, done.output
-    user = expected.startswith("error:")
-    assert done.code == (2 if user else 1)
-    assert ("Traceback" in done.output) != user
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["code"] == done.code
+    said = [line for line in done.output.splitlines() if line.removeprefix("[rank0]: ").startswith(f"{kind}: ")]
+    assert len(said) == 1 and named in said[0], done.output
+    assert done.code == (2 if kind == "error" else 1) and ("Traceback" in done.output) != (kind == "error")
+    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == done.code
 
 
 LOADERS = {
     "sampler": ("DataLoader(DATA, 8, sampler=DistributedSampler(DATA))", "b", False),
     "shuffled": ("DataLoader(DATA, 8, shuffle=True)", "b", True),  # all ranks begin with the same generators
-    "arrays": ("[tuple(part.numpy() for part in DATA[:8])] * 4", "tuple(map(torch.as_tensor, b))", True),
-    "ids of each rank": ("torch.arange(32).split(8)", "DATA[b[run.rank :: run.size]]", False),
     "part": ("torch.arange(32).split(8)", "DATA[run.part(b)]", False),
-    "texts": ("[['a', 'b']] * 4", "DATA[:8]", False),
     "conjugated": ("[(DATA[:8][0].to(torch.complex64).conj(), DATA[:8][1])] * 4", "(b[0].real, b[1])", True),
     "sparse": ("[(DATA[:8][0].to_sparse(),)] * 4", "DATA[:8]", False),
 }  # fmt: skip
@@ -327,19 +257,6 @@ with Session(sys.argv[1]) as run:
     assert done.code == 0 and done.output.count("all ranks were given the same batch") == alike, done.output
 
 
-def test_batches_of_a_list_that_all_ranks_share_are_warned_of(tmp_path: Path) -> None:
-    lines = """
-with Session(sys.argv[1], sync="flat") as run:
-    m, o = make(run)
-    for _ in run.epochs(1):
-        for batches in run.iterate([DATA[:8]] * 4, accumulate=2):
-            for x, y in run.accumulate(batches): run.backward(F.cross_entropy(m(x), y), samples=len(y))
-            run.update()
-"""
-    done = script(2, SCRIPT + lines, tmp_path / "run")
-    assert done.code == 0 and done.output.count("all ranks were given the same batch") == 1, done.output
-
-
 def test_loaders_of_different_lengths_are_named(tmp_path: Path) -> None:
     """The ranks would wait for one another to the end of collective_timeout."""
     lines = """
@@ -350,7 +267,7 @@ with Session(sys.argv[1]) as run:
 """
     done = script(2, SCRIPT + lines, tmp_path / "run")
     assert done.code == 1, done.output
-    assert "the loaders of the ranks have different numbers of batches (3 on rank 0, 4 on rank 1)" in done.output
+    assert "3 on rank 0, 4 on rank 1" in done.output, done.output
 
 
 def test_an_evaluation_that_looks_for_signals_keeps_the_saves_that_are_due(tmp_path: Path) -> None:
@@ -391,14 +308,6 @@ assert now() == before, (now(), before)
     assert done.code == 0 and "left 7" in done.output, done.output
 
 
-@pytest.mark.parametrize("sync", ["zero1", "fsdp", "hooks", "horovod"])
-def test_a_strategy_that_takes_one_optimizer_says_so(tmp_path: Path, sync: str) -> None:
-    lines = "make(run); run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), 'second')"
-    done = script(1, f"{SCRIPT}\nwith Session(sys.argv[1], sync='{sync}') as run:\n    {lines}\n", tmp_path / "run")
-    assert done.code == 2 and "Traceback" not in done.output, done.output
-    assert f"error: sync.name={sync} takes one optimizer: use sync.name=flat or ddp for several" in done.output
-
-
 TRAIN = """
 with Session(sys.argv[1], *sys.argv[2:], config=CONFIG) as run:
     model, optimizer = make(run)
@@ -436,6 +345,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert "Logged: wer" in page and "mine" in page
 
 
+@pytest.mark.promise("session-refuses")
 def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert _train(run_dir).code == 0
@@ -443,7 +353,7 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     other = _train(run_dir, CONFIG={"width": 9})
     assert other.code == 2 and "config: {'width': 8} → {'width': 9}" in other.output, other.output
     recipe = gang(1, "run", "smoke", "--run-dir", str(run_dir))
-    assert recipe.code == 2 and "holds a run with another config (it trains script" in recipe.output, recipe.output
+    assert recipe.code == 2 and "another config" in recipe.output, recipe.output
     scored = python("-m", "lockstep.training", "evaluate", str(run_dir))
     assert scored.code == 2 and "not of a recipe" in scored.output, scored.output
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before

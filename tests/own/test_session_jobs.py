@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from lockstep.jobs import sweep
-from lockstep.jobs.command import handed
-from lockstep.jobs.job import Job
-from lockstep.jobs.local.backend import LocalBackend
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.training.config.own import own_settings
-from lockstep.training.contract import ENV_SESSION, UserError
-from lockstep.training.launch.handed import Handed
 from tests.events import events
 from tests.own.job import SCRIPT, OwnJob, assert_same
-from tests.processes import PYTHON, ROOT, clean_env, run
+from tests.processes import PYTHON, ROOT, Result, clean_env, run
 
-BOUND = 120
 TINY = """
 import sys, torch
 from lockstep import Session
-with Session("elsewhere", config={"lr": 0.1, "model": {"width": 4}}) as run:
+with Session("elsewhere", config={"lr": 0.1, "flag": True, "deep": {"er": None}, "model": {"width": 4}}) as run:
     model = run.replicate(torch.nn.Linear(run.config["model"]["width"], 1))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=run.config["lr"]))
     run.log(lr=run.config["lr"], width=run.config["model"]["width"])
@@ -34,150 +24,111 @@ with Session("elsewhere", config={"lr": 0.1, "model": {"width": 4}}) as run:
         for x in run.iterate([torch.ones(4, run.config["model"]["width"])] * 3):
             run.step(model(x).square().mean(), samples=4)
 """
+Lockstep = Callable[..., Result]
+pytestmark = pytest.mark.promise("local-jobs")
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
-    for name, value in {
-        "PYTHONPATH": str(ROOT),
-        "LOCKSTEP_HOME": str(tmp_path / "home"),
-        "LOCKSTEP_THREADS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
+def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
+    """`lockstep WORDS` in a folder with tiny.py; `code` is the exit code that it must have."""
     (tmp_path / "tiny.py").write_text(TINY)
-    found = LocalBackend()
-    yield found
-    for row in found.list():
-        found.cancel(row.name)
+    env = clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_HOME=str(tmp_path / "home"), LOCKSTEP_THREADS="1")
+
+    def call(*words: str, code: int = 0) -> Result:
+        done = run([str(Path(PYTHON).parent / "lockstep"), *words], env, 150, cwd=tmp_path)
+        assert done.code == code and "Traceback" not in done.output, done.output
+        return done
+
+    yield call
+    for row in json.loads(call("list", "local", "--json").output):
+        run([str(Path(PYTHON).parent / "lockstep"), "cancel", "local", row["name"]], env, cwd=tmp_path)
 
 
-def spec(**more: Any) -> JobSpec:
-    return JobSpec.of({"name": "own", "command": ["python", "tiny.py"], "ranks_per_node": 2, "max_restarts": 0, **more})
+def submit(lockstep: Lockstep, folder: Path, *words: str, code: int = 0, **more: object) -> str:
+    """What the job said, once it has ended."""
+    job = {"name": "own", "command": ["python", "tiny.py"], "ranks_per_node": 1, "max_restarts": 0, **more}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    lockstep("submit", "local", "job.yaml", *words)
+    lockstep("wait", "local", "own", code=code)
+    return lockstep("logs", "local", "own").output
 
 
-def finished(backend: LocalBackend, name: str) -> str:
-    """What a job that has succeeded said."""
-    found = backend.wait(name, BOUND)
-    said = "".join(f"{line}\n" for line in backend.logs(name))
-    assert found.state == "succeeded", (found, said)
-    return said
-
-
-def test_a_job_keeps_the_run_where_it_says_and_its_overrides_are_stronger(local: LocalBackend, tmp_path: Path) -> None:
-    job = spec(grace_seconds=17, overrides={"checkpoint.every_steps": 2, "config.lr": 0.25, "config.model.width": 3})
-    local.submit(job)
-    said = finished(local, "own")
+def test_a_job_keeps_the_run_where_it_says_and_its_overrides_are_stronger(lockstep: Lockstep, tmp_path: Path) -> None:
+    overrides = {"checkpoint.every_steps": 2, "config.lr": 0.25, "config.model.width": 3}
+    said = submit(lockstep, tmp_path, ranks_per_node=2, grace_seconds=17, overrides=overrides)
     run_dir = tmp_path / "runs/jobs/own"
     assert not (tmp_path / "elsewhere").exists()
     written = yaml.safe_load((run_dir / "run.yaml").read_text())["config"]
-    assert written["config"] == {"lr": 0.25, "model": {"width": 3}} and written["preempt"]["grace_seconds"] == 17
+    assert written["config"]["lr"] == 0.25 and written["config"]["model"] == {"width": 3}
+    assert written["preempt"]["grace_seconds"] == 17
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
     assert json.loads((run_dir / "status.json").read_text())["job"], "it is this job's run"
-    assert local.summary("own")["logged"] == {"lr": 0.25, "width": 3.0}
-    events = [json.loads(line.split("] ", 1)[1])["event"] for line in said.splitlines() if '{"event"' in line]
-    assert "epoch" in events and "log" in events, "a job's log is of JSON lines"
+    assert json.loads((run_dir / "summary.json").read_text())["logged"] == {"lr": 0.25, "width": 3.0}
+    told = [json.loads(line[line.index("{") :])["event"] for line in said.splitlines() if '{"event"' in line]
+    assert "epoch" in told and "log" in told, "a job's log is of JSON lines"
 
 
-def test_submitted_with_fresh_the_run_starts_over_once(local: LocalBackend, tmp_path: Path) -> None:
-    local.submit(spec(ranks_per_node=1))
-    finished(local, "own")
-    local.submit(spec(ranks_per_node=1, fresh="again"), "replace")
-    finished(local, "own")
-    assert len(events(tmp_path / "runs/jobs/own", "epoch")) == 1, "the run of before lies beside it"
-    moved = [path for path in (tmp_path / "runs/jobs").iterdir() if path.name.startswith("own.")]
-    assert len(moved) == 1 and len(events(moved[0], "epoch")) == 1
-    local.submit(
-        spec(ranks_per_node=1, fresh="again", max_restarts=1), "replace"
-    )  # the same word: the run goes on, and is complete
-    finished(local, "own")
-    assert (
-        len(events(tmp_path / "runs/jobs/own", "epoch")) == 1 and len(list((tmp_path / "runs/jobs").glob("own.*"))) == 1
-    )
+@pytest.mark.promise("fresh")
+def test_submitted_with_fresh_the_run_starts_over_once(lockstep: Lockstep, tmp_path: Path) -> None:
+    runs = tmp_path / "runs/jobs"
+    submit(lockstep, tmp_path)
+    for restarts in (0, 1):  # the same word again: the run goes on, and is complete
+        submit(lockstep, tmp_path, "--replace", fresh="again", max_restarts=restarts)
+        moved = [path for path in runs.iterdir() if path.name.startswith("own.")]
+        assert len(moved) == 1 and len(events(moved[0], "epoch")) == len(events(runs / "own", "epoch")) == 1
 
 
-def test_a_sweep_over_the_scripts_own_settings(local: LocalBackend) -> None:
-    specs = sweep.expand(spec(ranks_per_node=1), sweep.parse(["config.lr=0.5,2"]))
-    jobs = sweep.submit(spec(), specs, "local")
-    assert [job.wait(BOUND).state for job in jobs] == ["succeeded", "succeeded"]
-    assert [Job(job.name, local).summary()["logged"]["lr"] for job in jobs] == [0.5, 2.0]
+def test_a_sweep_over_the_scripts_own_settings(lockstep: Lockstep, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("{name: own, command: [python, tiny.py], ranks_per_node: 1}")
+    lockstep("submit", "local", "job.yaml", "--sweep", "config.lr=0.5,2", "--wait", "120")
+    found = [json.loads(path.read_text())["logged"]["lr"] for path in tmp_path.glob("runs/jobs/**/summary.json")]
+    assert sorted(found) == [0.5, 2.0]
 
 
-def test_a_job_that_is_cancelled_has_saved_and_goes_on_in_the_same_bits(local: LocalBackend, tmp_path: Path) -> None:
-    calm = OwnJob(tmp_path / "calm", 2, "batches", "sync.name=flat")
+@pytest.mark.promise("session-resume")
+def test_a_job_that_is_preempted_has_saved_and_goes_on_in_the_same_bits(lockstep: Lockstep, tmp_path: Path) -> None:
+    calm, disturbed = (OwnJob(tmp_path / name, 2, "batches", "sync.name=flat") for name in ("calm", "runs/jobs/own"))
     assert calm.go().code == 0
-    disturbed = OwnJob(tmp_path / "runs/jobs/own", 2, "batches", "sync.name=flat")
-    command = ["python", SCRIPT, "elsewhere", "batches"]
-    variables = {"LOCKSTEP_TEST_FATE": "1:13:TERM", "LOCKSTEP_TEST_ONCE": str(tmp_path / "once")}
-    job = spec(
-        command=command,
-        env=variables,
-        overrides={"checkpoint.every_steps": 2, "checkpoint.keep": 50, "sync.name": "flat"},
-    )
-    local.submit(job)
-    assert (found := local.wait("own", BOUND)).code == 75 and found.state == "preempted", found
-    local.submit(job)
-    finished(local, "own")
+    for code in (75, 0):
+        submit(
+            lockstep, tmp_path, code=code, ranks_per_node=2, command=["python", SCRIPT, "elsewhere", "batches"],
+            env={"LOCKSTEP_TEST_FATE": "1:13:TERM", "LOCKSTEP_TEST_ONCE": str(tmp_path / "once")},
+            overrides={"checkpoint.every_steps": 2, "checkpoint.keep": 50, "sync.name": "flat"},
+        )  # fmt: skip
     assert_same(disturbed, calm)
 
 
-def test_what_a_program_without_a_session_does_not_see_is_said(local: LocalBackend) -> None:
-    local.submit(spec(command=["python", "-c", "pass"], overrides={"seed": 3}, ranks_per_node=1))
-    said = finished(local, "own")
-    assert "the program opened no Session in" in said and "warning" in said
-    local.submit(spec(command=["python", "-c", "pass"], ranks_per_node=1), "replace")
-    assert "Session" not in finished(local, "own"), "where nothing was asked for nothing is missing"
+def test_what_a_program_without_a_session_does_not_see_is_said(lockstep: Lockstep, tmp_path: Path) -> None:
+    said = submit(lockstep, tmp_path, command=["python", "-c", "pass"], overrides={"seed": 3})
+    assert "warning" in said and "opened no Session" in said
+    said = submit(lockstep, tmp_path, "--replace", command=["python", "-c", "pass"])
+    assert "Session" not in said, "where nothing was asked for nothing is missing"
 
 
-def test_options_of_lockstep_run_reach_the_session(tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(TINY)
-    lockstep = [str(Path(PYTHON).parent / "lockstep"), "run", "--ranks", "1", "--run-dir", "here"]
-    options = ["--set", "config.lr=0.5", "seed=4", "--fresh", "--log-format", "json", "--", "python", "tiny.py"]
-    env = clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_THREADS="1")
+@pytest.mark.promise("session-refuses", "bad-input")
+def test_options_of_lockstep_run_reach_the_session_or_are_refused(lockstep: Lockstep, tmp_path: Path) -> None:
+    words = ("run", "--ranks", "1", "--run-dir", "here")
+    options = ("--set", "config.lr=0.5", "seed=4", "--fresh", "--log-format", "json", "--", "python", "tiny.py")
     for _ in range(2):
-        done = run([*lockstep, *options], env, 90, cwd=tmp_path)
-        assert done.code == 0, done.output
+        lockstep(*words, *options)
     assert not (tmp_path / "elsewhere").exists() and len(list(tmp_path.glob("here.*"))) == 1
     assert yaml.safe_load((tmp_path / "here/run.yaml").read_text())["config"]["seed"] == 4
-    refused = run([*lockstep, "--set", "sede=4", "--", "python", "tiny.py"], env, 90, cwd=tmp_path)
-    assert refused.code == 2 and "unknown setting 'sede'; did you mean 'seed'?" in refused.output
-
-
-def test_a_mistake_is_found_before_the_job_is_sent() -> None:
-    for overrides, words in (
-        ({"optim.lr": 1}, "unknown setting 'optim.lr'"), ({"checkpoint.every_steps": "often"}, "checkpoint.every_steps"),
-        ({"sync.name": "flatt"}, "flat"),
+    for setting, told in (
+        ("sede=4", "'seed'"), ("config.rl=1", "'lr'"), ("config.flag=1", "True"), ("config.deep=1", "'deep'"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=words):
-            spec(overrides=overrides)
-    assert spec(overrides={"config.anything": [1]}).overrides  # which settings the script has is known to it alone
+        refused = lockstep(*words, "--set", setting, "--", "python", "tiny.py", code=2)
+        assert told in refused.output, refused.output
+    for overrides in ({"optim.lr": 1}, {"checkpoint.every_steps": "often"}, {"sync.name": "flatt"}):
+        (tmp_path / "job.yaml").write_text(
+            yaml.safe_dump({"name": "own", "command": ["python", "tiny.py"], "overrides": overrides})
+        )
+        refused = lockstep("submit", "local", "job.yaml", code=2)  # before the job is sent
+        assert next(iter(overrides)) in refused.output, refused.output
 
 
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("config.rl=1", r"no setting 'rl' in config; did you mean 'lr'"),
-        ("config.lr=fast", "expected a number like the script's 0.1, got 'fast'"),
-        ("config.flag=1", "expected true or false like the script's True, got 1"),
-        ("config.deep=1", "no setting 'deep' in config"),
-        ("config=1", "no setting 'config' in config"),
-    ],
-)
-def test_a_setting_that_the_script_does_not_have_is_refused(word: str, told: str) -> None:
-    config = {"lr": 0.1, "flag": True, "deep": {"er": None}}
-    with pytest.raises(UserError, match=told):
-        own_settings("train", config, {}, [word])
-    assert own_settings("train", config, {}, ["config.lr=2", "config.deep.er=x"]).config["lr"] == 2.0
-    assert config["deep"] == {"er": None}, "the script's own values stay as they are"
-
-
-def test_what_is_handed_over_is_taken_once_and_read_with_care() -> None:
-    job = spec(gpus=2, ranks_per_node=2, fresh="w", overrides={"seed": 1})
-    env = {ENV_SESSION: handed(job, "/runs/own")}
-    taken = Handed.take(env)
-    settings = ("log.format=json", "seed=1", "preempt.grace_seconds=60", "device=cuda")
-    assert taken == Handed("/runs/own", settings, "w", expected=True) and env == {}
-    assert Handed.take(env) == Handed()
-    for text in ("", "[]", "nonsense", '{"run_dir": 3}', '{"settings": [1]}', '{"more": 1}', '{"settings": 5}'):
-        with pytest.raises(UserError, match=ENV_SESSION):
-            Handed.of(text)
+@pytest.mark.promise("hostile-files")
+@pytest.mark.parametrize("text", ["", "nonsense", '{"run_dir": 3}', '{"settings": [1]}', '{"more": 1}'])
+def test_what_is_handed_over_is_read_with_care(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(TINY)
+    done = run([PYTHON, "tiny.py"], clean_env(LOCKSTEP_SESSION=text, PYTHONPATH=str(ROOT)), 60, cwd=tmp_path)
+    assert done.code == 2 and "LOCKSTEP_SESSION" in done.output and "Traceback" not in done.output, done.output

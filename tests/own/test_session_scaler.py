@@ -11,6 +11,8 @@ import torch
 from tests.own.job import script, shared
 from tests.processes import Result
 
+pytestmark = pytest.mark.promise("half-precision", "session-same")
+
 CODE = """
 import sys, torch, torch.nn.functional as F
 from lockstep import Session
@@ -55,7 +57,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.parametrize("sync", ["ddp", "flat", "bf16_compress", "zero1", "fsdp", "horovod"])
+@pytest.mark.parametrize("sync", ["ddp", "flat", "zero1", "fsdp"])
 def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(tmp_path: Path, sync: str) -> None:
     """All factors are powers of two: the weights are those without a scaler, which leaves out the same step."""
     name = f"sync.name={sync}"
@@ -79,11 +81,9 @@ def test_the_scale_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_nan_is_no_overflow(tmp_path: Path) -> None:
     stopped = train(tmp_path / "stop", "scaled", "1:7:NAN")
-    assert stopped.code == 1 and "the run diverged at step 8: rank 1: loss is not finite" in stopped.output, (
-        stopped.output
-    )
+    assert stopped.code == 1 and "diverged at step 8: rank 1: loss" in stopped.output, stopped.output
     skipped = train(tmp_path / "skip", "scaled", "1:7:NAN", "nonfinite=skip")
-    assert skipped.code == 0 and "left out step 8: rank 1: loss is not finite" in skipped.output, skipped.output
+    assert skipped.code == 0 and "left out step 8: rank 1: loss" in skipped.output, skipped.output
     assert all(bool(torch.isfinite(value).all()) for value in shared(tmp_path / "skip")["model"].values())
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from lockstep.training.checkpoint import store
+from tests import product
 from tests.events import events
 from tests.own.job import script
 from tests.own.test_session import SCRIPT
 from tests.ranks import training
 from tests.warm.gang import python
+
+pytestmark = pytest.mark.promise("best-checkpoint")
 
 EPOCHS = """
 import os
@@ -40,19 +42,10 @@ def train(folder, *words, **settings):
                 run.log(accuracy=score, test_loss=epoch)
 """
 STOPPED = """
-from lockstep.training.resilience import preempt
-
-def stopping_at(number):
-    seen = [0]
-    def wants_stop(self):
-        seen[0] += 1
-        if self.world.leader and seen[0] == number:
-            self.reason = "the test"
-        return self.reason is not None
-    preempt.Consensus._wants_stop = wants_stop
+from tests import product
 
 def start(folder, number, *words):  # its exit code
-    stopping_at(number)
+    product.stop_at_poll(number)
     try:
         train(folder, "checkpoint.keep=100", *words)
     except SystemExit as end:
@@ -67,12 +60,6 @@ def _reached(run_dir: Path) -> dict[str, Any]:
     return {name: value for name, value in summary.items() if name not in OF_A_START}
 
 
-def _scores(run_dir: Path) -> dict[int, float]:
-    """Step → score of the checkpoints that have one."""
-    found = {store.step_of(path): store.verify(path)["score"] for path in store.candidates(run_dir / "checkpoints")}
-    return {step: score for step, score in found.items() if score is not None}
-
-
 AT = (3, 4, 8, 10)
 """Polls at which the run is asked to stop: on both sides of a score, in an evaluation and after it."""
 STOPS = f"""
@@ -82,32 +69,20 @@ for number in {(0, *AT)}:
 """
 
 
-def _same_as_undisturbed(runs: Path, stops: Iterable[int]) -> None:
+def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    done = python("-c", SCRIPT + EPOCHS + STOPPED + STOPS, str(runs))
+    assert done.code == 0, done.output
     calm = _reached(runs / "0")
     assert calm["best_accuracy"] == 0.9 and calm["accuracy"] == 0.5 and calm["test_loss"] == 0
     assert calm["logged"] == {"accuracy": 0.5, "wer": 0.5, "test_loss": 0}
-    scores = _scores(runs / "0")
+    scores = product.scores(runs / "0")
     assert scores.items() >= {2: 0.3, 5: 0.9}.items() and max(scores.values()) == 0.9
-    for number in stops:
+    for number in AT:
         run_dir = runs / str(number)
         assert [event["saved"] for event in events(run_dir, "preempted")] == [True], number
         assert _reached(run_dir) == calm, number
-        assert _scores(run_dir).items() >= scores.items(), number
-
-
-def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tmp_path: Path) -> None:
-    done = python("-c", SCRIPT + EPOCHS + STOPPED + STOPS, str(tmp_path / "runs"))
-    assert done.code == 0, done.output
-    _same_as_undisturbed(tmp_path / "runs", AT)
-
-
-def test_ranks_that_are_stopped_in_mid_epoch_report_what_undisturbed_ones_do(tmp_path: Path) -> None:
-    code = SCRIPT + EPOCHS + STOPPED + "sys.exit(start(sys.argv[1], int(sys.argv[2])))"
-    for number in (0, 4, 8):
-        for at in (number, 0)[: 1 + bool(number)]:
-            done = script(2, code, tmp_path / f"runs/{number}", str(at))
-            assert done.code == (75 if at else 0), done.output
-    _same_as_undisturbed(tmp_path / "runs", (4, 8))
+        assert product.scores(run_dir).items() >= scores.items(), number
 
 
 def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, torch.Tensor]]:
@@ -119,34 +94,33 @@ def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, tor
 def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_on(tmp_path: Path) -> None:
     """It was given to the weights at the end of the epoch, and of two scores in one epoch the last one counted."""
     lines = """
-    def log(told=Session.log):
-        def both(run, **numbers):
-            torch.save(run._loop.step.replica.model.state_dict(), f"{sys.argv[1]}-{run.steps}.pt")
-            told(run, **numbers)
-        return both
-    Session.log = log()
+    made = make
+    def make(run):
+        global model
+        model, optimizer = made(run)
+        return model, optimizer
+    def log(run, _told=Session.log, **numbers):
+        torch.save(model.state_dict(), f"{sys.argv[1]}-{run.steps}.pt")
+        _told(run, **numbers)
+    Session.log = log
     train(sys.argv[1], "checkpoint.keep=1")
     """
     run_dir = tmp_path / "run"
     done = python("-c", SCRIPT + EPOCHS + textwrap.dedent(lines), str(run_dir))
     assert done.code == 0, done.output
-    assert _scores(run_dir) == {5: 0.9}
+    assert product.scores(run_dir) == {5: 0.9}
     told, weights = _exported(run_dir, tmp_path / "best.pth", "--best")
     assert told.endswith("tensors of step 5")
     expected = torch.load(tmp_path / "run-5.pt", weights_only=True)
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
     assert _exported(run_dir, tmp_path / "last.pth")[0].endswith("of step 18")
     assert _exported(run_dir, tmp_path / "named.pth", "--step", "5")[0].endswith("of step 5")
-    for words, why in (
-        (("--step", "7"), f"error: {run_dir} has no checkpoint of step 7; there are 5, 18\n"),
-        (("--step", "-1"), "argument --step: must be a whole number from 0, got '-1'"),
-        (("--best", "--step", "5"), "not allowed with argument"),
-    ):
+    for words, why in ((("--step", "7"), "5, 18"), (("--step", "-1"), "--step"), (("--best", "--step", "5"), "--step")):
         done = training("export", str(run_dir), str(tmp_path / "none.pth"), *words)
         assert done.code == 2 and why in done.output and "Traceback" not in done.output, done.output
     (run_dir / "checkpoints/step-00000005/state.json").write_text("{}")
     done = training("export", str(run_dir), str(tmp_path / "none.pth"), "--best")
-    assert done.code == 2 and "step-00000005/state.json has 2 bytes" in done.output, done.output
+    assert done.code == 2 and "step-00000005/state.json" in done.output, done.output
     assert not (tmp_path / "none.pth").exists()
 
 
@@ -154,18 +128,18 @@ def test_any_number_that_is_logged_can_be_the_score_and_the_lowest_the_best(tmp_
     run_dir = tmp_path / "run"
     lines = 'train(sys.argv[1], "checkpoint.keep=1", checkpoint={"keep_best": {"wer": "min"}})'
     assert python("-c", SCRIPT + EPOCHS + lines, str(run_dir)).code == 0
-    assert {step: round(score, 6) for step, score in _scores(run_dir).items()} == {5: 0.1}
+    assert {step: round(score, 6) for step, score in product.scores(run_dir).items()} == {5: 0.1}
     assert _exported(run_dir, tmp_path / "best.pth", "--best")[0].endswith("of step 5")
     summary = _reached(run_dir)
     assert summary["best_accuracy"] == 0.9, "which is reported, whatever is kept"
-    for value, why in (("wer", "must be true, false, or one name"), ({"wer": "low"}, "must say whether wer is better")):
+    for value, why in (("wer", "keep_best"), ({"wer": "low"}, "wer")):
         wrong = python("-c", f"{SCRIPT}{EPOCHS}train(sys.argv[1], checkpoint={{'keep_best': {value!r}}})", str(run_dir))
         assert wrong.code == 2 and why in wrong.output and "Traceback" not in wrong.output, wrong.output
     nothing = tmp_path / "nothing"
     lines = 'TOLD.clear(); evaluated = lambda run: None; train(sys.argv[1], "checkpoint.keep=2")'
     assert python("-c", SCRIPT + EPOCHS + lines, str(nothing)).code == 0
     done = training("export", str(nothing), str(tmp_path / "none.pth"), "--best")
-    assert done.code == 2 and "has a score (accuracy): choose one with --step; there are 12, 18" in done.output
+    assert done.code == 2 and "--step" in done.output and "12, 18" in done.output
 
 
 def test_a_score_of_some_ranks_hangs_none(tmp_path: Path) -> None:
@@ -190,7 +164,7 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "
     done = script(2, SCRIPT + lines, tmp_path / "run")
     assert done.code == 0, done.output
     assert done.output.count("accuracy was logged on some ranks only") == 1, done.output
-    assert _scores(tmp_path / "run") == {3: 0.6, 4: 0.7, 8: 1.4}
+    assert product.scores(tmp_path / "run") == {3: 0.6, 4: 0.7, 8: 1.4}
     assert _reached(tmp_path / "run")["best_accuracy"] == 1.4
 
 
@@ -208,6 +182,6 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=1") as 
 """
     done = script(1, SCRIPT + lines, tmp_path / "run")
     assert done.code == 0, done.output
-    assert _scores(tmp_path / "run") == {6: 0.4}, "that of the end was measured on the last weights"
+    assert product.scores(tmp_path / "run") == {6: 0.4}, "that of the end was measured on the last weights"
     reached = _reached(tmp_path / "run")
     assert reached["best_accuracy"] == 0.5 and reached["accuracy"] == 0.4

@@ -1,4 +1,4 @@
-"""The same run under every launcher, and what a killed rank costs under each: nothing, when it is run again."""
+"""The same run under every launcher. A killed rank costs nothing under any: tests/own shows it for all of them."""
 
 from __future__ import annotations
 
@@ -12,50 +12,62 @@ from tests.processes import PYTHON, free_port, run
 from tests.runs import Job, assert_same
 from tests.sync.test_mpi import mpiexec_command, need_open_mpi
 
-BIN = Path(PYTHON).parent
+pytestmark = pytest.mark.promise("launchers")
+
+SPAWNING = """
+import os, runpy, sys
+import torch.multiprocessing as mp
+
+def work(rank, words, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    sys.argv = ["training", *words]
+    try:
+        runpy.run_module("lockstep.training", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[2:], sys.argv[1]), nprocs=2)
+"""
 LAUNCHERS = {
-    "torchrun": lambda: [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "lockstep.training"],
     "torch.distributed.launch": lambda: [
         PYTHON, "-m", "torch.distributed.launch", "--master-port", str(free_port()), "--nproc-per-node", "2", "-m",
         "lockstep.training",
     ],
     "mpiexec": lambda: [*mpiexec_command(2), "-m", "lockstep.training"],
+    "mp.spawn": lambda: [PYTHON, "spawning.py", str(free_port())],
 }  # fmt: skip
-"""`training launch` is in tests/faults, srun in tests/slurm, `lockstep run` in tests/training."""
+"""`training launch` is in tests/faults, srun in tests/slurm, `lockstep run` in tests/training, torchrun below and in tests/own."""
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_killed_and_run_again_under(name: str, undisturbed: Undisturbed, tmp_path: Path, data_root: Path) -> None:
+def test_the_run_is_the_same_under(name: str, undisturbed: Undisturbed, tmp_path: Path, data_root: Path) -> None:
     if name == "mpiexec":
         need_open_mpi()
+    (tmp_path / "spawning.py").write_text(SPAWNING)
     job = Job(tmp_path / "run", data_root, 2)
-    died = run([*LAUNCHERS[name](), *job.words], job.env(LOCKSTEP_TEST_FATE="1:9:KILL"))
-    assert died.code != 0 and job.steps()[0] >= 4, died.output
-    done = run([*LAUNCHERS[name](), *job.words], job.env())
-    assert done.code == 0 and "Resuming at step" in done.output, done.output
-    assert "2 ranks on cpu, 1 thread a rank" in done.output and done.output.count("Final validation accuracy") == 1
+    done = run([*LAUNCHERS[name](), *job.words], job.env(), cwd=tmp_path)
+    assert done.code == 0 and done.output.count("Final validation accuracy") == 1, done.output
+    assert "2 ranks on cpu, 1 thread a rank" in done.output, done.output
     job.assert_gone()
     assert_same(job.run_dir, undisturbed(2))
 
 
-SPAWNING = """
-import os
-import torch.multiprocessing as mp
-from lockstep.training.__main__ import main
-
-def work(rank, words):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT={port!r})
-    assert main(words) == 0
-
-if __name__ == "__main__":
-    mp.spawn(work, ({words!r},), nprocs=2)
-"""
-
-
-def test_a_script_that_spawns_its_own_ranks(tiny: list[str], tmp_path: Path) -> None:
-    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny]
-    script = tmp_path / "spawning.py"
-    script.write_text(SPAWNING.format(port=str(free_port()), words=words))
-    done = run([PYTHON, str(script)])
-    assert done.code == 0, done.output
-    assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 2
+@pytest.mark.promise("kill-resume")
+def test_killed_and_run_again_under_torchrun(undisturbed: Undisturbed, tmp_path: Path, data_root: Path) -> None:
+    torchrun = [
+        str(Path(PYTHON).parent / "torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lockstep.training",
+    ]
+    job = Job(tmp_path / "run", data_root, 2)
+    died = run([*torchrun, *job.words], job.env(LOCKSTEP_TEST_FATE="1:9:KILL"))
+    assert died.code != 0 and job.steps()[0] >= 4, died.output
+    done = run([*torchrun, *job.words], job.env())
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
+    job.assert_gone()
+    assert_same(job.run_dir, undisturbed(2))
+    assert json.loads((job.run_dir / "summary.json").read_text())["world_size"] == 2

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training import sync
-from lockstep.training.contract import UserError
 from lockstep.training.parallel.world import World
+from tests import product
 from tests.processes import PYTHON, ROOT, clean_env, free_port, run, started
+from tests.product import UserError
 from tests.ranks import on_ranks
 from tests.warm.gang import python
+
+pytestmark = pytest.mark.promise("own-script")
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -37,7 +39,7 @@ def _every_strategy(world: World) -> dict[str, str]:
     import parallel
 
     found = {}
-    for name in sync.STRATEGIES:
+    for name in product.strategies():
         sys.argv = ["parallel.py", name, *OPTIONS.get(name, [])]
         printed = io.StringIO()
         try:
@@ -70,46 +72,36 @@ def test_at_most_15_lines_make_a_script_parallel() -> None:
     assert 0 < len(added) <= 15, added
 
 
-@pytest.mark.parametrize("name", sync.STRATEGIES)
+def _assert_near(output: str, plain: list[tuple[float, float]], bound: float = 1e-3) -> float:
+    found = _lines(output)
+    assert len(found) == len(plain), output
+    off = max(abs(a[0] - b[0]) for a, b in zip(found, plain, strict=True))
+    assert off < bound, output
+    return off
+
+
+@pytest.mark.parametrize("name", product.strategies())
 def test_a_script_of_ones_own_trains_its_own_network_with(
-    name: str, printed: list[dict[str, str]], plain: object
+    name: str, printed: list[dict[str, str]], plain: list[tuple[float, float]]
 ) -> None:
     if name == "data_parallel":
-        assert all(
-            each[name].endswith(
-                "works in one process, and was started on 2 ranks: start one process, or use sync.name=ddp"
-            )
-            for each in printed
-        )
+        assert all("started on 2 ranks" in each[name] for each in printed)
         return
-    found = _lines(printed[0][name])
     assert printed[1][name] == ""
-    off = max(abs(a[0] - b[0]) for a, b in zip(found, plain, strict=True))  # type: ignore[call-overload]
-    if name in LOSSY:
-        assert 1e-5 < off < LOSSY[name] and found[-1][1] > 0.8
-    else:
-        assert off < 1e-3
+    off = _assert_near(printed[0][name], plain, LOSSY.get(name, 1e-3))
+    assert off > 1e-5 or name not in LOSSY
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nope"], "sync.name must be "),
-        ([], "no strategy is given: name one of ddp, "),
-        (["powersgd", "rnk=1"], "did you mean 'rank'"),
-        (["powersgd", "start"], "an option of a strategy is NAME=VALUE, got 'start'"),
-    ],
-)
-def test_wrong_words_to_the_script_are_one_line(words: list[str], message: str) -> None:
-    done = python(str(EXAMPLES / "parallel.py"), *words)
-    assert done.code == 2 and message in done.output, done.output
-    assert done.output.startswith("error: ") and done.output.count("\n") == 1
-
-
-def test_under_torchrun(plain: list[tuple[float, float]]) -> None:
-    done = run([*TORCHRUN, str(EXAMPLES / "parallel.py"), "hooks"])
-    assert done.code == 0, done.output
-    assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(_lines(done.output), plain, strict=True)), done.output
+def test_wrong_words_to_the_script_are_one_line() -> None:
+    for words, named in (
+        (["nope"], "sync.name"),
+        ([], "ddp"),
+        (["powersgd", "rnk=1"], "'rank'"),
+        (["powersgd", "start"], "'start'"),
+    ):
+        done = python(str(EXAMPLES / "parallel.py"), *words)
+        assert done.code == 2 and named in done.output, done.output
+        assert done.output.startswith("error: ") and done.output.count("\n") == 1
 
 
 LEAVING = """
@@ -118,21 +110,21 @@ from pathlib import Path
 sys.path.insert(0, {examples!r})
 import parallel
 import torch
-from lockstep.training import sync
 from lockstep.training.parallel import world
+from tests import product
 
 for name, port in {ports!r}.items():
     os.environ["MASTER_PORT"] = port
     sys.argv = ["parallel.py", name]
     with world.joined() as me:
         parallel.main(me)
-    alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, (parallel.Net, sync.GradientSync, torch.nn.Parameter))]
+    kinds = (parallel.Net, product.kind_of_strategy(), torch.nn.Parameter)
+    alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds)]
     threads = [Path(f"/proc/self/task/{{task}}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     print("left", name, alive, [name for name in threads if "gloo" in name], flush=True)
 """
-KEPT = ("data_parallel", "fsdp")
-"""No group; and torch's device meshes, which are kept for ever and hold their groups."""
-LEFT = [name for name in sync.STRATEGIES if name not in KEPT]
+LEFT = ["ddp", "flat", "zero1", "powersgd", "horovod"]
+"""Not fsdp: torch's device meshes are kept for ever and hold their groups."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +135,10 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
     def rank(number: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
         place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        return started([PYTHON, str(script)], clean_env(**place, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1"))
+        return started(
+            [PYTHON, str(script)],
+            clean_env(**place, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+        )
 
     with rank(0) as one, rank(1) as other:
         outputs = [process.communicate(timeout=300)[0] for process in (one, other)]
@@ -151,11 +146,11 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return outputs
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_nothing_of_a_strategy_outlives_its_group(name: str, left: list[str]) -> None:
+def test_nothing_of_a_strategy_outlives_its_group(left: list[str]) -> None:
     """A gloo thread that drops a tensor while Python ends aborts the process: exit code 134 after the work is done."""
     for output in left:
-        assert f"left {name} [] []" in output, output
+        for name in LEFT:
+            assert f"left {name} [] []" in output, output
     assert len(_lines(left[0])) == 3 * len(LEFT) and not _lines(left[1])
 
 
@@ -169,7 +164,7 @@ def work(rank, port):
     sys.path.insert(0, {examples!r})
     import parallel
     from lockstep.training.parallel import world
-    from lockstep.training.contract import UserError
+    from tests.product import UserError
     try:
         with world.joined() as me:
             parallel.main(me)
@@ -190,25 +185,23 @@ def spawning(tmp_path: Path) -> str:
 
 
 def test_spawned_by_the_script_itself(spawning: str, plain: list[tuple[float, float]]) -> None:
-    done = run([PYTHON, spawning])
+    done = run([PYTHON, spawning], clean_env(PYTHONPATH=str(ROOT)))
     assert done.code == 0, done.output
-    assert all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(_lines(done.output), plain, strict=True)), done.output
+    _assert_near(done.output, plain)
 
 
 def test_a_script_that_spawns_is_refused_inside_torchrun(spawning: str) -> None:
-    done = run([*TORCHRUN, spawning])
+    done = run([*TORCHRUN, spawning], clean_env(PYTHONPATH=str(ROOT)))
     assert done.code != 0
     told = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert told and all("was spawned (mp.spawn) by rank" in line and "plain python" in line for line in told), (
-        done.output
-    )
+    assert told and all("mp.spawn" in line and "plain python" in line for line in told), done.output
 
 
 DEAF = """
 import torch
 from torch import nn
-from lockstep.training import sync
 from lockstep.training.parallel import world
+from tests import product
 
 class Net(nn.Module):
     def __init__(self):
@@ -218,7 +211,7 @@ class Net(nn.Module):
         return self.always(x) + (self.sometimes(x) if x.sum() > 0 else 0)
 
 with world.joined(timeout=600) as me:
-    strategy = sync.build("ddp")
+    strategy = product.strategy("ddp")
     network = strategy.wrap(Net(), me, torch.ones(2, 4))
     for step in range(3):
         strategy.zero_grad()
@@ -228,21 +221,14 @@ print("went through")
 """
 
 
+@pytest.mark.promise("missing-gradients")
 def test_ddp_names_the_parameter_that_one_rank_left_out_and_nobody_waits(tmp_path: Path) -> None:
     script = tmp_path / "deaf.py"
     script.write_text(DEAF)
-    done = run([*TORCHRUN, str(script)], timeout=300)  # less than the collectives' own timeout
+    done = run(
+        [*TORCHRUN, str(script)], clean_env(PYTHONPATH=str(ROOT)), timeout=300
+    )  # less than the collectives' own timeout
     assert done.code != 0 and "went through" not in done.output
-    assert (
-        "sometimes.bias, sometimes.weight got none" in done.output
-        or "sometimes.weight, sometimes.bias got none" in done.output
-    ), done.output
-
-
-def test_the_resnet9_script_prints_what_its_module_prints() -> None:
-    words = ["--data", "digits", "--width", "4", "--epochs", "2", "--log-every", "5"]
-    done = run([*TORCHRUN, str(EXAMPLES / "horovod_resnet9.py"), *words])
-    assert done.code == 0, done.output
-    found = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
-    assert len(found) == 6 and len(re.findall(r"^Training Time: \d+\.\d+ s$", done.output, re.M)) == 1
-    assert float(found[-1][0]) > 0.6 and float(found[-1][1]) < float(found[0][1])
+    assert "sometimes.bias" in done.output and "sometimes.weight" in done.output and "got none" in done.output, (
+        done.output
+    )

@@ -13,24 +13,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.training import sync
-from lockstep.training.observe.clock import StepClock, Times
 from lockstep.training.parallel.world import World
+from tests import product
 from tests.ranks import on_ranks
-from tests.training.test_sync_contract import CASES, RANKLESS
+
+pytestmark = pytest.mark.promise("named-rank")
 
 DELAY, STEPS = 0.06, 8
 """Seconds, well above what a loaded machine adds to one rank alone; steps, of which the first is not looked at."""
-NAMES = [name for name in CASES if name not in RANKLESS]
+NAMES = [name for name in product.strategies() if name != "data_parallel" and (name != "fsdp" or product.fsdp_works())]
+Times = dict[str, float]
 
 
 class Net(nn.Module):
-    """Several layers (and so several buckets) and a part that no sample uses."""
+    """Several layers, and so several buckets."""
 
-    def __init__(self, spare: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
-        self.spare = nn.Linear(3, 3) if spare else None
         self.delay = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,8 +49,7 @@ class Net(nn.Module):
 
 def _times(world: World, name: str, where: str) -> list[Times]:
     """A rank's phases step by step; rank 1 is late by `DELAY` in its backward pass or in its data."""
-    strategy, clock = sync.build(CASES[name]), StepClock()
-    model = Net(spare="find_unused" in name)
+    strategy, clock, model = product.strategy(name, bucket_mb=0.001), product.step_clock(), Net()
     network = strategy.wrap(model, world, torch.zeros(2, 24))
     optimizer = strategy.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     late = DELAY if world.rank == 1 else 0.0
@@ -86,17 +85,16 @@ def ranks() -> list[dict[str, list[Times]]]:
     return on_ranks(_all, 2)
 
 
-@pytest.mark.parametrize("where", ["backward", "data"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_late_rank_waits_least_and_its_own_phase_says_why(ranks: Any, name: str, where: str) -> None:
+def test_the_late_rank_waits_least_and_its_own_phase_says_why(ranks: Any, name: str) -> None:
     """Rank against rank within a step: what a collective itself takes (up to 20 ms among processes that have just slept,
     more on a slow machine) both of them wait for, so it says nothing of who is late."""
-    good, late = (rank[f"{name}, {where}"] for rank in ranks)
+    for where, guilty in (("backward", "grad_ready"), ("data", "data_wait")):
+        good, late = (rank[f"{name}, {where}"] for rank in ranks)
 
-    def more(of: list[Times], phase: str, than: list[Times]) -> float:
-        return statistics.median(a[phase] - b[phase] for a, b in zip(of, than, strict=True))
+        def more(of: list[Times], phase: str, than: list[Times]) -> float:
+            return statistics.median(a[phase] - b[phase] for a, b in zip(of, than, strict=True))
 
-    guilty = "grad_ready" if where == "backward" else "data_wait"
-    assert more(good, "sync_wait", late) > 0.7 * DELAY, (good, late)
-    assert more(late, guilty, good) > 0.7 * DELAY, (good, late)
-    assert min(step[guilty] for step in late) > DELAY, late
+        assert more(good, "sync_wait", late) > 0.7 * DELAY, (where, good, late)
+        assert more(late, guilty, good) > 0.7 * DELAY, (where, good, late)
+        assert min(step[guilty] for step in late) > DELAY, (where, late)

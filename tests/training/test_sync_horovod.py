@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.buckets import SentAlready
 from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.promise("horovod")
 
 
 def _net() -> nn.Module:
@@ -30,10 +31,11 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _raised(action: Any) -> str:
+    """The error as the type that a script of Horovod's catches."""
     try:
         action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except (ValueError, AssertionError) as error:
+        return f"{'ValueError' if isinstance(error, ValueError) else 'AssertionError'}: {error}"
     return "nothing"
 
 
@@ -203,14 +205,11 @@ def test_collectives_and_their_gradients(by_size: Any, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_rank_has_rank_0s_parameters_and_optimizer_state(by_size: Any, size: int) -> None:
     first = by_size[size][0]
-    for found in by_size[size]:
+    for rank, found in enumerate(by_size[size]):
         for number in range(3):
-            assert torch.equal(found[f"broadcast {number}"], first[f"broadcast {number}"])
-        assert (
-            found["optimizer"] == first["optimizer"]
-            and found["optimizer"][0] == 0.1
-            and len(found["optimizer"][1]) == 4
-        )
+            assert torch.equal(found[f"broadcast {number}"], first[f"broadcast {number}"]), (rank, number)
+        rate, moments = found["optimizer"]
+        assert found["optimizer"] == first["optimizer"] and rate == 0.1 and len(moments) == 4, rank
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -220,38 +219,27 @@ def test_the_weighted_form_gives_the_gradient_of_the_whole_batch(by_size: Any, s
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_passes_schedulers_and_clipping(by_size: Any, size: int) -> None:
-    for found in by_size[size]:
+def test_passes_schedulers_clipping_and_gradients_that_some_ranks_lack(by_size: Any, size: int) -> None:
+    for rank, found in enumerate(by_size[size]):
         weights, is_sgd, lr = found["two passes"]
         torch.testing.assert_close(weights, _plain(3, momentum=0.9, decay=0.5), rtol=0, atol=1e-6)
         assert is_sgd and lr == 0.5 / 8
         torch.testing.assert_close(found["clipped"], _plain(1, clip=0.1), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_that_some_ranks_lack_count_as_zero(by_size: Any, size: int) -> None:
-    for found in by_size[size]:
         first, second, nobody = found["some lack"]
-        assert found["some lack"] == by_size[size][0]["some lack"]
-        assert first > 0 and second > 0 and nobody == 0
+        assert found["some lack"] == by_size[size][0]["some lack"] and min(first, second) > nobody == 0, rank
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_errors_as_horovods(by_size: Any, size: int) -> None:
-    messages = {
-        "duplicate": "ValueError: parameter names in named_parameters must be unique, found duplicates: w",
-        "unnamed": "ValueError: named_parameters leaves 1 parameters of the optimizer without a name",
-        "no tuples": "ValueError: named_parameters must be (name, parameter) tuples",
-        "params": "ValueError: params must be a dict", "both": "ValueError: give average or op",
-        "LBFGS": "ValueError: the state of torch.optim.LBFGS", "predivide": "ValueError: gradient_predivide_factor",
-        "zero_grad in flight": "AssertionError: zero_grad() was called after backward()",
-        "third pass": "SentAlready: 2.bias got a gradient in more than 1 backward passes",
-        "closure": "ValueError: a closure", "late group": "ValueError: parameters that are added after DistributedOptimizer()",
+    errors = {
+        "duplicate": ("ValueError", "w"), "unnamed": ("ValueError", "named_parameters"), "no tuples": ("ValueError", "(name, parameter)"),
+        "params": ("ValueError", "dict"), "both": ("ValueError", "average"), "LBFGS": ("ValueError", "LBFGS"),
+        "predivide": ("ValueError", "gradient_predivide_factor"), "zero_grad in flight": ("AssertionError", "zero_grad()"),
+        "third pass": ("AssertionError", "2.bias"), "closure": ("ValueError", "closure"), "late group": ("ValueError", "added"),
     }  # fmt: skip
     for found in by_size[size]:
-        for name, message in messages.items():
-            assert found[name].startswith(message), (name, found[name])
-        assert issubclass(SentAlready, AssertionError), "a script of Horovod's may catch it as one"
+        for name, (kind, word) in errors.items():
+            assert found[name].startswith(kind) and word in found[name], (name, found[name])
         assert len(found["twice"]) == 1 and "skip_synchronize" in found["twice"][0]
 
 

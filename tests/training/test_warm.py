@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
-import pytest
-
-from tests.processes import PYTHON, ROOT, clean_env, processes, run
-from tests.warm import process
-from tests.warm.gang import python, running
+from tests.processes import PYTHON, run
+from tests.warm.gang import python
 
 FINDS = """
 import json, os, signal, sys
@@ -32,52 +26,20 @@ print(json.dumps({
 }, indent=1))
 """
 BEGINS = "import atexit, functools, signal, sys\natexit.register(functools.partial(print, 'last words', flush=True))\n"
-ENDS = {
-    "an error": (1, BEGINS + "def fail():\n    raise ArithmeticError('of its own')\nfail()\n"),
-    "a text": (1, BEGINS + "sys.exit('what is wrong')\n"),
-    "a number": (3, BEGINS + "sys.exit(3)\n"),
-    "Ctrl-C": (-2, BEGINS + "signal.raise_signal(signal.SIGINT)\n"),
+PROGRAMS = {
+    "what it finds": (0, FINDS, "}\n"),
+    "an error": (1, BEGINS + "def fail():\n    raise ArithmeticError('of its own')\nfail()\n", "last words\n"),
+    "a text": (1, BEGINS + "sys.exit('what is wrong')\n", "last words\n"),
+    "a number": (3, BEGINS + "sys.exit(3)\n", "last words\n"),
+    "Ctrl-C": (-2, BEGINS + "signal.raise_signal(signal.SIGINT)\n", "last words\n"),
 }
 
 
-def _both(program: str, tmp_path: Path) -> tuple[int, str]:
-    """What the program ends with, which is the same in both."""
-    (tmp_path / "program.py").write_text(program)
-    words = [str(tmp_path / "program.py"), "word"]
-    # These tests may have been started in the background, with INT ignored.
-    shell, forked = run(["env", "--default-signal", PYTHON, *words]), python(*words)
-    assert forked == shell
-    return forked.code, forked.output
-
-
-def test_a_forked_process_finds_what_one_from_a_shell_finds(tmp_path: Path) -> None:
-    code, output = _both(FINDS, tmp_path)
-    assert code == 0 and '"descriptors"' in output, output
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_a_forked_process_ends_as_one_from_a_shell_does(how: str, tmp_path: Path) -> None:
-    expected, program = ENDS[how]
-    code, output = _both(program, tmp_path)
-    assert code == expected and output.endswith("last words\n"), output
-
-
-def test_test_processes_share_a_server_and_each_takes_its_own_processes_with_it() -> None:
-    asleep = ["-c", "import time; time.sleep(60)"]
-    with running([asleep]) as gang, open(os.devnull, "wb") as nothing:
-        other = process._Server("")  # as another test process of this session connects
-        second = other.fork(asleep, clean_env(), nothing.fileno(), None, ROOT)
-        parents = {pid: parent for pid, _, parent, _ in processes()}
-        assert parents[second.pid] == parents[gang.rank_pid(0)] and other.process is None
-        other.close()
-        assert second.wait(30) == -signal.SIGKILL and gang.processes[0].poll() is None
-
-
-def test_the_last_rank_s_failure_ends_the_others_and_waiting_costs_no_time() -> None:
-    words = [["-c", "import time; time.sleep(60)"], ["-c", "raise SystemExit(2)"]]
-    before = time.process_time()
-    with running(words) as gang:
-        began = time.monotonic()
-        assert gang.wait(50).code == 2 and gang.processes[0].returncode == -signal.SIGTERM
-        assert time.monotonic() - began < 40
-    assert time.process_time() - before < 2, "it waits for the ranks, and asks them not again and again"
+def test_a_forked_process_finds_and_ends_as_one_from_a_shell_does(tmp_path: Path) -> None:
+    for name, (code, program, last) in PROGRAMS.items():
+        (tmp_path / "program.py").write_text(program)
+        words = [str(tmp_path / "program.py"), "word"]
+        # These tests may have been started in the background, with INT ignored.
+        shell, forked = run(["env", "--default-signal", PYTHON, *words]), python(*words)
+        assert forked == shell, name
+        assert forked.code == code and forked.output.endswith(last), (name, forked.output)

@@ -16,14 +16,12 @@ def _several_at_once(world: World) -> list[str]:
     """Rank 0's errors of four collectives that rank 1 takes no part in."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     errors: list[str] = []
-    if world.leader:
-        works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(4)]
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                assert is_collective(error), f"not known as a failed collective: {error}"
-                errors.append(str(error))
+    for work in [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(4) if world.leader]:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            assert is_collective(error), f"not known as a failed collective: {error}"
+            errors.append(str(error))
     dist.barrier()  # of the default group
     return errors
 
