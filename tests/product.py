@@ -8,6 +8,8 @@ imported by the function that uses it: the dispatcher's tests run without.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep import JobSpec
@@ -16,6 +18,8 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, E
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from lockstep.jobs.backend import Backend
 
@@ -65,3 +69,55 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
         store.verify(path)
         steps.append(store.step_of(path))
     return steps
+
+
+# Kubernetes
+
+
+@contextlib.contextmanager
+def kubernetes(
+    interval: float = 0.2, lost_after: float = 1.0, timeout: float = 5.0, attempts: int = 5,
+    sleep: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[Any]:  # fmt: skip
+    """The Kubernetes backend of $KUBECONFIG. `sleep`: what it does between two attempts at a request."""
+    from lockstep.jobs.kubernetes.api import Api, load_configuration
+    from lockstep.jobs.kubernetes.backend import KubernetesBackend
+
+    load, namespace = load_configuration(None)
+    api = Api(load, timeout, attempts, sleep)
+    yield KubernetesBackend(api, namespace, interval, lost_after)
+    api.close()
+
+
+def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
+    """The Kubernetes backend lives by a clock of the test's own, with the patience that it has by itself."""
+    backend.interval, backend.lost_after = 10.0, 300.0
+    patch.setattr("lockstep.jobs.backend.time", clock)
+    patch.setattr("lockstep.jobs.kubernetes.backend.time", clock)
+    patch.setattr(backend, "pause", lambda job, seconds: clock.sleep(min(seconds, backend.interval)))
+
+
+def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
+    """What a cluster's backend makes of a job: the objects, and the text that `render` prints."""
+    from lockstep.jobs.manifest import to_yaml
+
+    objects = backend(name).manifests(spec)  # type: ignore[attr-defined]
+    return objects, to_yaml(objects)
+
+
+def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
+    found = backend(name).rules().apply(spec, manifests(name, spec)[0] if objects is None else objects)  # type: ignore[attr-defined]
+    return {item.id: item for item in found}
+
+
+def rules(name: str) -> set[str]:
+    """The ids of those rules."""
+    return {rule.id for rule in backend(name).rules().all()}  # type: ignore[attr-defined]
+
+
+def files_of_code(packed: bytes, identity: str) -> set[str]:
+    """The paths in an archive of code. Raises where it is damaged, or another one than that of the identity."""
+    from lockstep.training.launch import archive
+
+    return {file.path for file in archive.read(packed, identity)}

@@ -42,7 +42,7 @@ class Nodes:
         self.cluster, self.namespace, self.dead = cluster, namespace, set[str]()
         self.clock, self.grace = Clock(self), 40.0
         self.reason = "NodeNotReady"
-        """With which pods of a dead node lose `Ready`; some versions give none."""
+        """With it pods of a dead node lose `Ready`; some versions give none."""
         self._taints: dict[str, dict[str, float]] = {name: {} for name in names}
         """Key → since when, of each node."""
         for name in names:
@@ -82,7 +82,7 @@ class Nodes:
         self.cluster.put("nodes", {**node, "spec": spec, "status": {**node["status"], "conditions": conditions}}, "")
         for pod in self._pods(name):
             had = {one["type"]: one for one in pod["status"].get("conditions", [])}
-            if had.get("Ready", {}).get("status") == ("True" if status == "Unknown" else "False"):
+            if "Ready" in had:
                 ready = _ready("True", "") if status == "True" else _ready("False", self.reason)
                 self._put(pod, [*({**had, "Ready": ready}.values())])
 
