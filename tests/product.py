@@ -121,3 +121,16 @@ def files_of_code(packed: bytes, identity: str) -> set[str]:
     from lockstep.training.launch import archive
 
     return {file.path for file in archive.read(packed, identity)}
+
+
+def execute(job_backend: Any, name: str, command: list[str], rank: int, streams: tuple[Any, Any, Any]) -> int:
+    """`lockstep exec` with these three files for its streams: the exit code."""
+    from lockstep.jobs.foreground import Streams
+
+    code: int = job_backend.execute(name, command, rank, Streams(*(stream.fileno() for stream in streams)))
+    return code
+
+
+def ping_every(seconds: float, patch: pytest.MonkeyPatch) -> None:
+    """How often a quiet connection to a pod is kept alive."""
+    patch.setattr("lockstep.jobs.kubernetes.channels.PING_SECONDS", seconds)
