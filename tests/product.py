@@ -134,3 +134,11 @@ def execute(job_backend: Any, name: str, command: list[str], rank: int, streams:
 def ping_every(seconds: float, patch: pytest.MonkeyPatch) -> None:
     """How often a quiet connection to a pod is kept alive."""
     patch.setattr("lockstep.jobs.kubernetes.channels.PING_SECONDS", seconds)
+
+
+def namespace_in_a_pod(file: Path, patch: pytest.MonkeyPatch) -> str:
+    """The Kubernetes namespace of who runs in a pod that was given this file for it."""
+    from lockstep.jobs.kubernetes import api
+
+    patch.setattr(api, "NAMESPACE_FILE", file)
+    return api.load_configuration(None)[1]
