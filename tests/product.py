@@ -142,3 +142,8 @@ def namespace_in_a_pod(file: Path, patch: pytest.MonkeyPatch) -> str:
 
     patch.setattr(api, "NAMESPACE_FILE", file)
     return api.load_configuration(None)[1]
+
+
+def give_up_policies_after(seconds: float, patch: pytest.MonkeyPatch) -> None:
+    """How long a submission to Kubernetes tries to make its NetworkPolicy."""
+    patch.setattr("lockstep.jobs.kubernetes.policy.GONE_SECONDS", seconds)
