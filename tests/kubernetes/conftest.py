@@ -31,6 +31,7 @@ def _schemas_are_read_once() -> Iterator[None]:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     with ApiServer() as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
+        monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
         yield running
         assert all(fault.hits for fault in running.cluster.faults), "a fault that nobody met proves nothing"
 
