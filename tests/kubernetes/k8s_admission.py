@@ -1,7 +1,7 @@
 """Admission: what a namespace lets in, with the words of Kubernetes 1.36's own plugins.
 
-DefaultTolerationSeconds fills in, then PodSecurity (`restricted`) and ResourceQuota (of objects) refuse. A refusal is a
-403. Of a job's pods it reaches the operator alone: `k8s_operator.py` makes an event of it.
+PodSecurity (`restricted`) and ResourceQuota (of objects) refuse. A refusal is a 403. Of a job's pods it reaches the
+operator alone: `k8s_operator.py` makes an event of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 Object = dict[str, Any]
 GROUPS = {"pytorchjobs": "kubeflow.org", "trainjobs": "trainer.kubeflow.org", "jobs": "batch"}
-UNREACHABLE, NOT_READY = "node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"
 VOLUMES = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
 }  # fmt: skip
@@ -24,13 +23,8 @@ class Refused(Exception):
 def admitted(plural: str, item: Object, restricted: bool, quotas: list[Object], others: list[Object]) -> Object:
     """The object as it will be stored; `others`: what is there of the same kind. Raises `Refused`."""
     item, refusal = copy.deepcopy(item), ""
-    if plural == "pods":
-        tolerations = item["spec"].setdefault("tolerations", [])
-        for key in (NOT_READY, UNREACHABLE):
-            if not any(tolerates(one, key) for one in tolerations):
-                tolerations.append({"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300})
-        if restricted and (found := violations(item["spec"])):
-            refusal = f'violates PodSecurity "restricted:latest": {", ".join(found)}'
+    if plural == "pods" and restricted and (found := violations(item["spec"])):
+        refusal = f'violates PodSecurity "restricted:latest": {", ".join(found)}'
     kind = f"{plural}.{GROUPS[plural]}" if plural in GROUPS else plural
     used = len([one for one in others if one.get("status", {}).get("phase") not in ("Succeeded", "Failed")])
     for quota in quotas:
@@ -42,10 +36,6 @@ def admitted(plural: str, item: Object, restricted: bool, quotas: list[Object], 
     if refusal:
         raise Refused(f'{kind} "{item["metadata"]["name"]}" is forbidden: {refusal}')
     return item
-
-
-def tolerates(toleration: Object, key: str) -> bool:
-    return toleration.get("key") in (None, "", key) and toleration.get("effect") in (None, "", "NoExecute")
 
 
 def violations(pod: Object) -> list[str]:

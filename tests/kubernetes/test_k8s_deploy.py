@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from k8s_cluster import Cluster
 
 from tests.jobs.helpers import lockstep
-from tests.processes import ROOT, require
+from tests.processes import ROOT
 from tests.product import JobSpec
 
 DEPLOY = ROOT / "deploy/k8s"
-CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1")
 
 
 def documents(text: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(text) if item]
-
-
-@pytest.mark.parametrize(
-    ("overlay", "count"), [("base", 7), ("overlays/single-node", 7), ("overlays/full", 13), ("overlays/debug", 9)]
-)
-def test_kustomize_builds_valid_objects(overlay: str, count: int) -> None:
-    require(shutil.which("kubectl"), "kubectl (with kustomize in it) is not installed")
-    done = subprocess.run(["kubectl", "kustomize", str(DEPLOY / overlay)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    objects = documents(done.stdout)
-    assert len(objects) == count
-    for item in objects:
-        if item["apiVersion"] in CORE:
-            kubernetes_validate.validate(item, "1.32", strict=True)
-        namespaced = item["kind"] not in ("Namespace", "ClusterQueue", "ResourceFlavor")
-        assert (item["metadata"].get("namespace") == "lockstep") == namespaced, item["kind"]
-    claims = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
-    modes = {mode for item in claims for mode in item["spec"]["accessModes"]}
-    assert modes == ({"ReadWriteOnce"} if "single" in overlay else {"ReadWriteMany"})
 
 
 def test_every_file_is_part_of_a_kustomization() -> None:

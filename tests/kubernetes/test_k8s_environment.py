@@ -15,7 +15,7 @@ from k8s_operator import Running, until
 from tests import product
 from tests.events import events
 from tests.product import JobSpec
-from tests.ranks import training
+from tests.ranks import launched, training
 
 BOUND = 240
 pytestmark = pytest.mark.promise("k8s-runs")
@@ -142,6 +142,13 @@ def test_max_restarts_hold_whatever_the_failure(backend: Any, running: Running, 
     assert (tmp_path / "runs").read_text() == "x" * runs
     assert running.kubelet.starts["bad-worker-0"] == pods
     assert not list(counts.glob("*.json")), "the next job of this name would begin with an old count"
+
+
+@pytest.mark.promise("bad-input")
+def test_a_folder_where_restarts_cannot_be_counted_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = launched(1, "--restarts-dir", str(tmp_path / "file/restarts"), "--", "true")
+    assert done.code == 2 and str(tmp_path / "file/restarts") in done.output and "Traceback" not in done.output, done
 
 
 @pytest.mark.parametrize(("ending", "state", "code"), [("0", "succeeded", 0), ("2", "failed", 2)])

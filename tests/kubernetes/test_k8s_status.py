@@ -198,7 +198,7 @@ def test_a_pod_that_ends_in_its_grace_is_not_called_silent(
     """A taint that somebody puts on a node that answers."""
     backend.submit(SPEC)
     operator.round()
-    nodes.drain("node-1")
+    nodes.evict(cluster.get("pods", "smoke-worker-1"))
     assert cluster.get("pods", "smoke-worker-1")["metadata"]["deletionTimestamp"]
     assert backend.status("smoke").reason == "2/2 pods run"
 
