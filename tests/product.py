@@ -136,14 +136,6 @@ def ping_every(seconds: float, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("lockstep.jobs.kubernetes.channels.PING_SECONDS", seconds)
 
 
-def namespace_in_a_pod(file: Path, patch: pytest.MonkeyPatch) -> str:
-    """The Kubernetes namespace of who runs in a pod that was given this file for it."""
-    from lockstep.jobs.kubernetes import api
-
-    patch.setattr(api, "NAMESPACE_FILE", file)
-    return api.load_configuration(None)[1]
-
-
 def give_up_policies_after(seconds: float, patch: pytest.MonkeyPatch) -> None:
     """How long a submission to Kubernetes tries to make its NetworkPolicy."""
     patch.setattr("lockstep.jobs.kubernetes.policy.GONE_SECONDS", seconds)

@@ -21,7 +21,7 @@ from typing import Any
 from k8s_cluster import Cluster
 from k8s_exec import Container
 
-from tests.processes import ROOT, free_port
+from tests.processes import ROOT, free_port, processes
 
 Object = dict[str, Any]
 ZONE = timezone(timedelta(hours=2))
@@ -44,17 +44,10 @@ class Idle:
     def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
         return {}
 
-    def start(self, pod: Object, node: int, job: str, mounted: dict[str, str], variables: Variables) -> None:
-        pass
+    def ended(self, *_: Any) -> Any:
+        """None: it has not, and what else is asked of it needs nothing."""
 
-    def ended(self, pod: Object) -> int | None:
-        return None
-
-    def end(self, name: str) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
+    start = end = stop = ended
 
 
 @dataclass
@@ -154,11 +147,6 @@ class Processes(Idle):
 
 def kill_tree(pid: int) -> None:
     """The launcher's ranks have sessions of their own, so they are found by their parent."""
-    children = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                children.append(int(entry.name))
-    for number in [pid, *children]:
+    for number in [pid, *(child for child, _, parent, _ in processes() if parent == pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)

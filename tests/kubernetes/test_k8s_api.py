@@ -15,7 +15,6 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
 
-from tests import product
 from tests.jobs.helpers import lockstep
 from tests.processes import free_port
 from tests.product import JobSpec, Unreachable, UserError
@@ -106,15 +105,6 @@ def test_no_kubeconfig_is_one_line(server: ApiServer, tmp_path: Path) -> None:
             (tmp_path / "config").write_bytes(content)
         done = lockstep(tmp_path, "list", "k8s", KUBECONFIG=str(tmp_path / "config"))
         assert done.returncode == 2 and "kubeconfig" in done.stderr and done.stderr.count("\n") == 1, (content, done)
-
-
-def test_what_somebody_has_set_beats_what_the_pod_was_given(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "namespace").write_text("the-pods-own")
-    assert product.namespace_in_a_pod(tmp_path / "namespace", monkeypatch) == "team"
-    monkeypatch.delenv("KUBECONFIG")
-    assert product.namespace_in_a_pod(tmp_path / "namespace", monkeypatch) == "the-pods-own"
 
 
 def test_refusals_say_what_to_do(backend: Any, cluster: Cluster) -> None:
@@ -215,21 +205,19 @@ def test_wait_survives_a_watch_that_never_works(connect: Connect, cluster: Clust
     )
 
 
-def test_wait_ends_as_soon_as_its_watch_tells(connect: Connect, cluster: Cluster) -> None:
+def test_wait_is_bounded_and_ends_as_soon_as_its_watch_tells(connect: Connect, cluster: Cluster) -> None:
     """Long before the next look, which is a minute away."""
     backend = connect(interval=60)
     backend.submit(SPEC)
     began = time.monotonic()
+    assert backend.wait("smoke", 0.3).state == "pending"
     with once_watched(cluster, lambda: cluster.say("smoke", {"type": "Succeeded"})):
         assert backend.wait("smoke", 90).state == "succeeded"
-    assert time.monotonic() - began < 30 and watches(cluster) == 1
+    assert time.monotonic() - began < 30
 
 
-def test_wait_is_bounded_and_calls_what_is_gone_lost(backend: Any, cluster: Cluster) -> None:
+def test_wait_calls_what_is_gone_lost(backend: Any, cluster: Cluster) -> None:
     backend.submit(SPEC)
-    began = time.monotonic()
-    assert backend.wait("smoke", 0.3).state == "pending"
-    assert time.monotonic() - began < 20
     with once_watched(cluster, lambda: cluster.remove("pytorchjobs", "smoke")):
         found = backend.wait("smoke", 30)
     assert (found.state, found.code) == ("lost", 4)
