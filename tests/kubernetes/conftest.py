@@ -1,20 +1,21 @@
-"""Fixtures: an emulated API server, a backend that talks to it, and specs."""
+"""Fixtures: an emulated API server, and a backend that talks to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate.utils
 import pytest
 import yaml
 from k8s_cluster import Cluster
-from k8s_operator import Operator
+from k8s_operator import Operator, Running
 from k8s_server import ApiServer
 
-from lockstep.jobs.kubernetes.api import Api, load_configuration
-from lockstep.jobs.kubernetes.backend import KubernetesBackend
+from tests import product
 from tests.processes import ROOT
 
 
@@ -30,6 +31,7 @@ def _schemas_are_read_once() -> Iterator[None]:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     with ApiServer() as running:
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
+        monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
         yield running
         assert all(fault.hits for fault in running.cluster.faults), "a fault that nobody met proves nothing"
 
@@ -40,11 +42,15 @@ def cluster(server: ApiServer) -> Cluster:
 
 
 @pytest.fixture
-def backend(server: ApiServer) -> Iterator[KubernetesBackend]:
-    load, namespace = load_configuration(None)
-    api = Api(load, timeout=5, sleep=lambda seconds: None)
-    yield KubernetesBackend(api, namespace, interval=0.2, lost_after=1.0)
-    api.close()
+def connect(server: ApiServer) -> Iterator[Callable[..., Any]]:
+    """Makes a backend; see `product.kubernetes`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: stack.enter_context(product.kubernetes(**how))
+
+
+@pytest.fixture
+def backend(connect: Callable[..., Any]) -> Any:
+    return connect()
 
 
 @pytest.fixture
@@ -58,3 +64,11 @@ def rights(cluster: Cluster) -> None:
 def operator(cluster: Cluster) -> Operator:
     """Its pods only stand there."""
     return Operator(cluster)
+
+
+@pytest.fixture
+def running(cluster: Cluster, tmp_path: Path) -> Iterator[Running]:
+    """One whose pods are real launchers."""
+    found = Running(cluster, tmp_path)
+    yield found
+    found.stop()

@@ -15,21 +15,19 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import k8s_admission
 import k8s_exec
 
 KINDS = {
-    "pods": "Pod", "events": "Event", "networkpolicies": "NetworkPolicy", "pytorchjobs": "PyTorchJob", "jobs": "Job",
-    "trainjobs": "TrainJob", "workloads": "Workload", "nodes": "Node", "persistentvolumeclaims": "PersistentVolumeClaim",
-    "localqueues": "LocalQueue", "clusterqueues": "ClusterQueue", "customresourcedefinitions": "CustomResourceDefinition",
-    "deployments": "Deployment", "secrets": "Secret", "selfsubjectaccessreviews": "SelfSubjectAccessReview",
-    "selfsubjectreviews": "SelfSubjectReview", "podmonitors": "PodMonitor", "configmaps": "ConfigMap",
-    "clustertrainingruntimes": "ClusterTrainingRuntime", "resourcequotas": "ResourceQuota", "limitranges": "LimitRange",
-    "leases": "Lease", "namespaces": "Namespace", "serviceaccounts": "ServiceAccount", "roles": "Role",
-    "rolebindings": "RoleBinding", "resourceflavors": "ResourceFlavor", "prometheusrules": "PrometheusRule",
+    kind.lower().removesuffix("y") + ("ies" if kind.endswith("y") else "s"): kind
+    for kind in [
+        "Pod", "Event", "NetworkPolicy", "PyTorchJob", "Job", "TrainJob", "Workload", "Node", "PersistentVolumeClaim",
+        "LocalQueue", "ClusterQueue", "CustomResourceDefinition", "Deployment", "Secret", "SelfSubjectAccessReview",
+        "SelfSubjectReview", "PodMonitor", "ConfigMap", "Role", "ClusterTrainingRuntime", "ResourceQuota", "Lease",
+        "Namespace", "ServiceAccount", "RoleBinding", "ResourceFlavor", "PrometheusRule",
+    ]
 }  # fmt: skip
 FOREGROUND = "foregroundDeletion"
 """The finalizer of an object that goes after its dependants."""
@@ -64,15 +62,15 @@ class Cluster:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self.tokens: set[str] = {"good"}
-        self.logs: dict[str, list[str] | Path] = {}
+        self.logs: dict[str, list[str]] = {}
         self.unknown: set[str] = set()
         self.denied: set[str] = set()
         self.containers = k8s_exec.Containers()
         self.stopping = False
         self.role: set[tuple[str, str]] | None = None
         """(verb, resource) that may be done; None: everything."""
-        self.security = ""
-        """PodSecurity's level in the namespaces."""
+        self.restricted = False
+        """Whether the namespaces refuse what PodSecurity's level `restricted` does."""
         self.lag = 0.5
         self.graceful = False
         """Pods end before they go: somebody looks for those that are marked, and removes them."""
@@ -80,22 +78,22 @@ class Cluster:
         """Requests that are being carried out."""
         self.arrived: Callable[[str, str], bool] | None = None
         """Is told of each request (method, path) before it is carried out, and says whether it gets lost on the way."""
+        self.spoil: Callable[[str, Any], bytes | None] | None = None
+        """Is told of each good answer to a GET (path, value; None for a stream), and may give another one."""
 
     def allow(self, *roles: dict[str, Any]) -> None:
         """From now on only what these Roles grant is answered."""
         rules = [rule for role in roles for rule in role["rules"]]
         self.role = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
 
-    def create(
-        self, plural: str, item: dict[str, Any], namespace: str = "team", dry_run: bool = False
-    ) -> dict[str, Any]:
+    def create(self, plural: str, item: Any, namespace: str = "team", dry_run: bool = False) -> Any:
         """As everybody creates an object: admission first. Raises `k8s_admission.Refused`."""
         with self.changed:
-            limits, quotas, others = (self.all(kind, namespace) for kind in ("limitranges", "resourcequotas", plural))
-            item = k8s_admission.admitted(plural, item, self.security, limits, quotas, others)
+            quotas, others = (self.all(kind, namespace) for kind in ("resourcequotas", plural))
+            item = k8s_admission.admitted(plural, item, self.restricted, quotas, others)
             return item if dry_run else self.put(plural, item, namespace)
 
-    def put(self, plural: str, item: dict[str, Any], namespace: str = "team") -> dict[str, Any]:
+    def put(self, plural: str, item: Any, namespace: str = "team") -> Any:
         """Creates or replaces an object, whatever admission would say."""
         with self.changed:
             key = (plural, namespace, item["metadata"]["name"])
@@ -110,6 +108,18 @@ class Cluster:
             self._tell("MODIFIED" if before else "ADDED", plural, item)
         return item
 
+    def change(self, plural: str, name: str, namespace: str = "team", **parts: dict[str, Any]) -> Any:
+        """Replaces fields of an object's parts (`metadata={"finalizers": []}`)."""
+        with self.changed:
+            item = self.objects[plural, namespace, name]
+            return self.put(
+                plural, {**item, **{key: {**item.get(key, {}), **part} for key, part in parts.items()}}, namespace
+            )
+
+    def say(self, name: str, *conditions: dict[str, str], plural: str = "pytorchjobs") -> None:
+        """These are the conditions of the job from now on."""
+        self.change(plural, name, status={"conditions": [{"status": "True", **one} for one in conditions]})
+
     def remove(self, plural: str, name: str, namespace: str = "team") -> None:
         with self.changed:
             item = self.objects.pop((plural, namespace, name), None)
@@ -119,9 +129,7 @@ class Cluster:
                 self._tell("DELETED", plural, {**item, "metadata": meta})
                 self._later(self.collect, item["metadata"]["uid"])
 
-    def delete(
-        self, plural: str, name: str, namespace: str = "team", foreground: bool = False
-    ) -> dict[str, Any] | None:
+    def delete(self, plural: str, name: str, namespace: str = "team", foreground: bool = False) -> Any:
         """As everybody deletes an object. What has finalizers is marked and stays, and is returned; in the foreground it
         has one until its dependants have gone."""
         with self.changed:
@@ -136,14 +144,10 @@ class Cluster:
                 return None
             if "deletionTimestamp" not in meta:
                 marks = {"deletionTimestamp": _stamp(), "deletionGracePeriodSeconds": 0, "finalizers": finalizers}
-                item = self.put(plural, {**item, "metadata": {**meta, **marks}}, namespace)
+                item = self.change(plural, name, namespace, metadata=marks)
                 if FOREGROUND in finalizers:
                     self._later(self._go_last, plural, namespace, name, meta["uid"])
             return item
-
-    def finish_deletion(self, plural: str, name: str, namespace: str = "team") -> None:
-        """The finalizers have done their work."""
-        self.remove(plural, name, namespace)
 
     def collect(self, uid: str) -> None:
         """Deletes what names the object that is gone, or is about to go, as its owner, whatever has its name by now."""
@@ -154,17 +158,13 @@ class Cluster:
                     self.delete(plural, name, namespace)
                 elif "deletionTimestamp" not in item["metadata"]:
                     until = _stamp(item["spec"].get("terminationGracePeriodSeconds", 30))
-                    marked = {**item["metadata"], "deletionTimestamp": until}
-                    self.put(plural, {**item, "metadata": marked}, namespace)
+                    self.change(plural, name, namespace, metadata={"deletionTimestamp": until})
 
     def _owned(self, uid: str, **how: Any) -> list[tuple[str, str, str]]:
         """What names the object as its owner, in this way."""
-        found = []
-        for key, item in self.objects.items():
-            owners = item["metadata"].get("ownerReferences") or []
-            if any({"uid": uid, **how}.items() <= owner.items() for owner in owners):
-                found.append(key)
-        return found
+        wanted = {"uid": uid, **how}.items()
+        references = [(key, item["metadata"].get("ownerReferences") or []) for key, item in self.objects.items()]
+        return [key for key, owners in references if any(wanted <= owner.items() for owner in owners)]
 
     def _go_last(self, plural: str, namespace: str, name: str, uid: str) -> None:
         """Takes the finalizer off when those are gone that hold their owner."""
@@ -177,7 +177,7 @@ class Cluster:
                 return
             left = [one for one in item["metadata"]["finalizers"] if one != FOREGROUND]
             if left:
-                self.put(plural, {**item, "metadata": {**item["metadata"], "finalizers": left}}, namespace)
+                self.change(plural, name, namespace, metadata={"finalizers": left})
             else:
                 self.remove(plural, name, namespace)
 
@@ -187,7 +187,7 @@ class Cluster:
         collector.daemon = True
         collector.start()
 
-    def get(self, plural: str, name: str, namespace: str = "team") -> dict[str, Any] | None:
+    def get(self, plural: str, name: str, namespace: str = "team") -> Any:
         with self.changed:
             return self.objects.get((plural, namespace, name))
 
@@ -220,10 +220,9 @@ def _stamp(later: float = 0) -> str:
 
 def matches(item: dict[str, Any], query: dict[str, str]) -> bool:
     labels = item["metadata"].get("labels") or {}
-    for term in filter(None, query.get("labelSelector", "").split(",")):
-        name, _, value = term.partition("=")
-        if labels.get(name) != value:
-            return False
+    wanted = [tuple(term.split("=")) for term in query.get("labelSelector", "").split(",") if term]
+    if any(labels.get(name) != value for name, value in wanted):
+        return False
     for term in filter(None, query.get("fieldSelector", "").split(",")):
         name, _, value = term.partition("=")
         current: Any = item

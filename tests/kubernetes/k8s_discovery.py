@@ -1,7 +1,4 @@
-"""What kubectl asks an API server before it applies anything: which kinds there are, and that the server checks fields.
-
-The rest of its requests (GET, POST and PATCH of objects) are those that `k8s_server.py` answers to every client.
-"""
+"""What kubectl asks an API server before it applies anything: which kinds there are, and that the server checks fields."""
 
 from __future__ import annotations
 
@@ -32,37 +29,30 @@ def answer(path: str) -> Object | None:
     if path == "/apis":
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(one) for one in VERSIONS if "/" in one]}
     if path == "/openapi/v3":
-        return {"paths": {_root(one): {"serverRelativeURL": f"/openapi/v3/{_root(one)}"} for one in VERSIONS}}
-    prefix, _, rest = path[1:].partition("/")
-    if prefix == "openapi" and rest.startswith("v3/"):
-        return next((_schema(one) for one in VERSIONS if rest == f"v3/{_root(one)}"), None)
-    if prefix in ("api", "apis") and rest in VERSIONS:
-        return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": rest, "resources": _resources(rest)}
+        return {"paths": {_root(one)[1:]: {"serverRelativeURL": f"{path}{_root(one)}"} for one in VERSIONS}}
+    for version, names in VERSIONS.items():
+        if path == _root(version):
+            resources = [
+                {"name": name, "singularName": "", "namespaced": name not in CLUSTER_WIDE, "kind": KINDS[name], "verbs": VERBS}
+                for name in names.split()
+            ]  # fmt: skip
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
+        if path == f"/openapi/v3{_root(version)}":  # that the server checks the fields, so that kubectl needs no schema
+            group, _, name = version.rpartition("/")
+            checks = {"parameters": [{"name": "fieldValidation", "in": "query"}]}
+            kinds = {plural: {"group": group, "version": name, "kind": KINDS[plural]} for plural in names.split()}
+            paths = {
+                f"{_root(version)}/{plural}/{{name}}": {"patch": {**checks, "x-kubernetes-group-version-kind": kind}}
+                for plural, kind in kinds.items()
+            }
+            return {"openapi": "3.0.0", "info": {"title": "emulated", "version": "1"}, "paths": paths}
     return None
 
 
 def _root(version: str) -> str:
-    return f"{'apis' if '/' in version else 'api'}/{version}"
+    return f"/{'apis' if '/' in version else 'api'}/{version}"
 
 
 def _group(version: str) -> Object:
     served = {"groupVersion": version, "version": version.rpartition("/")[2]}
     return {"name": version.partition("/")[0], "versions": [served], "preferredVersion": served}
-
-
-def _resources(version: str) -> list[Object]:
-    return [
-        {"name": name, "singularName": "", "namespaced": name not in CLUSTER_WIDE, "kind": KINDS[name], "verbs": VERBS}
-        for name in VERSIONS[version].split()
-    ]
-
-
-def _schema(version: str) -> Object:
-    """That the server checks the fields itself, so that kubectl needs no schema."""
-    group, _, name = version.rpartition("/")
-    paths = {}
-    for plural in VERSIONS[version].split():
-        kind = {"group": group, "version": name, "kind": KINDS[plural]}
-        patch = {"parameters": [{"name": "fieldValidation", "in": "query"}], "x-kubernetes-group-version-kind": kind}
-        paths[f"/{_root(version)}/{plural}/{{name}}"] = {"patch": patch}
-    return {"openapi": "3.0.0", "info": {"title": "emulated", "version": "1"}, "paths": paths}

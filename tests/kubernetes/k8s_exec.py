@@ -47,8 +47,6 @@ class Containers:
     protocols: tuple[str, ...] = (V5, V4)
     there: dict[str, Container] = field(default_factory=dict)
     """Pod → its container."""
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    """(columns, lines) that a client has told."""
     closed: int = 0
     """How often a client has closed standard input by a frame."""
     pings: int = 0
@@ -67,45 +65,33 @@ def accept(key: str, offered: str, containers: Containers) -> dict[str, str] | N
     if chosen is None:
         return None
     digest = base64.b64encode(hashlib.sha1(key.encode() + _MAGIC).digest()).decode()
-    return {
-        "Upgrade": "websocket",
-        "Connection": "Upgrade",
-        "Sec-WebSocket-Accept": digest,
-        "Sec-WebSocket-Protocol": chosen,
-    }
+    switched = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": digest}
+    return {**switched, "Sec-WebSocket-Protocol": chosen}
 
 
 class Session:
-    """One command, from the handshake to the close frame.
+    """One command, from the handshake to the close frame."""
 
-    Args:
-        drop_after: frames after which the connection breaks.
-    """
+    drop_after: int | None = None
+    """Frames after which the connection breaks."""
+    broken: Callable[[], object]
+    """Ends the connection without a word."""
 
     def __init__(
-        self,
-        containers: Containers,
-        container: Container,
-        protocol: str,
-        reader: BinaryIO,
-        writer: BinaryIO,
-        drop_after: int | None,
+        self, containers: Containers, container: Container, accepted: dict[str, str], reader: BinaryIO, writer: BinaryIO
     ) -> None:
-        self.containers, self.container, self.v5 = containers, container, protocol == V5
-        self.reader, self.writer, self.drop_after = reader, writer, drop_after
+        self.containers, self.container, self.v5 = containers, container, accepted["Sec-WebSocket-Protocol"] == V5
+        self.reader, self.writer = reader, writer
         self.sent, self.gone, self.lock = 0, False, threading.Lock()
-        self.broken: Callable[[], object] | None = None
-        """Ends the connection without a word."""
 
     def run(self, command: list[str], terminal: bool) -> None:
         self.send(1, b"")
-        ours, theirs = pty.openpty() if terminal else (-1, -1)
+        ours, theirs = pty.openpty() if terminal else (-1, subprocess.PIPE)
+        program = sys.executable if command[0] == "python" else command[0]
         try:
             process = subprocess.Popen(
-                [sys.executable if word == "python" and not index else word for index, word in enumerate(command)],
-                env=self.container.env, cwd=self.container.folder, start_new_session=True,
-                stdin=theirs if terminal else subprocess.PIPE, stdout=theirs if terminal else subprocess.PIPE,
-                stderr=theirs if terminal else subprocess.PIPE,
+                [program, *command[1:]], env=self.container.env, cwd=self.container.folder, start_new_session=True,
+                stdin=theirs, stdout=theirs, stderr=theirs,
                 preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None,
             )  # fmt: skip
         except OSError as error:
@@ -117,7 +103,6 @@ class Session:
             os.close(theirs)
             outputs, target = {1: ours}, ours
         else:
-            assert process.stdin and process.stdout and process.stderr
             outputs, target = {1: process.stdout.fileno(), 2: process.stderr.fileno()}, process.stdin.fileno()
         readers = [threading.Thread(target=self.copy, args=pair, daemon=True) for pair in outputs.items()]
         for thread in readers:
@@ -165,19 +150,17 @@ class Session:
                             _write_all(target, data[1:])
                         except OSError:  # the command reads no more
                             is_open = False
-                    elif data[0] == 4:
+                    elif data[0] == 4 and terminal:
                         size = json.loads(data[1:])
-                        self.containers.sizes.append((size["Width"], size["Height"]))
-                        if terminal:
-                            fcntl.ioctl(
-                                target, termios.TIOCSWINSZ, struct.pack("HHHH", size["Height"], size["Width"], 0, 0)
-                            )
+                        fcntl.ioctl(
+                            target, termios.TIOCSWINSZ, struct.pack("HHHH", size["Height"], size["Width"], 0, 0)
+                        )
                     elif data[0] == 255 and self.v5 and data[1:] == b"\0":
                         self.containers.closed += 1
                         is_open = False
-                        if not terminal and process.stdin is not None:
+                        if not terminal:
                             process.stdin.close()
-        if is_open and not terminal and process.stdin is not None:
+        if is_open and not terminal:
             with contextlib.suppress(OSError):
                 process.stdin.close()
 
@@ -206,21 +189,14 @@ class Session:
 
     def raw(self, opcode: int, data: bytes) -> None:
         size = len(data)
-        head = bytes((0x80 | opcode,))
-        head += (
-            bytes((size,))
-            if size < 126
-            else struct.pack("!BH", 126, size)
-            if size < 1 << 16
-            else struct.pack("!BQ", 127, size)
-        )
+        long = struct.pack("!BH", 126, size) if size < 1 << 16 else struct.pack("!BQ", 127, size)
+        head = bytes((0x80 | opcode,)) + (bytes((size,)) if size < 126 else long)
         with self.lock:
             if self.gone:
                 return
             if self.drop_after is not None and self.sent >= self.drop_after:
                 self.gone = True
-                if self.broken is not None:
-                    self.broken()
+                self.broken()
                 return
             self.sent += 1
             try:

@@ -21,9 +21,8 @@ from typing import Any
 from k8s_cluster import Cluster
 from k8s_exec import Container
 
-from tests.processes import free_port
+from tests.processes import ROOT, free_port, processes
 
-REPOSITORY = Path(__file__).parents[2]
 Object = dict[str, Any]
 ZONE = timezone(timedelta(hours=2))
 """Of the nodes' clocks: a runtime stamps lines with its offset."""
@@ -45,17 +44,10 @@ class Idle:
     def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
         return {}
 
-    def start(self, pod: Object, node: int, job: str, mounted: dict[str, str], variables: Variables) -> None:
-        pass
+    def ended(self, *_: Any) -> Any:
+        """None: it has not, and what else is asked of it needs nothing."""
 
-    def ended(self, pod: Object) -> int | None:
-        return None
-
-    def end(self, name: str) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
+    start = end = stop = ended
 
 
 @dataclass
@@ -97,10 +89,7 @@ class Processes(Idle):
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
         env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
         env |= variables("127.0.0.2", self._ports.setdefault(job, free_port()))
-        env |= {
-            "PYTHONPATH": str(REPOSITORY),
-            "TMPDIR": str(self.folder),
-        }  # a pod that is killed leaves its /tmp behind
+        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder)}  # a pod that is killed leaves its /tmp behind
         self.starts[name] = self.starts.get(name, 0) + 1
         process = subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -115,7 +104,6 @@ class Processes(Idle):
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], lines: list[str]) -> None:
-        assert process.stdout is not None
         for raw in process.stdout:
             stamp = datetime.now(ZONE).isoformat(timespec="microseconds")
             lines.append(f"{stamp} {raw.decode(errors='replace').rstrip()}")
@@ -159,11 +147,6 @@ class Processes(Idle):
 
 def kill_tree(pid: int) -> None:
     """The launcher's ranks have sessions of their own, so they are found by their parent."""
-    children = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                children.append(int(entry.name))
-    for number in [pid, *children]:
+    for number in [pid, *(child for child, _, parent, _ in processes() if parent == pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)

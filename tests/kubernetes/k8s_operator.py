@@ -1,7 +1,8 @@
 """The training-operator's part: its environment variables, its restart rule, its conditions and events.
 
-Written from what training-operator v1.9 does: variables are appended after the template's; with `restartPolicy: ExitCode`
-a pod that failed with 128 or more (or without a code) is deleted and created again, uncounted; a lower code fails the job.
+Written from what training-operator v1.9 does with workers, of which the first that succeeds ends the job: variables are
+appended after the template's; with `restartPolicy: ExitCode` a pod that failed with 128 or more (or without a code) is deleted
+and created again, uncounted; a lower code fails the job.
 A pod that admission refuses becomes an event on the job and is tried again. `k8s_kubelet.py` runs the pods.
 """
 
@@ -18,34 +19,15 @@ from k8s_admission import Refused
 from k8s_cluster import Cluster
 from k8s_kubelet import Idle, Processes, started
 
-# What training-operator 1.9 puts before a worker that has a Master beside it: no securityContext.
-INIT_CONTAINER = {
-    "name": "init-pytorch",
-    "image": "alpine:3.10",
-    "command": ["sh", "-c", "until nslookup master; do sleep 2; done"],
-    "resources": {"requests": {"cpu": "50m", "memory": "10Mi"}, "limits": {"cpu": "100m", "memory": "20Mi"}},
-}
 
-
-def injected(job: dict[str, Any], replica: str, index: int, master: str, port: int) -> dict[str, str]:
-    """The variables that the operator appends to a pod's container."""
-    spec = job["spec"]
-    replicas = spec["pytorchReplicaSpecs"]
-    pods = sum(item["replicas"] for item in replicas.values())
-    env = {"PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": spec["nprocPerNode"], "PET_NNODES": str(pods)}
-    if "Master" in replicas:
-        rank = index if replica == "Master" else index + 1
-        env |= {
-            "MASTER_ADDR": master, "MASTER_PORT": str(port), "PET_MASTER_ADDR": master, "PET_MASTER_PORT": str(port),
-            "WORLD_SIZE": str(pods * int(spec["nprocPerNode"])), "RANK": str(rank), "PET_NODE_RANK": str(rank),
-        }  # fmt: skip
-    policy = spec.get("elasticPolicy")
-    if policy is not None:
-        env |= {
-            "PET_RDZV_BACKEND": policy["rdzvBackend"], "PET_RDZV_ENDPOINT": f"{master}:{port}",
-            "PET_RDZV_ID": policy["rdzvId"], "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
-        }  # fmt: skip
-    return env
+def injected(job: dict[str, Any], master: str, port: int) -> dict[str, str]:
+    """The variables that the operator appends to the container of a worker."""
+    spec, policy = job["spec"], job["spec"]["elasticPolicy"]
+    return {
+        "PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": spec["nprocPerNode"], "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_ENDPOINT": f"{master}:{port}", "PET_RDZV_ID": policy["rdzvId"],
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+    }  # fmt: skip
 
 
 class Operator:
@@ -69,79 +51,64 @@ class Operator:
                 self._reconcile(job)
 
     def _reconcile(self, job: dict[str, Any]) -> None:
-        status = job.get("status") or {}
-        finished = any(
-            c["type"] in ("Succeeded", "Failed") and c["status"] == "True" for c in status.get("conditions", [])
-        )
-        phases: dict[str, str] = {}
-        for replica, item in job["spec"]["pytorchReplicaSpecs"].items():
-            for index in range(item["replicas"]):
-                name = f"{job['metadata']['name']}-{replica.lower()}-{index}"
-                pod = self.cluster.get("pods", name, self.namespace)
-                if finished:
-                    if pod is not None and pod["status"]["phase"] in ("Running", "Pending"):
-                        self._delete(name)  # cleanPodPolicy: Running
-                    continue
-                if pod is None and name in self.held:
-                    continue
-                if pod is None:
-                    self._create(job, replica, index, name, item["template"])
-                    continue
-                self._observe(pod)
-                phases[name] = pod["status"]["phase"]
-                if pod["status"]["phase"] == "Failed":
-                    code = pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
-                    if item["restartPolicy"] == "ExitCode" and code < 128:
-                        message = f'job "{job["metadata"]["name"]}" is failing because "{replica}" replica(s) failed.'
-                        self._condition(job, "Failed", message)
-                        return
-                    self._delete(name)
-                    message = f"job {job['metadata']['name']} is restarting because {replica} replica(s) failed."
-                    self._condition(job, "Restarting", message)
-        if finished or not phases:
-            return
-        # The Master decides; without one all workers, and in an elastic job the first that has succeeded.
-        deciding = [phase for name, phase in phases.items() if "-master-" in name] or list(phases.values())
-        succeeded = [phase == "Succeeded" for phase in deciding]
-        if any(succeeded) if job["spec"].get("elasticPolicy") else all(succeeded):
-            self._condition(job, "Succeeded", f"PyTorchJob {job['metadata']['name']} is successfully completed.")
-        elif "Running" in deciding:
-            self._condition(job, "Running", f"PyTorchJob {job['metadata']['name']} is running.")
+        conditions = (job.get("status") or {}).get("conditions", [])
+        finished = any(one["type"] in ("Succeeded", "Failed") and one["status"] == "True" for one in conditions)
+        phases, name = [], job["metadata"]["name"]
+        (item,) = job["spec"]["pytorchReplicaSpecs"].values()
+        for index in range(item["replicas"]):
+            pod = self.cluster.get("pods", host := f"{name}-worker-{index}", self.namespace)
+            if pod is None:
+                if not finished and host not in self.held:
+                    self._create(job, index, host, item["template"])
+                continue
+            if finished:
+                if pod["status"]["phase"] in ("Running", "Pending"):
+                    self._delete(host)  # cleanPodPolicy: Running
+                continue
+            phases.append(self._observe(pod))
+            if phases[-1] == "Failed":
+                pod = self.cluster.get("pods", host, self.namespace)
+                if pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] < 128:
+                    self._condition(job, "Failed", f'job "{name}" is failing because "Worker" replica(s) failed.')
+                    return
+                self._delete(host)
+                self._condition(job, "Restarting", f"job {name} is restarting because Worker replica(s) failed.")
+        if "Succeeded" in phases:  # the first that has, as in any job without a Master
+            self._condition(job, "Succeeded", f"PyTorchJob {name} is successfully completed.")
+        elif "Running" in phases:
+            self._condition(job, "Running", f"PyTorchJob {name} is running.")
 
     def _condition(self, job: dict[str, Any], kind: str, message: str) -> None:
-        old = [c for c in (job.get("status") or {}).get("conditions", []) if c["type"] != kind]
-        if any(c["type"] == kind and c["status"] == "True" for c in (job.get("status") or {}).get("conditions", [])):
+        there = (job.get("status") or {}).get("conditions", [])
+        if any(one["type"] == kind and one["status"] == "True" for one in there):
             return
+        old = [one for one in there if one["type"] != kind]
         for condition in old:
             if condition["type"] in ("Running", "Restarting"):
                 condition["status"] = "False"  # conditions linger
         conditions = [*old, {"type": kind, "status": "True", "reason": kind, "message": message}]
-        self.cluster.put("pytorchjobs", {**job, "status": {"conditions": conditions}}, self.namespace)
+        self.cluster.change("pytorchjobs", job["metadata"]["name"], self.namespace, status={"conditions": conditions})
 
-    def _create(self, job: dict[str, Any], replica: str, index: int, name: str, template: dict[str, Any]) -> None:
-        job_name, beside_master = job["metadata"]["name"], "Master" in job["spec"]["pytorchReplicaSpecs"]
-        node = index + (1 if replica == "Worker" and beside_master else 0)
-        spec = {**template["spec"], "nodeName": f"node-{node}"}
-        if replica == "Worker" and beside_master:
-            spec["initContainers"] = [INIT_CONTAINER]
+    def _create(self, job: dict[str, Any], index: int, name: str, template: dict[str, Any]) -> None:
+        spec, meta = {**template["spec"], "nodeName": f"node-{index}"}, job["metadata"]
         mounted = self.kubelet.mounts(name, spec)
         if mounted is None:
             return  # as the kubelet, which waits for what is to be mounted
         labels = {
-            **template["metadata"]["labels"], "training.kubeflow.org/job-name": job_name,
-            "training.kubeflow.org/replica-type": replica.lower(), "training.kubeflow.org/replica-index": str(index),
+            **template["metadata"]["labels"], "training.kubeflow.org/job-name": meta["name"],
+            "training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": str(index),
         }  # fmt: skip
         owner = {
-            "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": job_name, "uid": job["metadata"]["uid"],
+            "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": meta["name"], "uid": meta["uid"],
             "controller": True, "blockOwnerDeletion": True,
         }  # fmt: skip
-        meta = {"name": name, "labels": labels, "creationTimestamp": self._stamp(), "ownerReferences": [owner]}
+        own = {"name": name, "labels": labels, "creationTimestamp": self._stamp(), "ownerReferences": [owner]}
         try:
-            pod = self.cluster.create("pods", {"metadata": meta, "spec": spec, "status": {}}, self.namespace)
+            pod = self.cluster.create("pods", {"metadata": own, "spec": spec, "status": {}}, self.namespace)
         except Refused as refused:
             self._tell(job, f"Error creating: {refused}")
             return
-        self.kubelet.start(pod, node, job["metadata"]["uid"], mounted, partial(injected, job, replica, index))
+        self.kubelet.start(pod, index, meta["uid"], mounted, partial(injected, job))
         self.cluster.put("pods", {**pod, "status": started(spec["containers"][0]["name"])}, self.namespace)
 
     def _stamp(self) -> str:
@@ -157,10 +124,12 @@ class Operator:
         }  # fmt: skip
         self.cluster.put("events", event, self.namespace)
 
-    def _observe(self, pod: dict[str, Any]) -> None:
+    def _observe(self, pod: dict[str, Any]) -> str:
+        """The pod's phase."""
         code = self.kubelet.ended(pod) if pod["status"]["phase"] == "Running" else None
         if code is not None:
-            finish(self.cluster, pod, code, self.namespace)
+            pod = finish(self.cluster, pod, code, self.namespace)
+        return str(pod["status"]["phase"])
 
     def _delete(self, name: str) -> None:
         """The object goes when what runs in it has gone."""
@@ -190,15 +159,12 @@ class Running(Operator):
         self.kubelet.stop()
 
 
-def finish(cluster: Cluster, pod: dict[str, Any], code: int, namespace: str = "team", **more: Any) -> None:
-    """The pod's container has ended with that code; `more` goes into how (`reason`)."""
-    ended = {"exitCode": code, "finishedAt": datetime.now(timezone.utc).isoformat(), **more}
-    name = pod["spec"]["containers"][0]["name"]
-    status = {
-        "phase": "Succeeded" if code == 0 else "Failed",
-        "containerStatuses": [{"name": name, "restartCount": 0, "state": {"terminated": ended}}],
-    }
-    cluster.put("pods", {**pod, "status": status}, namespace)
+def finish(cluster: Cluster, pod: dict[str, Any], code: int, namespace: str = "team") -> Any:
+    """The pod's container has ended with that code."""
+    ended = {"exitCode": code, "finishedAt": datetime.now(timezone.utc).isoformat()}
+    state = {"name": pod["spec"]["containers"][0]["name"], "restartCount": 0, "state": {"terminated": ended}}
+    status = {"phase": "Succeeded" if code == 0 else "Failed", "containerStatuses": [state]}
+    return cluster.put("pods", {**pod, "status": status}, namespace)
 
 
 def until(condition: Any, seconds: float, what: str) -> None:

@@ -8,33 +8,17 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import k8s_server
 import pytest
 from k8s_cluster import Cluster
 from k8s_operator import Operator, finish
-from k8s_server import ApiServer
 
 from tests.jobs.helpers import lockstep
-from tests.processes import PYTHON, ROOT, clean_env, run
 
-
-def test_a_job_is_submitted_and_cancelled_where_an_empty_list_is_null(
-    server: ApiServer, cluster: Cluster, tmp_path: Path
-) -> None:
-    """As every API server answers who asks for the metadata of objects that are not there. It was a traceback."""
-    env = clean_env(PYTHONPATH=str(ROOT), KUBECONFIG=str(server.kubeconfig(tmp_path / "kubeconfig")))
-    (tmp_path / "job.yaml").write_text(JOB)
-    command = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
-    done = run([*command, "submit", "k8s", "job.yaml"], env, cwd=tmp_path)
-    assert done.code == 0 and cluster.get("pytorchjobs", "smoke") is not None, done
-    done = run([*command, "cancel", "k8s", "smoke"], env, cwd=tmp_path)
-    assert done.code == 0 and cluster.get("pytorchjobs", "smoke") is None, done
-
-
+pytestmark = [pytest.mark.promise("bad-input"), pytest.mark.promise("k8s-states")]
 COMMANDS = (
     ("submit", "k8s", "job.yaml"), ("submit", "k8s", "job.yaml", "--replace"), ("submit", "k8s", "job.yaml", "--new"),
     ("status", "k8s", "smoke"), ("status", "k8s", "smoke", "--json"), ("list", "k8s"), ("list", "k8s", "--json"),
@@ -44,18 +28,8 @@ COMMANDS = (
 JOB = "name: smoke\nrecipe: smoke\nimage: registry.example/lockstep:1\nnodes: 2\ngpus: 1\n"
 PAGE = b"<!DOCTYPE html><html><title>Sign in</title></html>"
 WHOLE = (
-    b"",
-    PAGE,
-    b"null",
-    b"[]",
-    b"{}",
-    b"7",
-    b'"text"',
-    b"[" * 100_000,
-    b"\xff\xfe{",
-    b'{"items": null}',
-    b'{"items": [null]}',
-)
+    b"", PAGE, b"null", b"[]", b"{}", b"7", b'"text"', b"[" * 100_000, b"\xff\xfe{", b'{"items": null}', b'{"items": [null]}',
+)  # fmt: skip
 VALUES = (
     None, 7, -1, 10**12, 0.5, True, "text", "²", "", [], {}, [None], [[]], [7], {"x": None}, {"uid": {}}, {"name": []},
 )  # fmt: skip
@@ -73,21 +47,17 @@ class Spoiler:
         if not self.left or self.chance.random() < 0.5:
             return None
         self.left -= 1
-        if value is None:
-            self.done.append(f"{path}: a page")
-            return PAGE
-        if self.chance.random() < 0.25:
-            found = self.chance.choice(WHOLE)
+        if value is None or self.chance.random() < 0.25:
+            found = PAGE if value is None else self.chance.choice(WHOLE)
             self.done.append(f"{path}: {found[:40]!r}")
             return found
         value = json.loads(json.dumps(value))
         holder, key = self.chance.choice(list(places(value)))
         if self.chance.random() < 0.2:
-            self.done.append(f"{path}: {key} is missing")
             del holder[key]
         else:
             holder[key] = self.chance.choice(VALUES)
-            self.done.append(f"{path}: {key} is {holder[key]!r}")
+        self.done.append(f"{path}: {key} is {holder.get(key, 'missing') if isinstance(holder, dict) else holder!r}")
         return json.dumps(value).encode()
 
 
@@ -98,58 +68,22 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(value[key])
 
 
-@pytest.fixture
-def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoiler | None], None]:
-    """From now on the server's good answers to GET go through this."""
-    handler: Any = k8s_server._Handler
-    now: list[Spoiler | None] = [None]
-    answer, begin = handler._answer, handler._begin_stream
-
-    def page(self: Any, data: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html" if data == PAGE else "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self._raw(data)
-
-    def answered(self: Any, status: int, value: Any, headers: Any = None) -> None:
-        spoil = now[0] if self.command == "GET" and status == 200 else None
-        data = spoil(self.path, value) if spoil is not None else None
-        answer(self, status, value, headers) if data is None else page(self, data)
-
-    def streams(self: Any) -> None:
-        data = now[0](self.path, None) if now[0] is not None else None
-        if data is None:
-            begin(self)
-        else:
-            page(self, data)
-            raise ConnectionAbortedError  # nothing follows
-
-    monkeypatch.setattr(handler, "_answer", answered)
-    monkeypatch.setattr(handler, "_begin_stream", streams)
-    return lambda spoiler: now.__setitem__(0, spoiler)
-
-
-def test_no_answer_is_a_traceback(
-    server: ApiServer, cluster: Cluster, tmp_path: Path, spoiled: Callable[[Spoiler | None], None]
-) -> None:
+def test_no_answer_is_a_traceback(cluster: Cluster, tmp_path: Path) -> None:
     """Missing, null, of another type, no JSON, a web page: one line, and a code that says whose fault it is."""
     (tmp_path / "job.yaml").write_text(JOB)
-    env = {"KUBECONFIG": str(server.kubeconfig(tmp_path / "kubeconfig"))}
     cluster.lag = 0.01
-    states = [there(cluster, tmp_path, env, ended) for ended in (False, True)]
+    states = [there(cluster, tmp_path, ended) for ended in (False, True)]
     met, began, seed = Counter[int](), time.monotonic(), 0
-    while seed < 240 and time.monotonic() - began < 18:
+    while seed < 120 and time.monotonic() - began < 18:
         command = COMMANDS[seed % len(COMMANDS)]
         cluster.objects = copy.deepcopy(states[seed // len(COMMANDS) % 2])
-        spoiler = Spoiler(seed)
-        spoiled(spoiler)
+        cluster.spoil = spoiler = Spoiler(seed)
         try:
-            done = lockstep(tmp_path, *command, **env)
+            done = lockstep(tmp_path, *command)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {' '.join(command)}: {spoiler.done}") from error
         finally:
-            spoiled(None)
+            cluster.spoil = None
         said = f"seed {seed}: {' '.join(command)}: {spoiler.done}: {done}"
         assert done.returncode in (0, 1, 2, 69, *((3, 4, 75, 124) if command[0] in ("status", "wait") else ())), said
         assert "Traceback" not in done.stderr and done.stderr.count("error: ") <= 1, said
@@ -161,19 +95,17 @@ def test_no_answer_is_a_traceback(
     assert seed >= len(COMMANDS) and met[69] and met[0], met
 
 
-def there(cluster: Cluster, folder: Path, env: dict[str, str], ended: bool) -> dict[tuple[str, str, str], Any]:
+def there(cluster: Cluster, folder: Path, ended: bool) -> dict[tuple[str, str, str], Any]:
     """The objects of a job with two pods and their logs, which runs or has failed."""
     cluster.objects = {}
-    assert lockstep(folder, "submit", "k8s", "job.yaml", **env).returncode == 0
+    assert lockstep(folder, "submit", "k8s", "job.yaml").returncode == 0
     Operator(cluster).round()
-    job = cluster.get("pytorchjobs", "smoke")
-    assert job is not None
     for pod in cluster.all("pods"):
         cluster.logs[pod["metadata"]["name"]] = [f"2026-01-01T00:00:0{n}.5Z [rank {n % 2}] {n}" for n in range(4)]
         if ended:
             finish(cluster, pod, 1)
+    about = {"name": "smoke", "uid": cluster.get("pytorchjobs", "smoke")["metadata"]["uid"]}
     event = {"metadata": {"name": "e"}, "type": "Warning", "reason": "FailedCreatePod", "message": "no"}
-    about = {"name": "smoke", "uid": job["metadata"]["uid"]}
     cluster.put("events", {**event, "lastTimestamp": "2026-01-01T00:00:00Z", "involvedObject": about})
     Operator(cluster).round()
     return copy.deepcopy(cluster.objects)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import re
 import shutil
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import kubernetes_validate
 import pytest
 import yaml
 from k8s_cluster import Cluster
+from k8s_discovery import CLUSTER_WIDE
 from k8s_operator import Running
 from k8s_server import ApiServer
 
@@ -23,15 +26,12 @@ from tests.checkout import copy_to, environment
 from tests.printed import Reader, marked, pages
 from tests.processes import Result, poll, require, run
 
+CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1")
 NAMESPACE = "lockstep"
 BOUND = 180
+pytestmark = pytest.mark.promise("printed")
 PODS_RUN = {"docs/tutorials/to-kubernetes.md": "digits", "docs/how-to/start-a-project.md": "mine"}
 """Page → its job, whose pods are processes here. On the other pages a job is only created: it wants GPUs."""
-
-
-def pods(job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    return found
 
 
 class Page(Reader):
@@ -53,12 +53,8 @@ class Page(Reader):
             }
         for printed, here in table.items():
             text = text.replace(printed, here)
-        return text
-
-    def job(self, name: str) -> dict[str, Any]:
-        found = self.cluster.get("pytorchjobs", name, NAMESPACE)
-        assert found is not None, f"there is no {name} in {[*self.cluster.objects]}"
-        return found
+        # kubectl sends a Secret in a form that the emulation does not read, unless it is applied.
+        return f"{text} --dry-run=client -o json | kubectl apply -f -" if " create secret " in text else text
 
     def before(self, command: str) -> None:
         self.role = self.cluster.role
@@ -81,86 +77,51 @@ class Page(Reader):
         """From now on nobody may do more than what was installed allows."""
         kinds = {kind for kind, place, _ in self.cluster.objects if place == NAMESPACE}
         assert {"roles", "rolebindings", "persistentvolumeclaims", "networkpolicies"} <= kinds, done.output
-        assert self.cluster.get("namespaces", NAMESPACE, "") is not None
         self.cluster.allow(*self.cluster.all("roles", NAMESPACE))
 
     def examined(self, done: Result) -> None:
         """No operator is installed here, and the Role may not look for one: doctor says what it could not tell."""
-        assert re.search(r"^cluster +ok .*Kubernetes v1", done.output, re.MULTILINE), done.output
-        assert re.search(r"^rights +ok ", done.output, re.MULTILINE), done.output
-        exec_ = re.search(r"^exec +note .*components/debug", done.output, re.MULTILINE)
-        assert bool(exec_) == (self.cluster.get("roles", "lockstep-debug", NAMESPACE) is None), done.output
-
-    def prepares(self, done: Result) -> None:
-        job = self.cluster.get("jobs", "smoke-prepare", NAMESPACE)
-        assert job is not None and "digits" in json.dumps(job), done.output
-
-    def gpus(self, done: Result) -> None:
-        job = pods(self.job("smoke"))
-        (container,) = job["template"]["spec"]["containers"]
-        assert (job["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (2, "4"), container
-        assert self.job("smoke")["spec"]["nprocPerNode"] == "4" and container["image"].startswith("registry.example/")
-
-    def queued(self, done: Result) -> None:
-        self.gpus(done)
-        assert self.job("smoke")["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu"
-
-    def cancelled(self, done: Result) -> None:
-        """A job that has ended by then stays, with its result."""
-        ended = "digits: succeeded" in done.output
-        assert ended or self.cluster.all("pytorchjobs", NAMESPACE) == [], done.output
-
-    def submitted(self, done: Result) -> None:
-        assert pods(self.job("digits"))["replicas"] == 2
-
-    def located(self, done: Result) -> None:
-        assert done.output.startswith("digits: "), done.output
-
-    def listed(self, done: Result) -> None:
-        assert re.search(r"^digits +", done.output, re.MULTILINE), done.output
-
-    def differs(self, done: Result) -> None:
-        assert re.search(r"gpus: 0 → 1", done.output), done.output
+        rows = dict(re.findall(r"^(\w+) +(ok|note) ", done.output, re.MULTILINE))
+        assert rows["cluster"] == rows["rights"] == "ok", done.output
+        may = self.cluster.get("roles", "lockstep-debug", NAMESPACE) is not None
+        assert rows.get("exec") == (None if may else "note"), done.output
 
     def rank_0(self, done: Result) -> None:
         assert '"event": "start"' in done.output and "[rank " not in done.output, done.output
 
     def ended_well(self, done: Result) -> None:
-        assert "succeeded" in done.output, done.output
         summary = json.loads((self.folder / "runs/job/summary.json").read_text())
-        assert summary["epochs"] == 2 and summary["world_size"] == 2, summary
+        assert "succeeded" in done.output and (summary["epochs"], summary["world_size"]) == (2, 2), (
+            done.output,
+            summary,
+        )
 
     def project(self, done: Result) -> None:
         """Its code travels in ConfigMaps, and its own loop trains on two ranks."""
-        assert [name for kind, _, name in self.cluster.objects if kind == "configmaps"], "its code"
-        summary = self.folder / "runs/job/summary.json"
-        poll(summary.exists, BOUND, f"the end of the project's run: {self.cluster.logs}")
-        poll(lambda: self.job("mine").get("status", {}).get("conditions", [{}])[-1].get("type") == "Succeeded", BOUND)
+        assert self.cluster.all("configmaps", NAMESPACE), "its code"
+        status: Any = lambda: self.cluster.get("pytorchjobs", "mine", NAMESPACE).get("status", {})  # noqa: E731
+        poll(lambda: status().get("conditions", [{}])[-1].get("type") == "Succeeded", BOUND)
+        assert (self.folder / "runs/job/summary.json").exists(), self.cluster.logs
 
     def secret(self, done: Result) -> None:
         found = self.cluster.get("secrets", "team-registry", NAMESPACE)
-        assert found is not None and found["type"] == "kubernetes.io/dockerconfigjson", done.output
         held = json.loads(base64.b64decode(found["data"][".dockerconfigjson"]))
         assert held["auths"]["registry.example"]["username"] == "USER"
         job = yaml.safe_load((self.folder / "private.yaml").read_text())
-        assert job["k8s"]["image_pull_secrets"] == [found["metadata"]["name"]], "what the page's job names"
+        assert job["k8s"]["image_pull_secrets"] == ["team-registry"], "what the page's job names"
+
+    def ran(self, done: Result) -> None:
+        """What else it does is shown where it is about that."""
 
     CHECKS: ClassVar = {
         "make install-k8s": installed,
         "kubectl apply -k ": installed,
         "kubectl .* create secret ": secret,
         "lockstep doctor ": examined,
-        "lockstep prepare ": prepares,
-        "make submit-k8s .*GPUS": gpus,
         "make submit-k8s$": project,
-        "lockstep submit .*queue=gpu": queued,
-        "lockstep submit ": submitted,
-        "lockstep status ": located,
-        "lockstep list ": listed,
-        "lockstep diff ": differs,
         "lockstep logs ": rank_0,
         "lockstep wait ": ended_well,
-        "lockstep cancel ": cancelled,
+        "(lockstep|make) ": ran,
     }
 
 
@@ -198,17 +159,27 @@ def test_what_the_page_prints_works_on_the_emulated_cluster(
     reader.reads(page)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("overlay", ["full", "single-node", "trainer", "debug"])
 def test_what_the_table_of_overlays_names_can_be_applied(
-    overlay: str, server: ApiServer, folder: Path, tmp_path: Path
+    server: ApiServer, cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
     """And once more, which changes nothing."""
     env = environment(folder, tmp_path / "home", HOME=str(tmp_path / "home"))
     env["KUBECONFIG"] = str(server.kubeconfig(tmp_path / "kubeconfig"))
-    command = f"make install-k8s OVERLAY=overlays/{overlay}"
-    assert f"`{command}`" in (folder / "docs/kubernetes.md").read_text()
-    done = run(["bash", "-c", command], env, cwd=folder)
-    assert done.code == 0 and "namespace/lockstep created" in done.output, done.output
-    done = run(["bash", "-c", command], env, cwd=folder)
-    assert done.code == 0 and " created" not in done.output and " configured" not in done.output, done.output
+    for overlay in ("full", "single-node", "trainer", "debug"):
+        command = f"make install-k8s OVERLAY=overlays/{overlay}"
+        assert f"`{command}`" in (folder / "docs/kubernetes.md").read_text()
+        cluster.objects.clear()
+        done = run(["bash", "-c", command], env, cwd=folder)
+        assert done.code == 0 and "namespace/lockstep created" in done.output, done.output
+        objects = [item for (kind, *_), item in cluster.objects.items() if item["apiVersion"] in CORE]
+        for item in copy.deepcopy(objects):
+            kubernetes_validate.validate(
+                item | {"metadata": {**item["metadata"], "resourceVersion": "1"}}, "1.32", strict=True
+            )
+        spaces = {place for kind, place, _ in cluster.objects if kind not in CLUSTER_WIDE}
+        modes = {
+            mode for item in cluster.all("persistentvolumeclaims", NAMESPACE) for mode in item["spec"]["accessModes"]
+        }
+        assert spaces == {NAMESPACE} and modes == {"ReadWriteOnce" if "single" in overlay else "ReadWriteMany"}, overlay
+        done = run(["bash", "-c", command], env, cwd=folder)
+        assert done.code == 0 and " created" not in done.output and " configured" not in done.output, done.output

@@ -4,111 +4,66 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from k8s_cluster import Cluster
 
-from lockstep.jobs.kubernetes.backend import KubernetesBackend
-from lockstep.jobs.spec.model import JobSpec
+from tests.product import JobSpec
 
 SPEC = JobSpec.of(
-    {
-        "name": "second",
-        "recipe": "smoke",
-        "image": "registry.example/a:1",
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "k8s": {"kind": "TrainJob"},
-    }
-)
+    {"name": "second", "recipe": "smoke", "image": "a.example/a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}
+)  # fmt: skip
+pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-states")]
 
 
-def pod(cluster: Cluster, index: int, phase: str = "Running") -> None:
+def pod(cluster: Cluster, index: int, phase: str = "Running", suffix: str = "x7k2p", day: int = 1) -> None:
     host = f"second-node-0-{index}"
     labels = {"lockstep/job": "second", "batch.kubernetes.io/job-completion-index": str(index)}
-    meta = {"name": f"{host}-x7k2p", "labels": labels}
-    status: dict[str, Any] = {
-        "phase": phase,
-        "containerStatuses": [{"name": "node", "restartCount": 0, "state": {"running": {}}}],
-    }
-    cluster.put("pods", {"metadata": meta, "spec": {"hostname": host}, "status": status})
-    cluster.logs[meta["name"]] = [
-        f"2026-01-01T00:00:00Z [rank {2 * index + rank}] rank {2 * index + rank}" for rank in (0, 1)
-    ]
+    meta = {"name": f"{host}-{suffix}", "labels": labels, "creationTimestamp": f"2026-01-0{day}T00:00:00Z"}
+    states = [{"name": "node", "restartCount": 0, "state": {"running": {}}}]
+    cluster.put(
+        "pods", {"metadata": meta, "spec": {"hostname": host}, "status": {"phase": phase, "containerStatuses": states}}
+    )
+    ranks = (2 * index, 2 * index + 1)
+    cluster.logs[meta["name"]] = [f"2026-01-01T00:00:00Z [rank {rank}] {rank} in {suffix}" for rank in ranks]
 
 
-def condition(cluster: Cluster, kind: str, **more: Any) -> None:
-    job = cluster.get("trainjobs", "second")
-    assert job is not None
-    found = {"type": kind, "status": "True", "reason": kind, "message": "m"}
-    cluster.put("trainjobs", {**job, "status": {"conditions": [found], **more}})
-
-
-def test_a_trainjob_is_submitted_watched_and_read(backend: KubernetesBackend, cluster: Cluster) -> None:
+def test_a_trainjob_is_submitted_watched_and_read(backend: Any, cluster: Cluster) -> None:
     assert backend.submit(SPEC).created and not backend.submit(SPEC).created
     assert cluster.get("pytorchjobs", "second") is None
     policy = cluster.get("networkpolicies", f"second-{SPEC.hash()}")
-    assert policy is not None and policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob"
-    pod(cluster, 0)
+    assert policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob"
+    pod(cluster, 0, "Failed")
     pod(cluster, 1)
+    pod(
+        cluster, 0, suffix="zzzzz", day=2
+    )  # a batch Job keeps a failed pod beside the one that replaces it, under one index
     found = backend.status("second")
-    assert found.state == "running"
-    assert {part.name: part.ranks for part in found.ranks} == {
-        "second-node-0-0-x7k2p": [0, 1], "second-node-0-1-x7k2p": [2, 3],
-    }  # fmt: skip
-    assert list(backend.logs("second", rank=3)) == ["rank 3"]
+    ranks = {part.name: part.ranks for part in found.ranks}
+    assert (found.state, ranks) == ("running", {"second-node-0-0-zzzzz": [0, 1], "second-node-0-1-x7k2p": [2, 3]})
+    assert list(backend.logs("second", rank=3)) == ["3 in x7k2p"]
     cluster.unknown.add("pytorchjobs")
     assert [(row.name, row.nodes) for row in backend.list()] == [("second", 2)], "the other operator need not be there"
     cluster.unknown.clear()
-    condition(cluster, "Suspended")
-    assert backend.status("second").state == "queued"
-    condition(cluster, "Complete")
-    assert backend.wait("second", 5).state == "succeeded"
-    condition(cluster, "Failed")
-    assert backend.status("second").code == 1
-    condition(cluster, "Running", jobsStatus=[{"name": "node", "active": 1}])
+    for condition, state, code in (("Suspended", "queued", 0), ("Failed", "failed", 1), ("Complete", "succeeded", 0)):
+        cluster.say("second", {"type": condition, "reason": condition, "message": "m"}, plural="trainjobs")
+        found = backend.status("second")
+        assert (found.state, found.code) == (state, code), condition
+    assert list(backend.logs("second", rank=0, follow=True)) == ["0 in zzzzz"], "of the new pod"
+    active = {"conditions": [{"type": "Running", "status": "True"}], "jobsStatus": [{"name": "node", "active": 1}]}
+    cluster.change("trainjobs", "second", status=active)
     assert backend.list()[0].state == "running"
-    assert backend.cancel("second").state == "cancelled"
-    assert cluster.get("trainjobs", "second") is None
+    assert backend.cancel("second").state == "cancelled" and cluster.get("trainjobs", "second") is None
 
 
-def test_pods_that_are_refused_are_told(backend: KubernetesBackend, cluster: Cluster, rights: None) -> None:
+def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
     """The batch Job that makes them has the event, under a name and a uid of its own."""
     backend.submit(SPEC)
     pod(cluster, 0)
     template = {"metadata": {"labels": {"lockstep/job": "second"}}}
     made = cluster.put("jobs", {"metadata": {"name": "second-node-0"}, "spec": {"template": template}})
     about = {"kind": "Job", "name": "second-node-0", "uid": made["metadata"]["uid"]}
-    refused = (
-        'pods "second-node-0-1-" is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1'
-    )
-    event = {
-        "metadata": {"name": "e"},
-        "reason": "FailedCreate",
-        "type": "Warning",
-        "message": f"Error creating: {refused}",
-    }
-    cluster.put("events", {**event, "involvedObject": about})
-    assert backend.status("second").reason == f"1/2 pods run, the others are refused: {refused}"
+    event = {"reason": "FailedCreate", "type": "Warning", "message": "Error creating: pods are forbidden: quota"}
+    cluster.put("events", {"metadata": {"name": "e"}, **event, "involvedObject": about})
+    assert "the others are refused: pods are forbidden: quota" in backend.status("second").reason
     cluster.put("jobs", {**made, "spec": {}})
     assert "starting" in backend.status("second").reason, "a Job of somebody else that has the name"
-
-
-def test_a_follower_reads_the_pod_that_replaced_a_failed_one(backend: KubernetesBackend, cluster: Cluster) -> None:
-    """A batch Job keeps both, under one index."""
-    backend.submit(SPEC)
-    pod(cluster, 0, "Failed")
-    pod(cluster, 1)
-    new = cluster.get("pods", "second-node-0-0-x7k2p")
-    assert new is not None
-    meta = {
-        **new["metadata"],
-        "name": "second-node-0-0-zzzzz",
-        "uid": "new",
-        "creationTimestamp": "2026-01-02T00:00:00Z",
-    }
-    cluster.put("pods", {**new, "metadata": meta, "status": {**new["status"], "phase": "Running"}})
-    old = cluster.get("pods", "second-node-0-0-x7k2p")
-    assert old is not None
-    cluster.put("pods", {**old, "metadata": {**old["metadata"], "creationTimestamp": "2026-01-01T00:00:00Z"}})
-    cluster.logs["second-node-0-0-zzzzz"] = ["2026-01-02T00:00:00Z [rank 0] of the new pod"]
-    condition(cluster, "Complete")
-    assert list(backend.logs("second", rank=0, follow=True)) == ["of the new pod"]

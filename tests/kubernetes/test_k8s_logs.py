@@ -1,0 +1,102 @@
+"""Logs of ranks, through Pending, replaced pods, broken streams, and nodes whose clocks are not on UTC."""
+
+from __future__ import annotations
+
+import threading
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from k8s_cluster import Cluster, Fault
+from k8s_operator import Operator, finish, until
+
+from tests.product import JobSpec, UserError
+
+SPEC = JobSpec.of(
+    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2}
+)
+HERE, THERE = "smoke-worker-0", "smoke-worker-1"
+pytestmark = pytest.mark.promise("logs")
+
+
+@pytest.fixture
+def pods(backend: Any, cluster: Cluster, operator: Operator) -> Cluster:
+    backend.submit(SPEC)
+    operator.round()
+    return cluster
+
+
+def asked(cluster: Cluster) -> list[tuple[str, str | None]]:
+    """(pod, how many of the last lines) of each request for a log."""
+    logs = [(path.split("/")[-2], query) for _, path, query, _ in cluster.requests if path.endswith("/log")]
+    return [(name, query.get("tailLines")) for name, query in logs]
+
+
+def test_logs_of_a_rank_come_from_its_pod(backend: Any, pods: Cluster) -> None:
+    pods.logs[HERE] = [f"2026-01-01T00:00:00Z {line}" for line in ("[rank 0] zero", "[rank 1] one", "launch: joined")]
+    words = "unable to retrieve container logs for containerd://1f2e"  # a kubelet's own have no time
+    pods.logs[THERE] = ["2026-01-01T02:00:00.0+02:00 [rank 2] two", words, "2026-01-01T02:00:00.0+02:00 [rank 3] three"]
+    assert list(backend.logs("smoke", rank=3)) == ["three"]
+    assert asked(pods) == [(THERE, None)]
+    first, second = (
+        ["[rank 0] zero", "[rank 1] one", f"[{HERE}] launch: joined"],
+        ["[rank 2] two", f"[{THERE}] {words}"],
+    )
+    assert list(backend.logs("smoke")) == [*first, *second, "[rank 3] three"]
+    with pytest.raises(UserError, match="ranks 0 … 3, got 4"):
+        backend.logs("smoke", rank=4)
+
+
+def test_an_elastic_rank_is_found_wherever_it_is(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    elastic = {"elastic": {"min_nodes": 1, "max_nodes": 2}, "volumes": [{"claim": "runs", "path": "/runs"}]}
+    backend.submit(JobSpec.of({**SPEC.plain(), "ranks_per_node": 1, **elastic}))
+    operator.round()
+    for name, rank in ((HERE, 1), (THERE, 0)):
+        cluster.logs[name] = [f"2026-01-01T00:00:00Z [rank {rank}] I am {rank}"]
+    assert list(backend.logs("smoke", rank=0)) == ["I am 0"]
+
+
+def test_the_last_lines_are_asked_of_the_server_where_it_knows_them(backend: Any, pods: Cluster) -> None:
+    for hours, name, rank in ((2, HERE, 0), (-3.5, THERE, 2)):
+        zone = timezone(timedelta(hours=hours))
+        times = [datetime.fromtimestamp(1_767_225_600 + 4 * second + rank, zone) for second in range(10)]
+        stamps = [time.isoformat(timespec="microseconds") for time in times]
+        pods.logs[name] = [f"{stamp} [rank {rank}] {number}" for number, stamp in enumerate(stamps)]
+    assert [*backend.logs("smoke", last=3)] == ["[rank 2] 8", "[rank 0] 9", "[rank 2] 9"], (
+        "by their times, of whichever pod"
+    )
+    assert asked(pods) == [(HERE, "3"), (THERE, "3")]
+    assert [*backend.logs("smoke", rank=2, last=2)] == ["8", "9"]
+    assert asked(pods)[2:] == [(THERE, None)], "its lines are among those of others"
+
+
+@pytest.mark.parametrize("minutes", [120, -210, 0], ids=["+02:00", "-03:30", "+00:00"])
+def test_a_log_is_followed_through_pending_broken_streams_and_a_new_pod(
+    backend: Any, cluster: Cluster, operator: Operator, minutes: int
+) -> None:
+    """The offset was cut off: what was asked for next lay hours ahead, and 3 of 9 lines came."""
+    backend.submit(SPEC)
+    operator.held.add(HERE)
+    operator.round()
+    began, here = datetime(2026, 11, 24, 23, 59, 57, tzinfo=timezone.utc), timezone(timedelta(minutes=minutes))
+    times = [began + timedelta(seconds=0.75 * number) for number in range(12)]
+    stamps = [time.astimezone(here).isoformat(timespec="microseconds") for time in times[:6]]
+    stamps += [f"{time:%Y-%m-%dT%H:%M:%S.%f}000Z" for time in times[6:]]  # the clock is set anew, as twice a year
+    lines = [f"{stamp} [rank 0] {number}" for number, stamp in enumerate(stamps)]
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.extend(backend.logs("smoke", rank=0, follow=True)), daemon=True)
+    thread.start()
+    cluster.faults.append(Fault("GET", "/log", drop_after_lines=3, times=2))
+    cluster.logs[HERE] = lines[:9]
+    operator.held.clear()
+    operator.round()
+    until(lambda: cluster.faults[0].times == 0 and len(seen) >= 9, 20, f"the first pod's lines; {seen}")
+    cluster.remove("pods", HERE)
+    cluster.logs[HERE] = lines[9:]
+    operator.round()
+    until(lambda: len(seen) >= 12, 20, f"the second pod's lines; {seen}")
+    for pod in cluster.all("pods"):
+        finish(cluster, pod, 0)
+    operator.round()
+    thread.join(20)
+    assert not thread.is_alive() and seen == [str(number) for number in range(12)], "no line twice, none missing"
