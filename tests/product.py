@@ -8,6 +8,8 @@ imported by the function that uses it: the dispatcher's tests run without.
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from lockstep import JobSpec
@@ -16,6 +18,8 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, E
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from lockstep.jobs.backend import Backend
 
@@ -65,3 +69,147 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
         store.verify(path)
         steps.append(store.step_of(path))
     return steps
+
+
+# Jobs on this machine, the code that travels with them, and files for Compose (tests/jobs, tests/containers)
+
+
+PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
+"""`python -c PROGRAM WORDS` is `lockstep WORDS` as a process of its own."""
+
+
+def command_line() -> None:
+    """What the program `lockstep` runs. Ends with SystemExit."""
+    from lockstep.jobs.cli.main import main
+
+    main()
+
+
+def local(folder: Path, bare: bool = True) -> Any:
+    """The local backend with its records in `folder`. A bare one runs a job's command itself, where a launcher takes
+    seconds to begin."""
+    from lockstep.jobs.local.backend import LocalBackend
+
+    class Bare(LocalBackend):
+        @staticmethod
+        def _command(spec: JobSpec, run_dir: str) -> list[str]:
+            return [sys.executable if word == "python" else word for word in spec.command or ()]
+
+    return Bare(folder) if bare else LocalBackend(folder)
+
+
+def kubernetes() -> Any:
+    """The Kubernetes backend of $KUBECONFIG, which waits a moment where a person's would wait for seconds."""
+    from lockstep.jobs.kubernetes.api import Api, load_configuration
+    from lockstep.jobs.kubernetes.backend import KubernetesBackend
+
+    load, namespace = load_configuration(None)
+    api = Api(load, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
+    return KubernetesBackend(api, namespace, interval=0.2, lost_after=2)
+
+
+def streams(stdin: int, stdout: int, stderr: int) -> Any:
+    """Descriptors for a backend's `execute`."""
+    from lockstep.jobs.foreground import Streams
+
+    return Streams(stdin, stdout, stderr)
+
+
+def travels(folder: Path, *allow: str) -> dict[str, bytes]:
+    """The files of a folder that travel with a job, and what they hold. Raises `UserError`."""
+    from lockstep.jobs.code.collect import collect
+
+    return {file.path: file.data for file in collect(folder, allow).files}
+
+
+def code_of(folder: Path) -> tuple[str, bytes]:
+    """Identity and archive of the code in a folder."""
+    from lockstep.jobs.code.collect import collect
+
+    found = collect(folder)
+    return found.identity, found.packed
+
+
+def pinned(spec: JobSpec) -> JobSpec:
+    """The spec with the identity of its code in place of the folder; nothing is kept."""
+    from lockstep.jobs.code import pin
+
+    return pin.look(spec)[0]
+
+
+def kept(*specs: JobSpec) -> list[JobSpec]:
+    """The specs as they are submitted, with their code kept in $LOCKSTEP_HOME."""
+    from lockstep.jobs.code import pin
+
+    return pin.keep_all(list(specs))
+
+
+def copy_of_code(identity: str) -> Path:
+    """The folder that local jobs run kept code in."""
+    from lockstep.jobs.code import store
+
+    return store.unpacked(identity)
+
+
+def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
+    """30 files, 5 repositories, a second for patterns and for git: what is above them need not be made in full."""
+    from lockstep.jobs.code import listing, patterns, repository
+
+    for module, name, value in (
+        (listing, "MAX_FILES", 30), (listing, "_MAX_REPOSITORIES", 5), (patterns, "SECONDS", 1), (repository, "_SECONDS", 1),
+    ):  # fmt: skip
+        patch.setattr(module, name, value)
+
+
+def composed(spec: JobSpec, prepare: bool = False) -> dict[str, Any]:
+    """The Compose file of a job, or of the container that makes its shards."""
+    from lockstep.jobs.compose import render
+
+    file: dict[str, Any] = (render.render_prepare if prepare else render.render)(spec)
+    return file
+
+
+def manifest(file: dict[str, Any]) -> str:
+    """As `lockstep render` prints it."""
+    from lockstep.jobs.manifest import to_yaml
+
+    return str(to_yaml([file]))
+
+
+def lint_of_compose(spec: JobSpec) -> list[Any]:
+    """The findings (`id`, `level`, `message`) about the Compose file of a job."""
+    from lockstep.jobs.compose.rules import RULES
+
+    return list(RULES.apply(spec, [composed(spec)]))
+
+
+def words_of_rank(spec: JobSpec, *more: str) -> list[str]:
+    """The command of a rank, in `/runs/x`."""
+    from lockstep.jobs import command
+
+    return command.rank(spec, "/runs/x", *more)
+
+
+def short_grace(patch: pytest.MonkeyPatch) -> None:
+    """A local job that does not end after its grace is killed soon, and soon said to live still."""
+    from lockstep.jobs import command
+    from lockstep.jobs.local import processes
+
+    patch.setattr(command, "GRACE_MARGIN", -3)
+    patch.setattr(processes, "KILL_SECONDS", 2)
+
+
+def living(job: str) -> list[int]:
+    """Processes of this machine that belong to a submission of a local job."""
+    from lockstep.jobs.local import processes
+
+    return list(processes.living(job))
+
+
+def elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """The local backend as on another machine that shares the home folder: no process number means anything there."""
+    from lockstep.jobs.local import backend as module
+
+    patch.setattr(module, "here", lambda: "other pid:[1]")
+    patch.setattr(module, "alive", lambda pid, ticks: False)
+    patch.setattr(module, "living", lambda job, looks: [])
