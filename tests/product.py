@@ -17,6 +17,7 @@ from lockstep.jobs.status import Status, Unreachable
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import pytest
@@ -213,3 +214,12 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "here", lambda: "other pid:[1]")
     patch.setattr(module, "alive", lambda pid, ticks: False)
     patch.setattr(module, "living", lambda job, looks: [])
+
+
+def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
+    """The lines of the first node of a SLURM job that has ended, from the folder with its logs."""
+    from lockstep.jobs.slurm import logs
+    from lockstep.jobs.slurm.transport.local import LOCAL
+
+    record = {"submitit": str(folder), "job_id": job_id}
+    return iter(logs.lines(LOCAL, record, [0], False, lambda: True, 0.1, 0))
