@@ -8,6 +8,7 @@ imported by the function that uses it: the dispatcher's tests run without.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from lockstep.jobs.status import Status, Unreachable
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import pytest
@@ -223,3 +224,40 @@ def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
 
     record = {"submitit": str(folder), "job_id": job_id}
     return iter(logs.lines(LOCAL, record, [0], False, lambda: True, 0.1, 0))
+
+
+def slurm_task(spec: JobSpec) -> Any:
+    """What submitit hands to the tasks of a training."""
+    from lockstep.jobs.slurm.backend import training_task
+
+    return training_task(spec)
+
+
+def slurm_python(spec: JobSpec, folder: Path) -> list[str]:
+    """The words by which srun starts Python on a node."""
+    from lockstep.jobs.slurm import render
+    from lockstep.jobs.slurm.transport.local import LOCAL
+
+    return shlex.split(render.python(spec, folder, LOCAL.place()))
+
+
+def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
+    """Submissions to Compose are killed when their code is there, and before the first container is."""
+    patch.setattr(backend("compose"), "_up", lambda self, spec: self._bring_code(spec))
+
+
+def followed_containers(*ids: str) -> Iterator[str]:
+    """The lines of the containers of a Compose job, followed."""
+    made: Any = backend("compose")
+    return iter(made(interval=0.01)._lines("small", dict.fromkeys(ids, ""), None, follow=True))
+
+
+def look_late(backend: Any, busy: Callable[[Path, Callable[[Path], bool]], None]) -> None:
+    """`busy(folder, lives)` is called before the local backend looks whether processes of a job live."""
+    lives = type(backend)._supervised
+
+    def late(folder: Path) -> bool:
+        busy(folder, lives)
+        return bool(lives(folder))
+
+    backend._supervised = late

@@ -23,8 +23,8 @@ from tests.terminal import at_a_terminal, drained, until_shown
 
 pytestmark = pytest.mark.containers
 MARKER = "in an engine"
-ELSEWHERE = {"make smoke": 'make("smoke"'}
-"""Command → the words with which test_smoke.py runs it."""
+ELSEWHERE = {"make smoke"}
+"""What test_smoke.py runs."""
 BEFORE = ("lockstep init ", "cd ")
 """Commands without the marker that those with it need."""
 BOUND = 900
@@ -80,11 +80,8 @@ class Place(Checked):
 
     def type(self, command: str) -> Result:
         """`docker login` asks a person."""
-        with at_a_terminal(["bash", "-c", f"cd {shlex.quote(str(self.here))}; exec {command}"], self.env) as (
-            process,
-            ours,
-            _,
-        ):
+        words = ["bash", "-c", f"cd {shlex.quote(str(self.here))}; exec {command}"]
+        with at_a_terminal(words, self.env) as (process, ours, _):
             shown = b""
             for asked, answer in (("Username", READER), ("Password", PASSWORD)):
                 shown += until_shown(ours, asked.encode(), 60)
@@ -133,9 +130,8 @@ class Place(Checked):
 
     def killed_and_brought_back(self, done: Result) -> None:
         """What the page says of a node that is killed: printed for the middle of a job, so it is done in the middle."""
-        (kill,) = [
-            text for text in marked(MARKER, "docs/how-to/rehearse-in-compose.md") if text.startswith("docker kill")
-        ]
+        commands = marked(MARKER, "docs/how-to/rehearse-in-compose.md")
+        (kill,) = [text for text in commands if text.startswith("docker kill")]
         job = f"rehearsal{self.suffix}"
 
         def trains() -> bool:
@@ -163,21 +159,12 @@ class Place(Checked):
         assert re.search(rf"^rehearsal{self.suffix} +succeeded", done.output, re.MULTILINE), done.output
 
     CHECKS: ClassVar = {
-        "make image-cpu push": pushed,
-        "make image-cpu": built,
-        "make smoke NODES=3": smoke,
-        "docker login": logged_in,
-        "docker buildx imagetools": named,
-        "lockstep prepare": prepared,
-        "lockstep doctor compose job.yaml": shards_are_there,
-        "lockstep doctor": examined,
-        "lockstep submit compose rehearsal": killed_and_brought_back,
-        "lockstep submit|make submit": submitted,
-        "lockstep status": located,
-        "lockstep wait": ended_well,
-        "lockstep logs": told,
-        "lockstep list": listed,
-    }
+        "make image-cpu push": pushed, "make image-cpu": built, "make smoke NODES=3": smoke, "docker login": logged_in,
+        "docker buildx imagetools": named, "lockstep prepare": prepared, "lockstep doctor compose job.yaml": shards_are_there,
+        "lockstep doctor": examined, "lockstep submit compose rehearsal": killed_and_brought_back,
+        "lockstep submit|make submit": submitted, "lockstep status": located, "lockstep wait": ended_well,
+        "lockstep logs": told, "lockstep list": listed,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +185,8 @@ def place(cpu_image: Built, registry: str, tmp_path: Path) -> Iterator[Place]:
     docker("tag", session, cpu_image.name)  # a page's `make image-cpu` takes the tag, and its copy knows no revision
     remove_jobs(*(f"{name}{found.suffix}" for name in ("rehearsal", "smoke", "mine")))
     volumes = [name for name in docker("volume", "ls", "--quiet").split() if name.endswith(found.suffix)]
-    images = [
-        name
-        for name in docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
-        if name.startswith((registry, "registry.example/python"))
-    ]
+    known = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+    images = [name for name in known if name.startswith((registry, "registry.example/python"))]
     images += [pages] if pages != session else []
     for words in (["volume", "rm", "--force", *volumes], ["image", "rm", "--force", *images]):
         docker(*words, check=False)
@@ -240,8 +224,3 @@ def test_what_the_page_prints_works_in_the_engine(page: str, place: Place) -> No
         if why == MARKER:
             place.after(command, done)
     assert place.checked == len(commands)
-
-
-def test_what_is_run_elsewhere_is_run_there() -> None:
-    text = (Path(__file__).parent / "test_smoke.py").read_text()
-    assert all(words in text for words in ELSEWHERE.values())

@@ -95,18 +95,14 @@ def test_a_job_is_never_lost_while_it_is_submitted_or_ends(backend: Any) -> None
     assert {"pending", "succeeded"} <= set(states) and "lost" not in states, set(states)
 
 
-def test_a_job_that_ends_between_two_questions_has_ended_and_is_not_lost(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_ends_between_two_questions_has_ended_and_is_not_lost(backend: Any) -> None:
     """Asked whether a job's processes live, the system answers when they have just ended, as a busy machine would."""
-    real = type(backend)._supervised
 
-    def late(folder: Path) -> bool:
+    def busy(folder: Path, lives: Callable[[Path], bool]) -> None:
         poll((folder / "ended.json").exists, BOUND, "the end of the job")
-        poll(lambda: not real(folder), BOUND, "the end of its processes")
-        return bool(real(folder))
+        poll(lambda: not lives(folder), BOUND, "the end of its processes")
 
-    backend._supervised = late
+    product.look_late(backend, busy)
     backend.submit(_spec())
     assert backend.status("done").state == "succeeded"
 
