@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.jobs.compose.backend import ComposeBackend
-from lockstep.jobs.spec.model import JobSpec
+from tests import product
 from tests.engine import Built, docker, remove_jobs
+from tests.product import JobSpec
 
 BOUND = 240
 
@@ -26,7 +26,8 @@ class Jobs:
     """Jobs with names of their own, and what their volumes hold."""
 
     def __init__(self, image: str, folder: Path) -> None:
-        self.backend, self.image, self.folder = ComposeBackend(interval=0.3), image, folder
+        self.backend: Any = product.backend("compose")(interval=0.3)  # type: ignore[call-arg]
+        self.image, self.folder = image, folder
         self.suffix, self.names = uuid.uuid4().hex[:6], set[str]()
 
     def spec(self, name: str, **more: Any) -> JobSpec:

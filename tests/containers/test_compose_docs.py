@@ -83,11 +83,8 @@ class Place(Reader):
 
     def type(self, command: str) -> Result:
         """`docker login` asks a person."""
-        with at_a_terminal(["bash", "-c", f"cd {shlex.quote(str(self.here))}; exec {command}"], self.env) as (
-            process,
-            ours,
-            _,
-        ):
+        words = ["bash", "-c", f"cd {shlex.quote(str(self.here))}; exec {command}"]
+        with at_a_terminal(words, self.env) as (process, ours, _):
             shown = b""
             for asked, answer in (("Username", READER), ("Password", PASSWORD)):
                 shown += until_shown(ours, asked.encode(), 60)
@@ -205,11 +202,8 @@ def place(cpu_image: Built, registry: str, tmp_path: Path) -> Iterator[Place]:
     docker("tag", session, cpu_image.name)  # a page's `make image-cpu` takes the tag, and its copy knows no revision
     remove_jobs(*(f"{name}{found.suffix}" for name in ("rehearsal", "smoke", "mine")))
     volumes = [name for name in docker("volume", "ls", "--quiet").split() if name.endswith(found.suffix)]
-    images = [
-        name
-        for name in docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
-        if name.startswith((registry, "registry.example/python"))
-    ]
+    known = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+    images = [name for name in known if name.startswith((registry, "registry.example/python"))]
     images += [pages] if pages != session else []
     for words in (["volume", "rm", "--force", *volumes], ["image", "rm", "--force", *images]):
         docker(*words, check=False)

@@ -5,11 +5,8 @@ No GPU is here: what is shown is that it builds, what is in it, and that it trai
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import pytest
 
 from tests.containers.test_images import run
 from tests.engine import NAME, SENTINEL, Built, build, docker, inspect
-from tests.processes import require
 
 pytestmark = [pytest.mark.containers, pytest.mark.cuda_image]
 
@@ -70,7 +66,7 @@ def test_the_dev_target_compiles(cpu_image: Built) -> None:
     built = build("image-cpu", BUILD_FLAGS="--target dev", IMAGE="lockstep-test-dev")
     assert built.seconds
     try:
-        words = (
+        words = [
             "--ranks",
             "1",
             "run",
@@ -81,41 +77,9 @@ def test_the_dev_target_compiles(cpu_image: Built) -> None:
             "epochs=1",
             "compile=true",
             "threads=2",
-        )
+        ]
         closed = ("--read-only", "--tmpfs", "/tmp:mode=1777,exec", "--cap-drop", "ALL", "--volume", "/runs")
         code, output = run("lockstep-test-dev:cpu", *words, options=closed, timeout=500)
         assert code == 0 and "Final validation accuracy" in output, output
     finally:
         docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", "lockstep-test-dev").split()[:1])
-
-
-def test_without_buildkit_and_its_mounts(cpu_image: Built) -> None:
-    """`make image-cpu BUILDKIT=0`: packages come from an index of your own, over HTTP, because nothing can be mounted."""
-    wheels = os.environ.get("WHEELS", "")
-    require(wheels, "WHEELS names no folder of packages to serve")
-    before = untagged()
-    gateway = (
-        docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip() or "172.17.0.1"
-    )
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=wheels)
-    with http.server.ThreadingHTTPServer((gateway, 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        where = f"http://{gateway}:{server.server_address[1]}/"
-        arguments = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": where, "PIP_TRUSTED_HOST": gateway}
-        flags = " ".join(f"--build-arg {name}={value}" for name, value in arguments.items())
-        try:
-            built = build("image-cpu", BUILDKIT="0", BUILD_FLAGS=flags, WHEELS="", IMAGE="lockstep-test-plain")
-        finally:
-            server.shutdown()
-    try:
-        assert "Step 1/" in built.output, "the old builder"
-        code, output = run("lockstep-test-plain:cpu")
-        assert code == 0 and "usage" in output
-    finally:
-        docker("image", "rm", "--force", inspect("lockstep-test-plain:cpu")[0]["Id"])
-        # The old builder leaves an image of each stage that it copied from.
-        docker("image", "rm", "--force", *(untagged() - before), check=False)
-
-
-def untagged() -> set[str]:
-    return set(docker("images", "--quiet", "--filter", "dangling=true").split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,17 +12,12 @@ from pathlib import Path
 import pytest
 from submitit.core import utils
 
-from lockstep.jobs.slurm import render
-from lockstep.jobs.slurm.backend import SlurmBackend, training_task
-from lockstep.jobs.slurm.checks import PROGRAM
-from lockstep.jobs.slurm.transport.local import LOCAL
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.training import contract
-from lockstep.training.contract import UserError
+from tests import product
 from tests.containers.test_images import run
 from tests.engine import Built, docker
 from tests.events import events
 from tests.processes import poll
+from tests.product import JobSpec, UserError
 from tests.slurm.conftest import HERE as CLUSTER
 from tests.slurm.conftest import Bench, _missing, bare, bench, cluster  # noqa: F401 - fixtures of that folder
 
@@ -42,7 +36,7 @@ def test_a_task_trains_in_the_image(cpu_image: Built, tmp_path: Path) -> None:
             "slurm": {"container": "apptainer", "image": cpu_image.name},
         }
     )  # fmt: skip
-    utils.DelayedSubmission(training_task(spec)).dump(folder / "7_submitted.pkl")
+    utils.DelayedSubmission(product.slurm_task(spec)).dump(folder / "7_submitted.pkl")
     place = {
         "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
         "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1",
@@ -50,7 +44,7 @@ def test_a_task_trains_in_the_image(cpu_image: Built, tmp_path: Path) -> None:
     }  # fmt: skip
     options = ["--user", OURS, "--volume", f"{tmp_path}:{tmp_path}", "--entrypoint", "sh"]
     options += [word for name, value in place.items() for word in ("--env", f"{name}={value}")]
-    words = shlex.split(render.python(spec, folder, LOCAL.place()))
+    words = product.slurm_python(spec, folder)
     words = words[words.index(cpu_image.name) + 1 :]
     assert words[0] == "sh"
     submitit = ["-u", "-m", "submitit.core._submit", str(folder)]
@@ -58,13 +52,6 @@ def test_a_task_trains_in_the_image(cpu_image: Built, tmp_path: Path) -> None:
     assert code == 0, output
     status = json.loads((tmp_path / "runs/inside/status.json").read_text())
     assert status["code"] == 0 and (folder / "7_0_end.json").exists(), (status, output)
-
-
-def test_doctors_question_to_the_image(cpu_image: Built, tmp_path: Path) -> None:
-    (tmp_path / "word").write_text("seen")
-    options = ("--user", OURS, "--volume", f"{tmp_path}:{tmp_path}:ro", "--entrypoint", "python")
-    code, output = run(cpu_image.name, "-c", PROGRAM, str(tmp_path / "word"), options=options)
-    assert (code, output.split()) == (0, [contract.VERSION, "seen"]), output
 
 
 @pytest.fixture
@@ -101,7 +88,7 @@ def test_a_job_of_two_nodes_trains_in_the_image(
             "slurm": {"container": "apptainer", "image": str(root)},
         }
     )  # fmt: skip
-    asked = {check.name: check for check in SlurmBackend.doctor(spec)}
+    asked = {check.name: check for check in product.backend("slurm").doctor(spec)}
     assert asked["node"].result == "ok" and f"python in {root}" in asked["node"].detail, asked["node"]
     bench.backend.submit(spec)
     poll(lambda: events(run, "epoch"), 120, "an epoch")
@@ -111,5 +98,5 @@ def test_a_job_of_two_nodes_trains_in_the_image(
     shutil.rmtree(next(root.glob("opt/venv/lib/python3*/site-packages/submitit")))
     with pytest.raises(UserError, match="LS115 error: .* does not have submitit"):
         bench.backend.submit(spec.model_copy(update={"name": "lacking", "run_dir": str(run.parent / "lacking")}))
-    asked = {check.name: check for check in SlurmBackend.doctor(spec)}
+    asked = {check.name: check for check in product.backend("slurm").doctor(spec)}
     assert asked["node"].result == "missing" and "No module named 'submitit'" in asked["node"].detail

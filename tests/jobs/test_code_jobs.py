@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lockstep.jobs import command as commands
-from lockstep.jobs import sweep
-from lockstep.jobs.code import pin, store
-from lockstep.jobs.code.collect import collect
-from lockstep.jobs.compose import render as compose_render
-from lockstep.jobs.compose.backend import ComposeBackend
-from lockstep.jobs.local.backend import LocalBackend
-from lockstep.jobs.slurm import render as slurm_render
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.training.contract import EXIT_USAGE, UserError
-from lockstep.training.launch import archive, carried
-from tests.jobs.helpers import Bare, lockstep
-from tests.processes import PYTHON, ROOT, clean_env, poll
+from tests import product
+from tests.jobs.helpers import lockstep
+from tests.processes import PYTHON, ROOT, Result, clean_env, poll, run
+from tests.product import EXIT_USAGE, JobSpec, UserError, pinned
 
 BOUND = 60
 JOB = {"name": "own", "command": ["python", "train.py"], "code": ".", "max_restarts": 0, "ranks_per_node": 2}
@@ -51,8 +42,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Any]:
+    found = product.local(tmp_path / "home/local", bare=False)
+    yield found
+    for row in found.list():
+        found.cancel(row.name)
+
+
 def spec(folder: Path, **more: Any) -> JobSpec:
     return JobSpec.of({**JOB, "code": {"path": str(folder)}, **more})
+
+
+def code(job: JobSpec) -> str:
+    assert job.code is not None and job.code.hash is not None
+    return str(job.code.hash)
 
 
 # The spec.
@@ -64,36 +68,29 @@ def test_specs_without_code_have_the_hashes_and_records_that_they_had() -> None:
     assert JobSpec.load(ROOT / "job.yaml").hash() == "ef8f01694d966ed3"
 
 
-def test_one_byte_changes_the_specs_hash_and_its_place_does_not(folder: Path, tmp_path: Path) -> None:
-    one, bundle = pin.look(spec(folder))
-    assert bundle is not None and one.code is not None and one.code.hash == bundle.identity
-    shutil.copytree(folder, tmp_path / "elsewhere")
-    same, _ = pin.look(spec(tmp_path / "elsewhere", code={"path": str(tmp_path / "elsewhere"), "allow": ["x"]}))
-    assert same.hash() == one.hash() and same.same_job(one, "local") and same.record() == one.record()
+def test_one_byte_changes_the_specs_hash_and_its_place_does_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, elsewhere = pinned(spec(folder)), tmp_path / "elsewhere"
+    shutil.copytree(folder, elsewhere)
+    same = pinned(spec(folder, code={"path": str(elsewhere), "allow": ["x"]}))
+    assert same.hash() == one.hash() and same.record() == one.record()
     assert str(tmp_path) not in json.dumps(one.record()), "where it lay is nobody's business"
-    (folder / "helper.py").write_text("WORD = 'submittee'\n")
-    other, _ = pin.look(spec(folder))
-    assert other.hash() != one.hash() and not other.same_job(one, "local")
-    assert JobSpec.recorded("own", json.loads(json.dumps(one.record()))) == one
-    repacked = one.model_copy(update={"code": one.code.model_copy(update={"packed": 1})})
-    assert repacked.hash() == one.hash() and repacked.same_job(one, "local"), "another zlib makes no other code"
-
-
-def test_the_folder_is_seen_from_the_job_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    loaded = JobSpec.load("own/job.yaml")
-    assert loaded.code is not None and Path(loaded.code.path).samefile(folder)
-    assert pin.look(loaded)[0].hash() == pin.look(spec(folder))[0].hash()
+    assert pinned(JobSpec.load("own/job.yaml")).hash() == one.hash(), "the folder is seen from the job file"
+    (folder / "helper.py").write_text("WORD = 'submittee'\n")
+    assert pinned(spec(folder)).hash() != one.hash()
+    assert JobSpec.recorded("own", json.loads(json.dumps(one.record()))) == one
+    repacked = one.model_copy(update={"code": one.code and one.code.model_copy(update={"packed": 1})})
+    assert repacked.hash() == one.hash(), "another zlib makes no other code"
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"code": {"path": ".", "requirements": "requirements.txt"}}, "three lines in a Dockerfile below `FROM lockstep:cpu`"),
-        ({"requirements": ["einops"]}, "`USER 0`, `RUN pip install --no-cache-dir NAME`, `USER 1000:0`"),
-        ({"code": {"pth": "."}}, "unknown setting 'code.pth'; did you mean 'path'?"),
-        ({"code": 3}, "code is a group of settings, got 3"), ({"code": {"hash": "../../etc"}}, "code.hash"),
-        ({"code": {"path": ""}}, "code.path"),
+        ({"code": {"path": ".", "requirements": "requirements.txt"}}, "Dockerfile"), ({"requirements": ["einops"]}, "pip install"),
+        ({"code": {"pth": "."}}, "did you mean 'path'?"), ({"code": 3}, "code is a group of settings"),
+        ({"code": {"hash": "../../etc"}}, "code.hash"), ({"code": {"path": ""}}, "code.path"),
     ],
 )  # fmt: skip
 def test_what_code_does_not_take_is_refused(change: dict[str, Any], told: str) -> None:
@@ -105,160 +102,127 @@ def test_what_code_does_not_take_is_refused(change: dict[str, Any], told: str) -
 def test_a_recipe_that_does_not_travel_is_refused(folder: Path) -> None:
     shutil.copy(ROOT / "training/recipes/smoke.yaml", folder / "mine.yaml")
     job = spec(folder, command=None, recipe="mine.yaml")
-    assert pin.look(job)[1] is not None
+    assert code(pinned(job))
     (folder / ".lockstepignore").write_text("mine.yaml\n")
     with pytest.raises(UserError, match="recipe mine.yaml is not part of the code"):
-        pin.look(job)
+        pinned(job)
 
 
 def test_data_stay_where_they_would_be_without_code(folder: Path) -> None:
-    job, _ = pin.look(spec(folder, command=None, recipe="smoke"))
-    assert "data.root=/tmp/data" in commands.rank(job, "/runs/x")
-    assert "data.root=/here/data" in commands.rank(job, "/runs/x", "/here")
-    absolute = job.model_copy(update={"overrides": {"data.root": "/data"}})
-    assert not [word for word in commands.rank(absolute, "/runs/x")[-3:] if word.startswith("data.root=/tmp")]
-    without = job.model_copy(update={"code": None})
-    assert not [word for word in commands.rank(without, "/runs/x") if word.startswith("data.root")]
+    job = pinned(spec(folder, command=None, recipe="smoke"))
+    assert "data.root=/tmp/data" in product.words_of_rank(job)
+    assert "data.root=/here/data" in product.words_of_rank(job, "/here")
+    for update in ({"overrides": {"data.root": "/data"}}, {"code": None}):
+        assert "data.root=/tmp/data" not in product.words_of_rank(job.model_copy(update=update))
 
 
-def test_the_runs_of_a_sweep_run_the_same_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = sweep.expand(spec(folder, command=None, recipe="smoke"), {"lr": [1, 2, 3]})
-    real = pin.collect.collect
-    reads = []
-
-    def once(*words: Any) -> Any:
-        reads.append(words)
-        found = real(*words)
-        (folder / "helper.py").write_text(f"WORD = {len(reads)}\n")
-        return found
-
-    monkeypatch.setattr(pin.collect, "collect", once)
-    kept = pin.keep_all(runs)
-    assert len(reads) == 1 and len({run.code.hash for run in kept if run.code is not None}) == 1
+def test_the_archive_comes_to_nodes_of_compose_and_containers_of_slurm_read_only(folder: Path) -> None:
+    job = pinned(spec(folder, image="lockstep:1-cpu", nodes=2))
+    assert [item for item in product.lint_of_compose(job) if item.level == "error"] == []
+    file, identity = product.composed(job), code(job)
+    assert file["volumes"]["code_archive"] == {"name": f"lockstep-own-code-{identity[:12]}", "external": True}
+    mount = {"type": "volume", "source": "code_archive", "target": "/lockstep/code", "read_only": True}
+    for node in file["services"].values():
+        assert mount in node["volumes"] and f"--code {identity} --code-parts /lockstep/code" in " ".join(
+            node["command"]
+        )
+    volumes = [{"claim": "data", "path": "/data"}]
+    trains = spec(folder, image="lockstep:1-cpu", command=None, recipe="smoke", shards="/data/shards", volumes=volumes)
+    assert "code" not in str(product.composed(trains, prepare=True)), "shards need none of it"
+    told = lockstep(
+        folder, "render", "slurm", "job.yaml", "--image", "lockstep:cpu", "--set", "slurm.container=apptainer"
+    )
+    assert told.returncode == 0 and f"/code/{product.code_of(folder)[0]}:ro" in told.stdout, told
 
 
 # The copy.
 
 
+def test_the_runs_of_a_sweep_run_the_same_code(folder: Path) -> None:
+    first, *others = product.kept(*(spec(folder, name=f"own-{number}") for number in range(3)))
+    assert {code(run) for run in others} == {code(first)}
+    (folder / "helper.py").write_text("WORD = 'edited'\n")
+    assert code(product.kept(spec(folder))[0]) != code(first)
+
+
 def test_the_copy_is_made_once_and_one_that_was_changed_is_put_aside(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = pin.keep(spec(folder))
-    assert job.code is not None and job.code.hash is not None
-    copy = store.unpacked(job.code.hash)
+    identity = code(product.kept(spec(folder))[0])
+    copy = product.copy_of_code(identity)
     born = (copy / "helper.py").stat().st_ino
-    assert (store.unpacked(job.code.hash) / "helper.py").stat().st_ino == born
+    assert (product.copy_of_code(identity) / "helper.py").stat().st_ino == born
     assert oct(copy.parent.stat().st_mode)[-3:] == "700" and not (copy / "helper.py").stat().st_mode & 0o222
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
-    assert (store.unpacked(job.code.hash) / "helper.py").read_text() == "WORD = 'submitted'\n"
-    assert "was changed since it was written" in capsys.readouterr().err
-    assert len(list(copy.parent.glob(f".{job.code.hash}.changed.*"))) == 1
+    assert (product.copy_of_code(identity) / "helper.py").read_text() == "WORD = 'submitted'\n"
+    assert "was changed" in capsys.readouterr().err
+    assert len(list(copy.parent.glob(f".{identity}.changed.*"))) == 1
 
 
-def test_an_identity_alone_runs_what_is_kept(folder: Path) -> None:
-    job = pin.keep(spec(folder))
-    assert job.code is not None
+def test_an_identity_alone_runs_what_is_kept(folder: Path, tmp_path: Path) -> None:
+    (job,) = product.kept(spec(folder))
     (folder / "helper.py").write_text("WORD = 'later'\n")
-    again = pin.keep(JobSpec.of({**JOB, "code": {"hash": job.code.hash}}))
-    assert again.hash() == job.hash() and again.code == job.code
-    assert pin.look(JobSpec.of({**JOB, "code": {"hash": job.code.hash}})) == (job, None)
-    with pytest.raises(UserError, match="the code 000000000000 is not stored in .*: submit it from its folder"):
-        pin.keep(JobSpec.of({**JOB, "code": {"hash": "0" * 64}}))
-    (store.home() / f"{job.code.hash}.tar.gz").write_bytes(b"damaged")
+    named = JobSpec.of({**JOB, "code": {"hash": code(job)}})
+    assert product.kept(named) == [job] and pinned(named) == job
+    with pytest.raises(UserError, match="the code 000000000000 is not stored"):
+        product.kept(JobSpec.of({**JOB, "code": {"hash": "0" * 64}}))
+    (tmp_path / f"home/code/{code(job)}.tar.gz").write_bytes(b"damaged")
     with pytest.raises(UserError, match="the code's archive"):
-        pin.keep(JobSpec.of({**JOB, "code": {"hash": job.code.hash}}))
+        product.kept(named)
 
 
 def test_copies_that_no_job_names_go_after_a_week(folder: Path, tmp_path: Path) -> None:
-    kept = []
+    copies, home = [], tmp_path / "home/code"
     for word in ("used", "unused"):
         (folder / "helper.py").write_text(f"WORD = '{word}'\n")
-        job = pin.keep(spec(folder))
-        assert job.code is not None and job.code.hash is not None
-        kept.append(store.unpacked(job.code.hash))
-    used, unused = kept
+        copies.append(product.copy_of_code(code(product.kept(spec(folder))[0])))
+    used, unused = copies
     record = tmp_path / "home/local/own/job.json"
     record.parent.mkdir(parents=True)
     record.write_text(json.dumps({"spec": {"code": {"hash": used.name}}}))
-    (store.home() / f".{used.name}.77").mkdir()
-    for path in store.home().iterdir():
+    (home / f".{used.name}.77").mkdir()
+    for path in home.iterdir():
         os.utime(path, (0, 0))
     (folder / "helper.py").write_text("WORD = 'new'\n")
-    new = pin.keep(spec(folder)).code
-    assert new is not None
-    left = {path.name for path in store.home().iterdir()}
-    assert left == {used.name, f"{used.name}.tar.gz", f"{new.hash}.tar.gz"} and not unused.exists()
-
-
-def test_a_container_of_slurm_sees_the_copy_read_only(folder: Path) -> None:
-    job, _ = pin.look(spec(folder, image="lockstep:cpu", slurm={"container": "apptainer"}))
-    assert job.code is not None
-    copy = store.folder(str(job.code.hash))
-    assert f"{copy}:{copy}:ro" in " ".join(slurm_render.container(job, folder / "submitit")[1])
-
-
-def test_nodes_of_compose_have_the_archive_on_a_read_only_volume(folder: Path) -> None:
-    job, _ = pin.look(spec(folder, image="lockstep:1-cpu", nodes=2))
-    assert [str(finding) for finding in ComposeBackend.lint(job) if finding.level == "error"] == []
-    file = compose_render.render(job)
-    identity = commands.identity(job)
-    assert file["volumes"]["code_archive"] == {"name": f"lockstep-own-code-{identity[:12]}", "external": True}
-    for node in file["services"].values():
-        assert {"type": "volume", "source": "code_archive", "target": "/lockstep/code", "read_only": True} in node[
-            "volumes"
-        ]
-        words = node["command"]
-        assert words[words.index("--code") :][:4] == [
-            "--code",
-            identity,
-            "--code-parts",
-            "/lockstep/code",
-        ]
-    volumes = [{"claim": "data", "path": "/data"}]
-    trains = spec(folder, image="lockstep:1-cpu", command=None, recipe="smoke", shards="/data/shards", volumes=volumes)
-    assert "code" not in str(compose_render.render_prepare(trains)), "shards need none of it"
+    new = code(product.kept(spec(folder))[0])
+    assert {path.name for path in home.iterdir()} == {used.name, f"{used.name}.tar.gz", f"{new}.tar.gz"}
+    assert not unused.exists()
 
 
 # Jobs.
 
 
-def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(folder: Path, tmp_path: Path) -> None:
-    started, go = tmp_path / "started", tmp_path / "go"
-    job = spec(folder, env={"STARTED": str(started), "GO": str(go)})
-    backend = LocalBackend(tmp_path / "home/local")
-    try:
-        assert backend.submit(job).created
-        poll(lambda: all(Path(f"{started}{rank}").exists() for rank in (0, 1)), BOUND, "both ranks")
-        (folder / "helper.py").write_text("WORD = 'edited'\n")
-        changed = backend.drift(job)
-        assert len(changed) == 1 and changed[0].startswith("code: ")
-        with pytest.raises(UserError, match="own exists with another spec .*code: "):
-            backend.submit(job)
-        go.touch()
-        assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
-        identity = backend.require("own").plain["code"]["hash"]
-        assert sorted(backend.logs("own")) == [f"[rank {rank}] submitted {identity}" for rank in (0, 1)]
-        (folder / "helper.py").write_text("WORD = 'submitted'\n")
-        assert backend.drift(job) == []
-    finally:
-        backend.cancel("own")
+@pytest.mark.promise("code-travels")
+def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
+    folder: Path, tmp_path: Path, backend: Any
+) -> None:
+    begun, go = tmp_path / "started", tmp_path / "go"
+    job = spec(folder, env={"STARTED": str(begun), "GO": str(go)})
+    assert backend.submit(job).created
+    poll(lambda: all(Path(f"{begun}{rank}").exists() for rank in (0, 1)), BOUND, "both ranks")
+    (folder / "helper.py").write_text("WORD = 'edited'\n")
+    changed = backend.drift(job)
+    assert len(changed) == 1 and changed[0].startswith("code: ")
+    with pytest.raises(UserError, match="own exists with another spec .*code: "):
+        backend.submit(job)
+    go.touch()
+    assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
+    identity = backend.require("own").plain["code"]["hash"]
+    assert sorted(backend.logs("own")) == [f"[rank {rank}] submitted {identity}" for rank in (0, 1)]
+    (folder / "helper.py").write_text("WORD = 'submitted'\n")
+    assert backend.drift(job) == []
 
 
-def test_a_recipe_trains_a_model_that_travels(folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains_a_model_that_travels(folder: Path, backend: Any) -> None:
     (folder / "mine.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self, num_classes):\n"
         "        super().__init__(nn.Flatten(), nn.Linear(192, num_classes))\n"
     )
     overrides = {"model": "mine:Net", "model_options": {}, "epochs": 1, "threads": 1, "data.source": "synthetic",
                  "data.options": {"n": 64, "n_test": 16, "size": 8}, "augment.crop": 1}  # fmt: skip
-    job = spec(folder, command=None, recipe="smoke", overrides=overrides, ranks_per_node=1)
-    backend = LocalBackend(tmp_path / "home/local")
-    try:
-        backend.submit(job)
-        assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
-    finally:
-        backend.cancel("own")
+    backend.submit(spec(folder, command=None, recipe="smoke", overrides=overrides, ranks_per_node=1))
+    assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
     found = yaml.safe_load((folder / "runs/jobs/own/run.yaml").read_text())
     assert found["environment"]["LOCKSTEP_CODE"] == backend.require("own").plain["code"]["hash"]
     assert (folder / "data").is_dir(), "where it would be without code"
@@ -266,9 +230,9 @@ def test_a_recipe_trains_a_model_that_travels(folder: Path, tmp_path: Path) -> N
 
 def test_the_command_line_tells_what_travels(folder: Path, tmp_path: Path) -> None:
     told = lockstep(folder, "render", "slurm", "job.yaml")
-    identity = collect(folder).identity
+    identity = product.code_of(folder)[0]
     assert f"code {identity}: 3 files" in told.stderr and "helper.py" in told.stderr and "train.py" in told.stderr
-    assert str(store.folder(identity)) in told.stdout and not store.home().exists(), "render keeps nothing"
+    assert identity in told.stdout and not (tmp_path / "home/code").exists(), "render keeps nothing"
     (folder / ".env").write_text("PASSWORD=hunter2\n")
     for words in (("submit", "local"), ("render", "slurm"), ("lint", "--backend", "slurm")):
         told = lockstep(folder, *words, "job.yaml")
@@ -277,74 +241,42 @@ def test_the_command_line_tells_what_travels(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "home/local/own").exists()
 
 
-def test_a_backend_that_brings_no_code_refuses_it(folder: Path, tmp_path: Path) -> None:
-    class Elsewhere(Bare):
-        name = "cave"
-        carries_code = False
-
-    with pytest.raises(UserError, match="the cave backend does not carry code to the ranks"):
-        Elsewhere(tmp_path / "home/cave").submit(spec(folder))
-
-
 # The launcher.
 
 
-def launch(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", *words]
-    return subprocess.run(
-        command, env=clean_env(PYTHONPATH=str(ROOT), **env), cwd=cwd, timeout=BOUND, capture_output=True, text=True, check=False
-    )  # fmt: skip
+def launch(*words: str, cwd: Path, **env: str) -> Result:
+    return run([PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", *words], clean_env(**env), BOUND, cwd)
 
 
 def test_the_launcher_unpacks_pieces_below_its_temporary_folder(folder: Path, tmp_path: Path) -> None:
-    bundle, parts, tmp = collect(folder), tmp_path / "parts", tmp_path / "tmp"
+    identity, packed = product.code_of(folder)
+    parts, tmp = tmp_path / "parts", tmp_path / "tmp"
     parts.mkdir()
     tmp.mkdir()
-    for index in range(0, len(bundle.packed), 100):
-        (parts / f"part-{index // 100:03}").write_bytes(bundle.packed[index : index + 100])
+    for index in range(0, len(packed), 100):
+        (parts / f"part-{index // 100:03}").write_bytes(packed[index : index + 100])
     assert len(list(parts.iterdir())) > 2
     env = {"TMPDIR": str(tmp), "STARTED": str(tmp_path / "started"), "GO": str(folder)}
-    words = ("--code", bundle.identity, "--code-parts", str(parts), "--", PYTHON, "train.py")
+    words = ("--code", identity, "--code-parts", str(parts), "--", PYTHON, "train.py")
     for _ in range(2):  # a node that starts again finds it there
         told = launch(*words, cwd=tmp_path, **env)
-        assert told.returncode == 0 and f"submitted {bundle.identity}" in told.stdout, told
+        assert told.code == 0 and f"submitted {identity}" in told.output, told
     (copy,) = tmp.glob("lockstep-code-*")
-    assert archive.holds(copy, bundle.identity)
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
     told = launch(*words, cwd=tmp_path, **env)
-    assert told.returncode == EXIT_USAGE and "exists and holds something else" in told.stderr, told
-    archive.remove(copy)
+    assert told.code == EXIT_USAGE and "holds something else" in told.output, told
+    copy.chmod(0o700)
+    shutil.rmtree(copy)
     next(iter(parts.iterdir())).write_bytes(b"damaged")
     told = launch(*words, cwd=tmp_path, **env)
-    assert told.returncode == EXIT_USAGE and "the code's archive" in told.stderr and "Traceback" not in told.stderr, (
-        told
-    )
+    assert told.code == EXIT_USAGE and "the code's archive" in told.output and "Traceback" not in told.output, told
     assert not list(tmp.glob("lockstep-code-*"))
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--code", "abc", "--code-folder", "."], "'abc' is not the identity of code"),
-        (["--code", "0" * 64], "--code needs --code-folder or --code-parts"),
-        (["--code-folder", "."], "need --code IDENTITY"),
-        (["--code", "0" * 64, "--code-folder", "gone"], "the code is not in"),
-        (["--code", "0" * 64, "--code-parts", "gone"], "there is no code in"),
-    ],
+    ("identity", "told"), [("abc", "is not the identity of code"), ("0" * 64, "the code is not in")]
 )
-def test_words_that_name_no_code_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
-) -> None:
-    from lockstep.training.launch.agent import main
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        main([*words, "--ranks", "1", "--", PYTHON, "-c", ""], {})
-    assert told in str(caught.value)
-
-
-def test_the_code_comes_first_and_ours_are_found_still(tmp_path: Path) -> None:
-    env = carried.environment(tmp_path, "0" * 64, {"PYTHONPATH": os.pathsep.join(["/a", "/b"])}, str(ROOT))
-    assert env["PYTHONPATH"].split(os.pathsep)[:3] == [str(tmp_path), "/a", "/b"]
-    assert carried.environment(tmp_path, "0" * 64, {}, "/nowhere")["PYTHONPATH"] == str(tmp_path)
+def test_words_that_name_no_code_are_refused(tmp_path: Path, identity: str, told: str) -> None:
+    done = launch("--code", identity, "--code-folder", "gone", "--", PYTHON, "-c", "", cwd=tmp_path)
+    assert done.code == EXIT_USAGE and told in done.output and "Traceback" not in done.output, done

@@ -14,110 +14,88 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.jobs.code import listing, patterns
+from tests import product
 from tests.jobs.helpers import lockstep
 
-COMMANDS = [
+COMMANDS = (
     ["lint", "job.yaml", "--backend", "slurm"],
     ["render", "slurm", "job.yaml"],
     ["submit", "local", "job.yaml"],
-]
+)
 BOUND = 20
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one: names of sockets are short, and what is deep has no path."""
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     found = tmp_path / "own"
     found.mkdir()
     (found / "job.yaml").write_text("name: own\ncommand: [python, train.py]\ncode: .\n")
     (found / "train.py").write_text("x")
+    monkeypatch.chdir(found)
     return found
 
 
-def _git(folder: Path) -> None:
-    subprocess.run(["git", "init", "-q", str(folder)], check=True, capture_output=True)
+def _git(*folders: str) -> None:
+    for name in folders or (".",):
+        subprocess.run(["git", "init", "-q", name], check=True, capture_output=True)
 
 
-def _deep(folder: Path) -> None:
-    here = os.getcwd()
-    try:
-        os.chdir(folder)
-        for _ in range(3000):
-            os.mkdir("aaa")
-            os.chdir("aaa")
-        Path("x").touch()
-    finally:
-        os.chdir(here)
+def _deep() -> None:
+    for _ in range(3000):
+        os.mkdir("aaa")
+        os.chdir("aaa")
+    Path("x").touch()
 
 
-def _folders(folder: Path) -> None:
-    for number in range(301):
-        (folder / f"d{number}").mkdir()
+def _socket() -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("s")
 
 
-def _files(folder: Path) -> None:
-    for number in range(301):
-        (folder / f"f{number}").touch()
-
-
-def _stars(folder: Path) -> None:
-    (folder / ".lockstepignore").write_text("*a*a*a*a*a*a*a*a*a*b\n")
-    (folder / ("a" * 250)).touch()
-
-
-def _patterns(folder: Path) -> None:
-    (folder / ".lockstepignore").write_text("".join(f"x{number}*y\n" for number in range(80_000)))
-
-
-def _repositories(folder: Path) -> None:
-    _git(folder)
-    for number in range(6):
-        _git(folder / f"r{number}")
-
-
-def _socket(folder: Path) -> None:
-    here = os.getcwd()
-    try:
-        os.chdir(folder)  # the name of a socket is short
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind("s")
-    finally:
-        os.chdir(here)
-
-
-def _sparse(folder: Path) -> None:
-    with (folder / "huge").open("wb") as file:
+def _sparse() -> None:
+    with Path("huge").open("wb") as file:
         file.truncate(1 << 40)
 
 
-def _surrogate(folder: Path) -> None:
-    (folder / os.fsdecode(b"\xed\xb2\x80")).touch()
+def _many(make: Callable[[Path], object], git: bool = False) -> None:
+    for number in range(301):
+        make(Path(f"n{number}"))
+    if git:
+        _git()
 
 
-def _escape(folder: Path) -> None:
-    (folder / ".env\n\x1b[2Jx").touch()
+def _ignoring(patterns: str) -> None:
+    Path(".lockstepignore").write_text(patterns)
+    Path("a" * 250).touch()
+
+
+def _no_text(git: bool = False) -> None:
+    Path(os.fsdecode(b"\xed\xb2\x80")).touch()
+    if git:
+        _git()
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (_deep, "is not a path inside the code"), (_folders, "has more than 300 files"), (_files, "has more than 300 files"),
-        (lambda folder: (_files(folder), _git(folder)), "has 303 files, more than 30"),
-        (_stars, ".lockstepignore has patterns that take"), (_patterns, ".lockstepignore has patterns that take"),
-        (_repositories, "holds more than 5 git repositories"), (_socket, "s is not a regular file"),
-        (lambda folder: os.mkfifo(folder / "p"), "p is not a regular file"), (_sparse, "at most 64 MiB can be sent"),
-        (_surrogate, "is not UTF-8"), (lambda folder: (_surrogate(folder), _git(folder)), "is not UTF-8"),
-        (_escape, r".env\x0a\x1b[2Jx looks like"),
+        (_deep, "is not a path inside the code"), (lambda: _many(Path.mkdir), "has more than 300 files"),
+        (lambda: _many(Path.touch), "has more than 300 files"), (lambda: _many(Path.touch, git=True), "has 303 files, more than 30"),
+        (lambda: _ignoring("*a*a*a*a*a*a*a*a*a*b\n"), ".lockstepignore has patterns that take"),
+        (lambda: _ignoring("".join(f"x{number}*y\n" for number in range(80_000))), ".lockstepignore has patterns that take"),
+        (lambda: _git(".", *(f"r{number}" for number in range(6))), "holds more than 5 git repositories"),
+        (_socket, "s is not a regular file"), (lambda: os.mkfifo("p"), "p is not a regular file"),
+        (_sparse, "at most 64 MiB can be sent"), (_no_text, "is not UTF-8"), (lambda: _no_text(git=True), "is not UTF-8"),
+        (lambda: Path(".env\n\x1b[2Jx").touch(), r".env\x0a\x1b[2Jx looks like"),
     ],
 )  # fmt: skip
 def test_it_is_refused_in_one_line_and_soon(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], told: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object], told: str
 ) -> None:
-    monkeypatch.setattr(listing, "MAX_FILES", 30)
-    monkeypatch.setattr(listing, "_MAX_REPOSITORIES", 5)
-    monkeypatch.setattr(patterns, "SECONDS", 1)
-    make(folder)
+    product.lower_limits_of_code(monkeypatch)
+    make()
+    os.chdir(folder)
     try:
         for words in COMMANDS:
             began = time.monotonic()
@@ -129,7 +107,7 @@ def test_it_is_refused_in_one_line_and_soon(
             )
         assert not (tmp_path / "home/code").exists() and not (tmp_path / "home/local").exists()
     finally:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)  # Python's own recursion is not deep enough
+        subprocess.run(["rm", "-rf", str(folder)], check=True, cwd="/")  # Python's own recursion is not deep enough
 
 
 def test_a_name_cannot_write_a_line_of_the_list(folder: Path) -> None:

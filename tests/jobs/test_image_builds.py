@@ -1,24 +1,34 @@
-"""How the images are built, as `make` says it to a program `docker`: no engine is needed to read that."""
+"""How the images are built, as `make` says it to a program `docker`, and what they install: no engine is needed to read that."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.processes import ROOT
 
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+pytestmark = pytest.mark.promise("images")
 RECORDER = """#!{python}
 import json, os, sys
 piped = sys.stdin.read() if "-" in sys.argv else ""
 said = {{"words": sys.argv[1:], "dockerfile": piped, "buildkit": os.environ.get("DOCKER_BUILDKIT")}}
 open({out!r}, "w").write(json.dumps(said))
 """
+IMAGES = {"image": "docker/Dockerfile", "image-cpu": "docker/Dockerfile.cpu"}
 
 
 class Recorded:
@@ -53,38 +63,32 @@ def option(words: list[str], name: str) -> list[str]:
     return [words[index + 1] for index, word in enumerate(words) if word == name]
 
 
-@pytest.mark.parametrize(("target", "file"), [("image", "docker/Dockerfile"), ("image-cpu", "docker/Dockerfile.cpu")])
-def test_images_are_of_the_platform_that_is_locked(docker: Recorded, target: str, file: str) -> None:
+@pytest.mark.parametrize(("target", "file"), IMAGES.items())
+def test_of_the_locked_platform_with_secrets_that_are_mounted(docker: Recorded, target: str, file: str) -> None:
     """torch's CPU build is locked with the one file for x86-64: on arm64 the engine must emulate, not fail."""
-    for more in ((), ("BUILDKIT=0",)):
-        words, _, _ = docker.build(target, *more)
-        assert option(words, "--platform") == ["linux/amd64"]
-    words, _, buildkit = docker.build(target)
-    assert option(words, "-f") == [file] and buildkit == "1"
+    words, _, buildkit = docker.build(target, "CA=/etc/ca.pem", "PIP_CONF=/home/me/pip.conf", "WHEELS=/wheels")
+    assert option(words, "--platform") == ["linux/amd64"] and option(words, "-f") == [file] and buildkit == "1"
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     assert services["node"]["platform"] == "linux/amd64"
-
-
-@pytest.mark.parametrize("target", ["image", "image-cpu"])
-def test_secrets_are_mounted_and_are_no_arguments(docker: Recorded, target: str) -> None:
-    words, _, _ = docker.build(target, "CA=/etc/ca.pem", "PIP_CONF=/home/me/pip.conf", "WHEELS=/wheels")
     assert option(words, "--secret") == ["id=ca,src=/etc/ca.pem", "id=pip,src=/home/me/pip.conf"]
     assert option(words, "--build-context") == ["wheels=/wheels"]
     assert not any("pip.conf" in word for word in option(words, "--build-arg"))
-    file = (ROOT / option(words, "-f")[0]).read_text()
-    assert "--mount=type=secret,id=ca " in file and "--mount=type=secret,id=pip " in file
+    text = (ROOT / file).read_text()
+    assert "--mount=type=secret,id=ca " in text and "--mount=type=secret,id=pip " in text
 
 
-@pytest.mark.parametrize(("target", "file"), [("image", "docker/Dockerfile"), ("image-cpu", "docker/Dockerfile.cpu")])
+@pytest.mark.parametrize(("target", "file"), IMAGES.items())
 def test_without_buildkit_only_the_mounts_are_gone(docker: Recorded, target: str, file: str) -> None:
     words, piped, buildkit = docker.build(
         target, "BUILDKIT=0", "BUILD_FLAGS=--build-arg PIP_INDEX_URL=http://mirror/simple"
     )
     assert buildkit == "0" and option(words, "-f") == ["-"] and words[-1] == "."
+    assert option(words, "--platform") == ["linux/amd64"] and "PIP_INDEX_URL=http://mirror/simple" in option(
+        words, "--build-arg"
+    )
     assert option(words, "--target") == ["runtime"], "every stage up to the wanted one is built, dev would be, too"
-    assert "PIP_INDEX_URL=http://mirror/simple" in option(words, "--build-arg")
     lines = piped.splitlines()
-    assert "--mount" not in piped and not any("AS wheels" in line for line in lines)
+    assert "--mount" not in piped and "AS wheels" not in piped
     kept = [
         line for line in (ROOT / file).read_text().splitlines() if "--mount" not in line and "AS wheels" not in line
     ]
@@ -94,20 +98,55 @@ def test_without_buildkit_only_the_mounts_are_gone(docker: Recorded, target: str
         assert done.returncode == 2 and "need BuildKit" in done.stderr
 
 
+def test_both_dockerfiles_are_what_the_other_one_is() -> None:
+    """They differ where CUDA is; a fix of one that forgets the other shows here."""
+    cuda, cpu = ((ROOT / file).read_text().partition("FROM dependencies AS project")[2] for file in IMAGES.values())
+    assert cuda == cpu != ""
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("PIP_INDEX_URL", "https://me:hunter2@mirror.example/simple"),
+        ("PIP_INDEX_URL", "https://me:hunter2@mirror.example/simple"), ("PIP_FIND_LINKS", "/wheels https://me:hunter2@mirror.example/"),
         ("PIP_EXTRA_INDEX_URL", "https://mirror.example/a https://token@mirror.example/b"),
-        ("PIP_FIND_LINKS", "/wheels https://me:hunter2@mirror.example/"),
     ],
-)
+)  # fmt: skip
 def test_a_password_in_an_argument_is_refused(tmp_path: Path, name: str, value: str) -> None:
     """PATH has no program at all: the script ends where it would install."""
-    words = ["/bin/sh", str(ROOT / "docker/install.sh"), "none.txt"]
-    done = subprocess.run(words, env={"PATH": str(tmp_path), name: value}, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2 and f"error: {name} holds a user or password" in done.stderr
-    assert "hunter2" not in done.stderr and "token" not in done.stderr
-    plain = {"PATH": str(tmp_path), "PIP_INDEX_URL": "https://mirror.example/~me@team/simple"}
-    done = subprocess.run(words, env=plain, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 127 and "password" not in done.stderr, "an @ in the path is none"
+
+    def install(name: str, value: str) -> tuple[int, str]:
+        env = {"PATH": str(tmp_path), name: value}
+        words = ["/bin/sh", str(ROOT / "docker/install.sh"), "none.txt"]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30)
+        return done.returncode, done.stderr
+
+    code, told = install(name, value)
+    assert code == 2 and name in told and "hunter2" not in told and "token" not in told, told
+    code, told = install("PIP_INDEX_URL", "https://mirror.example/~me@team/simple")
+    assert code == 127 and "password" not in told, "an @ in the path is none"
+
+
+def lines(*files: str) -> set[str]:
+    text = "\n".join((ROOT / "docker" / file).read_text() for file in files)
+    return {line.split("=")[0].strip() for line in text.splitlines() if line and not line.startswith("#")}
+
+
+@pytest.mark.parametrize(
+    ("variant", "excluded"), [("cuda", ["excluded.txt"]), ("cpu", ["excluded.txt", "excluded-cpu.txt"])]
+)
+def test_the_lock_is_the_projects_with_a_hash_for_every_file(variant: str, excluded: list[str]) -> None:
+    found = {}
+    for block in re.split(r"\n(?=[a-z0-9])", (ROOT / f"docker/requirements-{variant}.txt").read_text()):
+        if match := re.match(r"([a-z0-9.-]+)==(\S+)", block):
+            found[match[1]] = Version(match[2])
+            assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", block), block
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    left_out, extras = lines(*excluded), project["optional-dependencies"]
+    needed = [Requirement(text) for text in project["dependencies"] + extras["train"] + extras["slurm"]]
+    for wanted in needed:  # submitit runs in the container, too
+        assert (wanted.name in found) != (wanted.name in left_out), f"{wanted.name}: make lock"
+        assert wanted.name in left_out or wanted.specifier.contains(found[wanted.name], prereleases=True), (
+            f"{wanted.name}: make lock"
+        )
+    assert left_out <= {wanted.name for wanted in needed}, "an exclusion that excludes nothing"
+    assert any(name.startswith("nvidia-") for name in found) == (variant == "cuda")

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +20,12 @@ from k8s_kubelet import kill_tree
 from k8s_operator import Running, until
 from k8s_server import ApiServer
 
-from lockstep.jobs import registry
-from lockstep.jobs.backend import Backend
-from lockstep.jobs.compose.backend import ComposeBackend
-from lockstep.jobs.foreground import Streams
-from lockstep.jobs.kubernetes.api import Api, load_configuration
-from lockstep.jobs.kubernetes.backend import KubernetesBackend
-from lockstep.jobs.local.backend import LocalBackend
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import FINAL, Listed, Status, Submitted
-from lockstep.training import files
-from lockstep.training.contract import UserError
+from tests import product
 from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
-from tests.jobs.helpers import Bare
+from tests.processes import ROOT
+from tests.product import JobSpec, Status, UserError
 
+pytestmark = pytest.mark.promise("one-protocol")
 BOUND = 120
 HELLO = "import os; print('hello from', os.environ['RANK'], flush=True)"
 LONG = "import time; print('begun', flush=True); time.sleep(600)"
@@ -43,7 +35,7 @@ LONG = "import time; print('begun', flush=True); time.sleep(600)"
 class Bench:
     """A backend and a folder for its runs."""
 
-    backend: Backend
+    backend: Any
     folder: Path
     image: str = "registry.example/local:1"
     claim: str = "runs"
@@ -57,7 +49,7 @@ class Bench:
         }  # fmt: skip
         return JobSpec.of({**values, "volumes": [{"claim": self.claim, "path": str(self.folder)}]})
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[Any]:
         return [row for row in self.backend.list() if row.name not in self.before]
 
 
@@ -65,16 +57,23 @@ class Bench:
 def composed(image: str, folder: Path) -> Iterator[Bench]:
     """The Compose backend on the real engine; the volume is `folder`, so that tests see what the containers write."""
     claim = f"lockstep-test-{uuid.uuid4().hex[:8]}"
-    docker("volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={folder}", claim)
+    folder.mkdir()
     folder.chmod(0o777)  # the container's user is nobody here
-    backend = ComposeBackend(interval=0.2)
-    before = frozenset(row.name for row in backend.list())
-    bench = Bench(backend, folder, image, claim, before)
+    docker("volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={folder}", claim)
+    backend: Any = product.backend("compose")(interval=0.2)  # type: ignore[call-arg]
+    bench = Bench(backend, folder, image, claim, frozenset(row.name for row in backend.list()))
     try:
         yield bench
     finally:
         remove_jobs(*(row.name for row in bench.listed()))
         docker("volume", "rm", claim)
+
+
+@contextlib.contextmanager
+def here(backend: Any, folder: Path) -> Iterator[Bench]:
+    yield Bench(backend, folder)
+    for row in backend.list():
+        backend.cancel(row.name)
 
 
 OTHERS = os.environ.get("LOCKSTEP_BACKENDS", "").split()
@@ -83,30 +82,21 @@ OTHERS = os.environ.get("LOCKSTEP_BACKENDS", "").split()
 
 @pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers), *OTHERS])
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     if request.param in ("local", *OTHERS):
-        backend: Any = LocalBackend(tmp_path / "jobs")
-        if request.param in OTHERS:
-            backend = registry.backend(request.param)(tmp_path / "jobs")  # type: ignore[call-arg]
-        yield Bench(backend, tmp_path)
-        for row in backend.list():
-            backend.cancel(row.name)
-        return
-    if request.param == "compose":
-        volume = tmp_path / "volume"
-        volume.mkdir()
-        with composed(request.getfixturevalue("cpu_image").name, volume) as found:
+        with here(product.backend(request.param)(tmp_path / "jobs"), tmp_path) as found:  # type: ignore[call-arg]
             yield found
-        return
-    with ApiServer() as server:
-        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
-        load, namespace = load_configuration(None)
-        api = Api(load, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
-        operator = Running(server.cluster, tmp_path)
-        yield Bench(KubernetesBackend(api, namespace, interval=0.2, lost_after=2), tmp_path)
-        operator.stop()
-        api.close()
+    elif request.param == "compose":
+        with composed(request.getfixturevalue("cpu_image").name, tmp_path / "volume") as found:
+            yield found
+    else:
+        with ApiServer() as server:
+            monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+            backend, operator = product.kubernetes(), Running(server.cluster, tmp_path)
+            yield Bench(backend, tmp_path)
+            operator.stop()
+            backend.api.close()
 
 
 def test_a_job_from_submit_to_summary(bench: Bench) -> None:
@@ -124,7 +114,6 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert [status.final for status in told] == [*(False for _ in told[1:]), True] and told[-1] == found
     assert sorted(rank for part in found.ranks for rank in part.ranks) == [0, 1]
     assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
-    assert list(backend.logs("hello", rank=0)) == ["hello from 0"]
     assert [(row.name, row.state) for row in bench.listed()] == [("hello", "succeeded")]
     assert backend.require("hello").plain == spec.record(), "what is kept is whole, and has a version"
     assert backend.drift(spec) == []
@@ -134,13 +123,20 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert backend.submit(spec, "new").name == "hello-v2"
     assert backend.submit(spec, "replace").created
     assert {backend.wait(name, BOUND).state for name in ("hello", "hello-v2")} == {"succeeded"}
+    asked: tuple[Callable[[str], object], ...] = (
+        backend.status, backend.logs, backend.cancel, backend.require, backend.summary, lambda name: backend.wait(name, 1),
+    )  # fmt: skip
+    for ask in asked:
+        for name, said in (("nothing", "there is no"), ("../../etc", "is not a job name")):
+            with pytest.raises(UserError, match=said):
+                ask(name)
 
 
-def at_once(backend: Backend, specs: list[JobSpec]) -> list[Submitted | UserError]:
+def at_once(backend: Any, specs: list[JobSpec]) -> list[Any]:
     """What becomes of submissions that begin at the same moment, each as if no other one were there."""
     begin = threading.Barrier(len(specs))
 
-    def submit(spec: JobSpec) -> Submitted | UserError:
+    def submit(spec: JobSpec) -> Any:
         begin.wait(BOUND)
         try:
             return backend.submit(spec)
@@ -154,13 +150,14 @@ def at_once(backend: Backend, specs: list[JobSpec]) -> list[Submitted | UserErro
 def test_submitting_at_once(bench: Bench) -> None:
     """One of them makes the job. The others of the same spec find it, and those of another one are refused."""
     backend, spec = bench.backend, bench.spec("same", LONG, ranks_per_node=1)
-    done = [item for item in at_once(backend, [spec] * 4) if isinstance(item, Submitted)]
-    assert len(done) == 4 and {(item.name, item.where) for item in done} == {("same", done[0].where)}, done
+    done = at_once(backend, [spec] * 4)
+    assert not [item for item in done if isinstance(item, UserError)], done
+    assert {(item.name, item.where) for item in done} == {("same", done[0].where)}, done
     assert [item.created for item in done].count(True) == 1, done
     specs = [bench.spec("other", LONG, ranks_per_node=1, grace_seconds=5 + number) for number in range(4)]
     told = at_once(backend, specs)
-    (winner,) = (number for number, item in enumerate(told) if isinstance(item, Submitted))
-    assert told[winner] == Submitted("other", True, backend.where(backend.require("other"))), told
+    (winner,) = (number for number, item in enumerate(told) if not isinstance(item, UserError))
+    assert (told[winner].name, told[winner].created) == ("other", True), told
     assert all("another spec" in str(item) for item in told if isinstance(item, UserError)), told
     assert backend.require("other").spec == specs[winner], "what is there is what was said to be submitted"
 
@@ -175,24 +172,18 @@ with world.script() as me:
 """
 
 
-def test_a_program_of_ones_own_joins_its_ranks(bench: Bench) -> None:
-    """By the interface for scripts, in the environment that each backend gives a `command:`."""
-    bench.backend.submit(bench.spec("joins", JOINS))
-    found = bench.backend.wait("joins", BOUND)
-    lines = list(bench.backend.logs("joins"))
-    assert (found.state, found.code) == ("succeeded", 0), (found, lines)
-    said = sorted(line for line in lines if "joined" in line)
-    assert said == [f"[rank {rank}] joined {rank} of 2 on 1 nodes: 3" for rank in (0, 1)]
-
-
 def test_how_it_ended_is_told_apart(bench: Bench) -> None:
-    expected = {"usage": (2, "failed", 2), "crash": (5, "failed", 1)}
-    for name, (code, *_) in expected.items():  # side by side
-        bench.backend.submit(bench.spec(name, f"import sys; sys.exit({code})"))
-    for name, (_, state, code) in expected.items():
+    """Three side by side; the last is a script of one's own, in the environment that each backend gives a `command:`."""
+    ends = {"usage": ("import sys; sys.exit(2)", "failed", 2), "crash": ("import sys; sys.exit(5)", "failed", 1),
+            "joins": (JOINS, "succeeded", 0)}  # fmt: skip
+    for name, (program, *_) in ends.items():
+        bench.backend.submit(bench.spec(name, program))
+    for name, (_, state, code) in ends.items():
         found = bench.backend.wait(name, BOUND)
-        assert (found.state, found.code) == (state, code), found
-        assert found.reason and "\n" not in found.reason
+        assert (found.state, found.code) == (state, code), (name, found, *bench.backend.logs(name))
+        assert (found.reason or not code) and "\n" not in found.reason
+    said = sorted(line for line in bench.backend.logs("joins") if "joined" in line)
+    assert said == [f"[rank {rank}] joined {rank} of 2 on 1 nodes: 3" for rank in (0, 1)]
 
 
 def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
@@ -201,63 +192,11 @@ def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
     locks = "import fcntl, os; file = open(PATH + os.environ['RANK'], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
     backend.submit(bench.spec("long", locks.replace("PATH", repr(f"{bench.folder}/lock-")) + LONG))
     began = time.monotonic()
-    assert backend.wait("long", 0.5).state not in FINAL
+    assert not backend.wait("long", 0.5).final
     assert time.monotonic() - began < 10
     until(lambda: _held(bench.folder) == 2, BOUND, "the ranks begin")
     assert backend.cancel("long").state == "cancelled"
     until(lambda: _held(bench.folder) == 0, 30, "the ranks end")
-
-
-def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
-    """Exit code, output and errors of a command that has no terminal."""
-    files_ = [bench.folder / f"beside-{name}" for name in ("in", "out", "err")]
-    files_[0].write_bytes(stdin)
-    with files_[0].open("rb") as source, files_[1].open("wb") as out, files_[2].open("wb") as err:
-        streams = Streams(source.fileno(), out.fileno(), err.fileno())
-        code = bench.backend.execute(name, list(command), rank, streams)
-    return code, files_[1].read_bytes(), files_[2].read_bytes()
-
-
-def test_a_command_beside_a_rank(bench: Bench) -> None:
-    backend, spec = bench.backend, bench.spec("long", LONG)
-    backend.submit(spec)
-    until(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
-    told = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
-    code, out, err = beside(bench, "long", "sh", "-c", told, rank=1)
-    assert (code, out.decode()) == (7, f"1 1 2 {spec.run_dir} none\n"), (out, err)
-    assert "oh" in err.decode().splitlines(), "the two are kept apart (srun has a word of its own)"
-    data = os.urandom(5 << 20)
-    code, out, err = beside(bench, "long", "cat", stdin=data)
-    assert (code, out == data, err) == (0, True, b""), "to the end of its input, byte for byte"
-    code, out, err = beside(bench, "long", "sh", "-c", "kill -9 $$")
-    assert code == 128 + 9, (code, err)
-    code, out, err = beside(bench, "long", "no-such-program")
-    assert code == 127 and b"cannot start 'no-such-program'" in err, (code, err)
-    for name, rank, said in (("long", 2, "has the ranks 0 … 1, got 2"), ("nothing", 0, "there is no")):
-        with pytest.raises(UserError, match=said):
-            backend.execute(name, ["true"], rank)
-    backend.cancel("long")
-    with pytest.raises(UserError, match=r"has ended: cancelled|there is no"):
-        backend.execute("long", ["true"])
-
-
-COUNTS = "import os\nfor n in range(30): print(n, 'of', os.environ['RANK'], flush=True)"
-
-
-def test_the_last_lines(bench: Bench) -> None:
-    backend = bench.backend
-    backend.submit(bench.spec("counts", COUNTS))
-    assert backend.wait("counts", BOUND).state == "succeeded"
-    own = [f"{number} of 1" for number in range(30)]
-    for follow in (False, True):
-        assert [*backend.logs("counts", 1, follow, 3)] == own[-3:]
-        assert [*backend.logs("counts", 1, follow, 0)] == []
-        assert [*backend.logs("counts", 1, follow, 1000)] == own
-        both = [*backend.logs("counts", None, follow, 8)]
-        assert len(both) == 8 and len({*both}) == 8, both
-        for rank in (0, 1):  # the last of each, in their order
-            found = [line for line in both if line.startswith(f"[rank {rank}] ")]
-            assert found == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(found), 30)], both
 
 
 def _held(folder: Path) -> int:
@@ -272,30 +211,67 @@ def _held(folder: Path) -> int:
     return held
 
 
-def test_unknown_names_are_one_line(bench: Bench) -> None:
+def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors of a command that has no terminal."""
+    paths = [bench.folder / f"beside-{name}" for name in ("in", "out", "err")]
+    paths[0].write_bytes(stdin)
+    with paths[0].open("rb") as source, paths[1].open("wb") as out, paths[2].open("wb") as err:
+        streams = product.streams(source.fileno(), out.fileno(), err.fileno())
+        code = bench.backend.execute(name, list(command), rank, streams)
+    return code, paths[1].read_bytes(), paths[2].read_bytes()
+
+
+@pytest.mark.promise("exec")
+def test_a_command_beside_a_rank(bench: Bench) -> None:
+    backend, spec = bench.backend, bench.spec("long", LONG)
+    backend.submit(spec)
+    until(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
+    told = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
+    code, out, err = beside(bench, "long", "sh", "-c", told, rank=1)
+    assert (code, out.decode()) == (7, f"1 1 2 {spec.run_dir} none\n"), (out, err)
+    assert "oh" in err.decode().splitlines(), "the two are kept apart (srun has a word of its own)"
+    data = os.urandom(5 << 20)
+    code, out, err = beside(bench, "long", "cat", stdin=data)
+    assert (code, out == data, err) == (0, True, b""), "to the end of its input, byte for byte"
+    code, out, err = beside(bench, "long", "sh", "-c", "kill -9 $$")
+    assert code == 128 + 9, (code, err)
+    code, out, err = beside(bench, "long", "no-such-program")
+    assert code == 127 and b"no-such-program" in err, (code, err)
+    for name, rank, said in (("long", 2, "has the ranks 0 … 1, got 2"), ("nothing", 0, "there is no")):
+        with pytest.raises(UserError, match=said):
+            backend.execute(name, ["true"], rank)
+    backend.cancel("long")
+    with pytest.raises(UserError, match=r"has ended: cancelled|there is no"):
+        backend.execute("long", ["true"])
+
+
+COUNTS = "import os\nfor n in range(30): print(n, 'of', os.environ['RANK'], flush=True)"
+
+
+@pytest.mark.promise("logs")
+def test_the_last_lines(bench: Bench) -> None:
     backend = bench.backend
-    for ask in (
-        backend.status,
-        backend.logs,
-        backend.cancel,
-        backend.require,
-        backend.summary,
-        lambda n: backend.wait(n, 1),
-    ):
-        with pytest.raises(UserError, match="there is no"):
-            ask("nothing")
-        with pytest.raises(UserError, match="is not a job name"):
-            ask("../../etc")
-    assert bench.listed() == []
+    backend.submit(bench.spec("counts", COUNTS))
+    assert backend.wait("counts", BOUND).state == "succeeded"
+    own = [f"{number} of 1" for number in range(30)]
+    for follow in (False, True):
+        for count in (0, 3, 1000):
+            assert [*backend.logs("counts", 1, follow, count)] == own[30 - min(count, 30) :]
+        both = [*backend.logs("counts", None, follow, 8)]
+        assert len(both) == 8 and len({*both}) == 8, both
+        for rank in (0, 1):  # the last of each, in their order
+            found = [line for line in both if line.startswith(f"[rank {rank}] ")]
+            assert found == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(found), 30)], both
+
+
+# The local backend alone.
 
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    backend = Bare(tmp_path / "jobs")
-    yield Bench(backend, tmp_path)
-    for row in backend.list():
-        backend.cancel(row.name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with here(product.local(tmp_path / "jobs"), tmp_path) as found:
+        yield found
 
 
 def test_status_json_is_trusted_above_exit_codes(local: Bench) -> None:
@@ -313,30 +289,31 @@ def test_status_json_is_trusted_above_exit_codes(local: Bench) -> None:
     local.backend.submit(local.spec("said", "import sys; sys.exit(3)", ranks_per_node=1), "replace")
     assert local.backend.wait("said", BOUND).state == "failed"
     # And a job that has ended stays as it ended, whatever comes to lie there.
-    identity = files.read_json(local.folder / "jobs/said/job.json")["job"]
+    identity = json.loads((local.folder / "jobs/said/job.json").read_text())["job"]
     file.write_text(json.dumps({**said, "code": 0, "job": identity}))
     assert (local.backend.status("said").state, local.backend.status("said").code) == ("failed", 1)
 
 
-def test_the_time_limit_holds(local: Bench) -> None:
-    local.backend.submit(local.spec("slow", LONG, time_limit="1s", ranks_per_node=1))
-    found = local.backend.wait("slow", BOUND)
-    assert (found.state, found.code) == ("timed_out", 124), found
-
-
+@pytest.mark.promise("local-jobs")
 def test_processes_that_vanish_are_lost(local: Bench) -> None:
     local.backend.submit(local.spec("gone", LONG, ranks_per_node=1))
     folder = local.folder / "jobs/gone"
-    until((folder / "running.json").exists, BOUND, "the launcher")
-    until(lambda: "begun" in "".join(local.backend.logs("gone")), BOUND, "the rank")
-    os.kill(files.read_json(folder / "supervisor.json")["pid"], 9)
-    kill_tree(files.read_json(folder / "running.json")["pid"])
+    until(
+        lambda: (folder / "running.json").exists() and "begun" in "".join(local.backend.logs("gone")), BOUND, "the rank"
+    )
+    os.kill(json.loads((folder / "supervisor.json").read_text())["pid"], 9)
+    kill_tree(json.loads((folder / "running.json").read_text())["pid"])
     found = local.backend.wait("gone", BOUND)
     assert (found.state, found.code) == ("lost", 4)
 
 
-def test_a_missing_secret_is_refused(local: Bench) -> None:
-    secrets = {"LOCKSTEP_TEST_TOKEN": {"secret": "a", "key": "b"}}
-    with pytest.raises(UserError, match="needs the secret LOCKSTEP_TEST_TOKEN"):
-        local.backend.submit(local.spec("secret", HELLO, secrets=secrets))
-    assert local.backend.list() == []
+def test_a_missing_secret_is_refused_and_takes_nothing_away(local: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = local.spec("secret", "import sys; sys.exit(75)", secrets={"A_TOKEN": {"secret": "a", "key": "b"}})
+    for there in (None, "preempted"):
+        monkeypatch.delenv("A_TOKEN", raising=False)
+        with pytest.raises(UserError, match="needs the secret A_TOKEN"):
+            local.backend.submit(spec)
+        assert [row.state for row in local.backend.list()] == [there][: bool(there)]
+        monkeypatch.setenv("A_TOKEN", "x")
+        local.backend.submit(spec)
+        assert local.backend.wait("secret", BOUND).state == "preempted"

@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,16 +16,14 @@ import pytest
 from k8s_exec import Container
 from k8s_server import ApiServer
 
-from lockstep.jobs.kubernetes.api import Api, load_configuration
-from lockstep.jobs.kubernetes.backend import KubernetesBackend
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.training.launch import beside
-from tests.jobs.helpers import Bare
+from tests import product
+from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll
+from tests.product import JobSpec
 from tests.terminal import at_a_terminal, resize, until_shown
 
+pytestmark = pytest.mark.promise("exec")
 BOUND = 30
-PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_SESSION": "{}"}
 LAUNCHER = (
     "import os, subprocess; "
@@ -35,81 +32,70 @@ LAUNCHER = (
 TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 
 
-def test_a_word_that_it_does_not_know_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    assert beside.main(["--rank", "first"]) == 2
-    told = capfd.readouterr().err
-    assert told.startswith("error: argument --rank: invalid int value: 'first' (see ") and told.count("\n") == 1
-
-
 @dataclass
 class Place:
     """A job `long` with one rank, and how the command line finds it."""
 
     name: str
     env: dict[str, str]
-    server: ApiServer | None = None
 
     def command(self, *words: str) -> list[str]:
-        return [PYTHON, "-c", PROGRAM, "exec", self.name, "long", "--", *words]
+        return [PYTHON, "-c", product.PROGRAM, "exec", self.name, "long", "--", *words]
 
     @contextlib.contextmanager
     def started(self, *words: str, stdin: int = subprocess.PIPE) -> Iterator[subprocess.Popen[bytes]]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(
+        with subprocess.Popen(
             self.command(*words), env=self.env, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.communicate()
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
 
 @contextlib.contextmanager
-def emulated(folder: Path) -> Iterator[Place]:
+def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A pod whose only rank is a process of this machine."""
     with ApiServer() as server:
         env = clean_env(KUBECONFIG=str(server.kubeconfig(folder / "kubeconfig")))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KUBECONFIG", env["KUBECONFIG"])
-            load, namespace = load_configuration(None)
-            backend = KubernetesBackend(Api(load), namespace)
-        backend.submit(
-            JobSpec.of({"name": "long", "command": ["true"], "image": "registry.example/a:1", "run_dir": "/runs/long"})
-        )
+        patch.setenv("KUBECONFIG", env["KUBECONFIG"])
+        backend = product.kubernetes()
+        spec = {"name": "long", "command": ["true"], "image": "registry.example/a:1", "run_dir": "/runs/long"}
+        backend.submit(JobSpec.of(spec))
+        backend.api.close()
         marked = {**env, "LOCKSTEP_JOB": f"long-of-{os.getpid()}"}
         rank = subprocess.Popen(["sleep", "600"], env={**marked, **RANK, "LOCKSTEP_LAUNCHER": "1"}, cwd=folder)
         server.cluster.containers.there["long-worker-0"] = Container(marked, folder)
         meta = {"name": "long-worker-0", "labels": {"lockstep/job": "long"}}
         server.cluster.put("pods", {"metadata": meta, "spec": {"nodeName": "n"}, "status": {"phase": "Running"}})
         try:
-            yield Place("k8s", env, server)
+            yield Place("k8s", env)
         finally:
             rank.kill()
             rank.wait()
-            backend.api.close()
 
 
 @pytest.fixture(params=["local", "k8s"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param != "local":
-        with emulated(tmp_path) as found:
+        with emulated(tmp_path, monkeypatch) as found:
             yield found
         return
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    backend = Bare(tmp_path / "home/local")
-    backend.submit(
-        JobSpec(name="long", command=["python", "-c", LAUNCHER], max_restarts=0, ranks_per_node=1, grace_seconds=5)
-    )
+    backend = product.local(tmp_path / "home/local")
+    command = ["python", "-c", LAUNCHER]
+    backend.submit(JobSpec(name="long", command=command, max_restarts=0, ranks_per_node=1, grace_seconds=5))
     found = Place("local", clean_env(LOCKSTEP_HOME=str(tmp_path / "home")))
-    poll(
-        lambda: subprocess.run(found.command("true"), env=found.env, capture_output=True).returncode == 0,
-        BOUND,
-        "the rank",
-    )
-    yield found
-    backend.cancel("long")
+    with contextlib.ExitStack() as after:
+        after.callback(backend.cancel, "long")
+        poll(
+            lambda: subprocess.run(found.command("true"), env=found.env, capture_output=True).returncode == 0,
+            BOUND,
+            "it",
+        )
+        yield found
 
 
 def test_ctrl_c_goes_to_the_command_and_its_exit_code_is_the_exit_code(place: Place) -> None:
@@ -151,36 +137,32 @@ def test_a_terminal_has_its_size_its_keys_and_comes_back(place: Place) -> None:
         assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
 
 
-def test_output_that_goes_elsewhere_leaves_the_terminal_out(place: Place) -> None:
+def test_output_that_goes_elsewhere_leaves_the_terminal_out_and_the_command_is_none_of_the_job(
+    place: Place, tmp_path: Path
+) -> None:
     """Standard input is a terminal and standard output a file: bytes as they are, and what is typed arrives."""
     ours, theirs = pty.openpty()
     try:
-        with place.started("sh", "-c", "test -t 0 || echo none; head -n 1", stdin=theirs) as process:
+        with place.started("sh", "-c", "test -t 0 || echo none; head -n 1; pwd; env", stdin=theirs) as process:
             os.write(ours, b"typed\n")
             assert process.stdout is not None
-            assert (process.stdout.read(), process.wait(BOUND)) == (b"none\ntyped\n", 0)
+            none, typed, folder, *lines = process.stdout.read().decode().splitlines()
+            assert (none, typed, folder, process.wait(BOUND)) == ("none", "typed", str(tmp_path), 0)
     finally:
         os.close(ours)
         os.close(theirs)
-
-
-def test_a_command_is_no_process_of_the_job(place: Place, tmp_path: Path) -> None:
-    """Nor does a run that it starts take itself for the job's."""
-    done = subprocess.run(
-        place.command("sh", "-c", "pwd; env"), env=place.env, capture_output=True, text=True, cwd="/", timeout=BOUND
-    )
-    folder, *lines = done.stdout.splitlines()
     names = {line.partition("=")[0] for line in lines}
-    assert folder == str(tmp_path), "the rank's folder"
-    assert {"RANK", "LOCKSTEP_RUN_DIR"} <= names and not {
-        "LOCKSTEP_JOB",
-        "LOCKSTEP_LAUNCHER",
-        "LOCKSTEP_SESSION",
-    } & names, names
+    assert {"RANK", "LOCKSTEP_RUN_DIR"} <= names, names
+    assert not {"LOCKSTEP_JOB", "LOCKSTEP_LAUNCHER", "LOCKSTEP_SESSION"} & names, (
+        "a run that it starts is not the job's"
+    )
 
 
 def test_words_that_are_none_of_ours_need_two_dashes(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", PROGRAM, "exec", "local", "long"]
-    for more, said in ((["ls", "-l"], "No such option"), ([], "Missing argument")):
-        done = subprocess.run([*words, *more], env=clean_env(), capture_output=True, text=True, timeout=BOUND)
-        assert done.returncode == 2 and said in done.stderr, done
+    for more, said in (
+        (["ls", "-l"], "No such option"),
+        ([], "Missing argument"),
+        (["--rank", "first", "--", "ls"], "--rank"),
+    ):
+        done = lockstep(tmp_path, "exec", "local", "long", *more)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr, done

@@ -11,19 +11,15 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep.jobs import command
-from lockstep.jobs.backend import Backend
-from lockstep.jobs.local import processes
-from lockstep.jobs.local.backend import LocalBackend
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.training import contract
-from lockstep.training.contract import UserError
-from tests.jobs.helpers import Bare
-from tests.processes import PYTHON, ROOT, clean_env, poll, run
+from tests import product
+from tests.processes import PYTHON, ROOT, clean_env, poll, processes, run
+from tests.product import JobSpec, UserError
 
+pytestmark = pytest.mark.promise("local-jobs")
 BOUND = 60
 
 # A rank that leaves the session, ignores TERM, and has a child that does the same with nothing in its environment and
@@ -48,12 +44,12 @@ RANK = """
 
 
 @pytest.fixture(params=["itself", "launched"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Its command is the rank itself, or a launcher's."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "GRACE_MARGIN", -3)
-    found = (Bare if request.param == "itself" else LocalBackend)(tmp_path / "home/local")
+    product.short_grace(monkeypatch)
+    found = product.local(tmp_path / "home/local", bare=request.param == "itself")
     yield found
     for name in ("rank", "deep"):
         with contextlib.suppress(OSError, ValueError):
@@ -62,7 +58,10 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         found.cancel(row.name)
 
 
-def _submitted(backend: Backend, tmp_path: Path, **more: str) -> list[int]:
+itself = pytest.mark.parametrize("backend", ["itself"], indirect=True)
+
+
+def _submitted(backend: Any, tmp_path: Path, **more: str) -> list[int]:
     """The processes of a job that is deaf to TERM, once they are there."""
     program = tmp_path / "rank.py"
     program.write_text(textwrap.dedent(RANK))
@@ -74,28 +73,33 @@ def _submitted(backend: Backend, tmp_path: Path, **more: str) -> list[int]:
 
 
 def _alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if processes.alive(pid, None)]
+    return sorted(pid for pid, state, *_ in processes() if pid in pids and state != "Z")
 
 
-def test_a_cancelled_job_leaves_no_process(backend: LocalBackend, tmp_path: Path) -> None:
+def _supervisor(backend: Any) -> int:
+    return int(json.loads((backend.folder / "deaf/supervisor.json").read_text())["pid"])
+
+
+def test_a_cancelled_job_leaves_no_process(backend: Any, tmp_path: Path) -> None:
     pids = _submitted(backend, tmp_path)
-    assert _alive(pids) == pids
+    assert _alive(pids) == sorted(pids)
     found = backend.cancel("deaf")
     assert (found.state, _alive(pids)) == ("cancelled", []), found
 
 
-def test_a_job_beyond_its_time_limit_leaves_no_process(backend: LocalBackend, tmp_path: Path) -> None:
+@itself
+def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: Path) -> None:
     """It is called timed out when the last of them is gone, and not before."""
-    pids = _submitted(backend, tmp_path, time_limit="4s" if isinstance(backend, Bare) else "25s")
+    pids = _submitted(backend, tmp_path, time_limit="4s")
     deadline = time.monotonic() + BOUND
     while not (found := backend.status("deaf")).final:
         assert time.monotonic() < deadline, found
         time.sleep(0.01)
-    assert (found.state, _alive(pids)) == ("timed_out", []), found
+    assert (found.state, found.code, _alive(pids)) == ("timed_out", 124, []), found
 
 
-@pytest.mark.parametrize("backend", ["itself"], indirect=True)
-def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: LocalBackend, tmp_path: Path) -> None:
+@itself
+def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: Any, tmp_path: Path) -> None:
     """What has left both the launcher and the job's environment behind is not found then: nobody else has it as a child."""
     pids = _submitted(backend, tmp_path)
     os.kill(_supervisor(backend), signal.SIGKILL)
@@ -103,17 +107,14 @@ def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: LocalBack
     assert _alive(pids[:1]) == []
 
 
-@pytest.mark.parametrize("backend", ["itself"], indirect=True)
-def test_cancel_says_what_does_not_end(backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@itself
+def test_cancel_says_what_does_not_end(backend: Any, tmp_path: Path) -> None:
     """A supervisor that is stopped cannot take its children's ends: what is not over is not called cancelled."""
-    monkeypatch.setattr(processes, "KILL_SECONDS", 0.5)
     pids = _submitted(backend, tmp_path)
     supervisor = _supervisor(backend)
     os.kill(supervisor, signal.SIGSTOP)
     try:
-        with pytest.raises(
-            UserError, match=rf"^deaf has not ended: process {supervisor} \(python.*, state T\) is still running"
-        ):
+        with pytest.raises(UserError, match=rf"^deaf has not ended: process {supervisor} \(python.*, state T\)"):
             backend.cancel("deaf")
         assert backend.status("deaf").state == "running"
     finally:
@@ -125,26 +126,23 @@ def test_a_rank_whose_launcher_died_before_it_asked_ends_below_a_supervisor_too(
     """It is no child of init then."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    program = (
-        "import os; from lockstep.training.launch.lifeline import end_with_launcher; end_with_launcher(os.environ)"
-    )
-    assert run([PYTHON, "-c", program], clean_env(**{contract.ENV_LAUNCHER: str(gone.pid)})).code == -signal.SIGTERM
-    assert run([PYTHON, "-c", program], clean_env(**{contract.ENV_LAUNCHER: str(os.getpid())})).code == 0
+    for launcher, code in ((gone.pid, -signal.SIGTERM), (os.getpid(), 0)):
+        assert run([PYTHON, "-c", "import lockstep"], clean_env(LOCKSTEP_LAUNCHER=str(launcher))).code == code
 
 
-@pytest.mark.parametrize("backend", ["itself"], indirect=True)
-def test_a_job_that_a_cancelled_one_has_submitted_goes_on(backend: LocalBackend, tmp_path: Path) -> None:
-    inner = "import time; time.sleep(600)"
+@itself
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_that_another_one_has_submitted_goes_on(backend: Any, tmp_path: Path, cancelled: bool) -> None:
+    """Whether the outer one ends or is cancelled."""
+    program = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)"
     words = (
-        f"from tests.jobs.helpers import Bare; from pathlib import Path; from lockstep.jobs.spec.model import JobSpec; import time; "
-        f"Bare(Path({str(backend.folder)!r})).submit(JobSpec(name='inner', command=['python', '-c', {inner!r}], "
-        f"max_restarts=0, ranks_per_node=1)); time.sleep(600)"
+        f"from tests import product; from pathlib import Path; import time; product.local(Path({str(backend.folder)!r})).submit("
+        f"product.JobSpec(name='inner', command=['python', '-c', {program!r}], max_restarts=0, ranks_per_node=1)); "
+        f"time.sleep({600 * cancelled})"
     )
     backend.submit(JobSpec(name="outer", command=["python", "-c", words], max_restarts=0, ranks_per_node=1))
     poll((backend.folder / "inner/running.json").exists, BOUND, "the inner job")
-    assert backend.cancel("outer").state == "cancelled"
-    assert backend.status("inner").state == "running"
-
-
-def _supervisor(backend: LocalBackend) -> int:
-    return int(json.loads((backend.folder / "deaf/supervisor.json").read_text())["pid"])
+    found = backend.cancel("outer") if cancelled else backend.wait("outer", BOUND)
+    assert (found.state, backend.status("inner").state) == ("cancelled" if cancelled else "succeeded", "running")
+    (tmp_path / "go").touch()
+    assert backend.wait("inner", BOUND).state == "succeeded"

@@ -10,11 +10,9 @@ from tests.jobs.test_jobs_contract import (  # noqa: F401 - collected here, with
     Bench,
     test_a_command_beside_a_rank,
     test_a_job_from_submit_to_summary,
-    test_a_program_of_ones_own_joins_its_ranks,
     test_how_it_ended_is_told_apart,
     test_submitting_at_once,
     test_the_last_lines,
-    test_unknown_names_are_one_line,
     test_waiting_is_bounded_and_cancel_ends_the_processes,
 )
 

@@ -19,24 +19,17 @@ from lockstep.jobs.slurm.transport import scripts
 from lockstep.jobs.slurm.transport.ssh import Ssh
 from lockstep.jobs.status import Disconnected, LoggedOut
 from lockstep.training.contract import UserError
-from tests.jobs.test_transport_contract import (  # noqa: F401 - collected here, with the way below
+from tests.processes import poll, require
+from tests.slurm.login import HOST, Login, login_node, missing
+from tests.unit.jobs.slurm.transport.test_base import (  # noqa: F401 - collected here, with the way below
     Way,
     test_a_program_in_the_foreground,
-    test_errors_say_what_is_wrong,
-    test_files_of_odd_names,
     test_folders_are_private,
     test_logs_are_read_from_where_they_were,
     test_many_files_are_read_at_once,
-    test_places_are_absolute_and_of_that_side,
-    test_scripts_and_their_data,
-    test_the_command_for_a_person,
-    test_the_end_of_ten_gigabytes_is_there_at_once,
     test_the_last_lines_of_logs,
-    test_the_lock_is_the_clusters,
-    test_words_arrive_as_they_are,
+    test_words_names_and_data_arrive_as_they_are,
 )
-from tests.processes import poll, require
-from tests.slurm.login import HOST, Login, login_node, missing
 
 
 @pytest.fixture

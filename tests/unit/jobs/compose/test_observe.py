@@ -1,0 +1,40 @@
+"""What the containers of a job mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.jobs.compose.observe import explain
+from tests.product import JobSpec
+
+SPEC = JobSpec.of({"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2})
+STOPPED = {"code": 75, "reason": "SIGTERM"}
+
+
+def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
+    """A container that has ended with that code, or is in that state."""
+    about = {"ExitCode": state} if isinstance(state, int) else {"Status": state} if isinstance(state, str) else state
+    return {
+        "State": {"Status": "exited", "ExitCode": 0, "StartedAt": "2026-01-01T00:00:00.5Z", **about},
+        "Config": {"Hostname": "node-0"}, "HostConfig": {"Memory": 1 << 30},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said", "cancelled", "state", "code"),
+    [
+        ([0, 0], None, False, "succeeded", 0), ([1, 75], None, False, "failed", 1), ([2, 1], None, False, "failed", 2),
+        ([75, 75], None, False, "preempted", 75), ([75, 75], None, True, "cancelled", 75), ([137, 1], None, True, "cancelled", 75),
+        ([124, 75], STOPPED, False, "timed_out", 124), ([1, 1], STOPPED, False, "preempted", 75),
+        ([{"ExitCode": 137, "OOMKilled": True}, 1], None, False, "failed", 1),
+        (["running", 0], {"code": None, "step": 7}, False, "running", 0), (["running", 137], None, False, "restarting", 0),
+        (["running", "paused"], None, False, "running", 0), (["created", "created"], None, False, "pending", 0),
+        ([{"Status": "created", "Error": "no such device"}, "created"], None, False, "failed", 1),
+    ],
+)  # fmt: skip
+def test_what_containers_mean(nodes: list[Any], said: Any, cancelled: bool, state: str, code: int) -> None:
+    found = explain([node(each) for each in nodes], SPEC, said, cancelled)
+    assert (found.state, found.code) == (state, code), found
+    assert "OOMKilled" in found.reason or not any(isinstance(each, dict) and "OOMKilled" in each for each in nodes)

@@ -1,0 +1,155 @@
+"""Archives of code: hostile ones write nothing, and what was unpacked is what was packed."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.training.launch import archive
+from lockstep.training.launch.archive import File
+from tests.processes import PYTHON, Result, clean_env, require, run, started
+from tests.product import UserError
+
+pytestmark = pytest.mark.promise("code-archives")
+OWN = [File("a/b/run.sh", True, b"#!/bin/sh\necho hi\n"), File("c" * 200 + "/" + "\u00e9" * 100, False, b"x")]
+
+
+def packed(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        for member, data in members:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    compressor = zlib.compressobj(wbits=31)
+    return compressor.compress(plain.getvalue()) + compressor.flush()
+
+
+def member(
+    name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE, link: str = ""
+) -> tuple[tarfile.TarInfo, bytes]:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname = kind, link
+    return found, data if kind == tarfile.REGTYPE else b""
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        *(([member("a", kind=kind, link="/etc/passwd")], "which is not a plain file")
+          for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE)),
+        *(([member(name)], "is not a path inside the code") for name in ("../a", "a/../../b", "/etc/a")),
+        ([member("a"), member("a", b"y")], "holds more than is allowed"),
+        ([member("a", b"x" * 2000)], "holds more than is allowed"),
+        ([member(str(number)) for number in range(5)], "holds more than is allowed"),
+        ([member("a", b"other")], "the archive holds the code"),
+        ([member("a", b"\0" * (4 << 20))], "holds more than 1 MiB"),
+    ],
+)  # fmt: skip
+def test_an_archive_that_is_not_ours_is_refused(
+    monkeypatch: pytest.MonkeyPatch, members: list[tuple[tarfile.TarInfo, bytes]], told: str
+) -> None:
+    for name, limit in (("MAX_BYTES", 1000), ("MAX_FILES", 4), ("_TAR_LIMIT", 1 << 20)):
+        monkeypatch.setattr(archive, name, limit)
+    data = packed(*members)
+    for sent, said in ((data, told), (data[:50], "is cut off"), (b"no archive", "cannot read"), (b"", "is cut off")):
+        with pytest.raises(UserError, match=said):
+            archive.read(sent, "0" * 64)
+
+
+def test_unpacked_is_what_was_packed_read_only_and_whole(tmp_path: Path) -> None:
+    identity = archive.identity(OWN)
+    target = archive.unpack(archive.read(archive.pack(OWN), identity), tmp_path / "copy")
+    assert archive.holds(target, identity) and run([str(target / "a/b/run.sh")]).output == "hi\n"
+    assert all(not path.stat().st_mode & 0o222 for path in [target, *target.rglob("*")])
+    assert archive.unpack(OWN, target) == target, "somebody else was faster"
+    with pytest.raises(UserError, match="exists and holds something else"):
+        archive.unpack([File("x", False, b"")], target)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+    for change in ("a/b/run.sh", "a/b/new"):
+        (target / "a/b").chmod(0o755)
+        (target / change).unlink(missing_ok=True)
+        (target / change).write_text("changed")
+        assert not archive.holds(target, identity)
+    archive.remove(target)
+    assert not target.exists()
+
+
+EXCHANGE = """
+import ctypes, random, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+one, other = (name.encode() for name in sys.argv[1:])
+print("ready", flush=True)
+while True:
+    libc.renameat2(-100, one, -100, other, 2)
+    time.sleep(random.uniform(0, 0.001))
+"""
+NODE = """
+import os, sys, tempfile
+from pathlib import Path
+from lockstep.training.launch import archive, carried
+identity, parts, mine = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+target = Path(tempfile.gettempdir(), f"lockstep-code-{identity[:16]}")
+os.symlink(mine, target.with_name(f".{target.name}.{os.getpid()}"))  # by somebody else, as is what lies at the target
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+if sys.argv[4:]:
+    print([archive.holds(target, identity) for _ in range(20000)].count(True))
+else:
+    print(carried.unpacked(identity, parts))
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Everybody may enter it, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@pytest.fixture
+def node(shared: Path) -> Callable[..., Result]:
+    """Unpacks as user 65534, below a folder where everybody writes. What is in `mine` is this user's."""
+    require(os.geteuid() == 0, "needs root, to become another user")
+    for name, mode in (("parts", 0o755), ("tmp", 0o1777), ("mine", 0o755)):
+        (shared / name).mkdir()
+        (shared / name).chmod(mode)
+    (shared / "parts/part-000").write_bytes(archive.pack(OWN))
+    archive.unpack(OWN, shared / "mine/copy")
+    for path in (shared / "mine", *(shared / "mine").rglob("*")):
+        os.chown(path, 65534, 65534)
+
+    def go(mine: str, *words: str) -> Result:
+        command = [PYTHON, "-c", NODE, archive.identity(OWN), str(shared / "parts"), str(shared / mine), *words]
+        return run(command, clean_env(TMPDIR=str(shared / "tmp")), cwd=shared)
+
+    return go
+
+
+def test_a_link_of_somebody_elses_where_code_is_unpacked_takes_nothing_away(
+    node: Callable[..., Result], shared: Path
+) -> None:
+    done = node("mine")
+    assert (shared / "mine/copy" / OWN[0].path).exists(), "the folder that the link leads to"
+    assert done.code == 0 and done.output.startswith(str(shared / "tmp/lockstep-code-")), done
+
+
+def test_a_link_to_a_copy_is_not_a_copy_however_fast_it_changes(node: Callable[..., Result], shared: Path) -> None:
+    """What is there when it was looked at is not what the ranks are started in."""
+    require(hasattr(ctypes.CDLL(None), "renameat2"), "needs renameat2, of Linux")
+    target, link = shared / f"tmp/lockstep-code-{archive.identity(OWN)[:16]}", shared / "tmp/link"
+    target.mkdir()
+    link.symlink_to(shared / "mine/copy")
+    with started([PYTHON, "-c", EXCHANGE, str(target), str(link)]) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        done = node("mine", "only look")
+    assert (done.code, done.output) == (0, "0\n"), done
