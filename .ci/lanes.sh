@@ -1,4 +1,4 @@
-# Sourced by .ci/run: two lanes of suites at once, each a function. tests/faults/test_interrupted.py tries them with small commands.
+# Sourced by .ci/run: two lanes of suites at once, each a function.
 scratch=$(mktemp -d)
 failed=$scratch/failed stopped=$scratch/stopped
 front='' beside='' # the lanes that run
