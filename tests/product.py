@@ -25,9 +25,31 @@ if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend
 
 __all__ = [
-    "EXIT_DONE", "EXIT_FAILED", "EXIT_PREEMPTED", "EXIT_USAGE", "JobSpec", "Status", "Unreachable", "UserError", "backend",
-    "checkpoint", "checkpoint_steps", "clean", "fresh_run", "make_shards", "private_folder", "read", "save", "seal",
-    "setting_names", "train",
+    "EXIT_DONE",
+    "EXIT_FAILED",
+    "EXIT_PREEMPTED",
+    "EXIT_USAGE",
+    "JobSpec",
+    "Status",
+    "Unreachable",
+    "UserError",
+    "backend",
+    "checkpoint",
+    "checkpoint_steps",
+    "clean",
+    "fresh_run",
+    "kept_code",
+    "make_shards",
+    "private_folder",
+    "read",
+    "save",
+    "seal",
+    "setting_names",
+    "slurm",
+    "slurm_script",
+    "slurm_states",
+    "sweep",
+    "train",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -259,3 +281,43 @@ def private_folder(folder: Path) -> None:
 
     private.make(folder)
     private.check(folder)
+
+
+# SLURM
+
+
+def slurm(over_ssh: str | None = None, lost_after: float = 300.0) -> Any:
+    """A backend that asks SLURM three times a second, here or over ssh. Its `transport` is the way there."""
+    from lockstep.jobs.slurm.backend import SlurmBackend
+    from lockstep.jobs.slurm.transport.local import LOCAL
+    from lockstep.jobs.slurm.transport.ssh import Ssh
+
+    return SlurmBackend(interval=0.3, lost_after=lost_after, transport=LOCAL if over_ssh is None else Ssh(over_ssh))
+
+
+def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, parts: int = 1) -> str:
+    """The batch script of a job, or of an array of so many parts, that starts when the job `after` has ended."""
+    from lockstep.jobs.slurm import render
+
+    return str(render.script(spec, folder, after, parts))
+
+
+def slurm_states() -> tuple[str, ...]:
+    """SLURM's names of the states in which a job has ended, as we know them."""
+    from lockstep.jobs.slurm.query import FINAL
+
+    return tuple(FINAL)
+
+
+def sweep(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
+    """The jobs of a sweep."""
+    from lockstep.jobs import sweep as sweeps
+
+    return list(sweeps.expand(spec, values))
+
+
+def kept_code(identity: str) -> Path:
+    """The folder that holds the copy of a job's code which a cluster's nodes run."""
+    from lockstep.jobs.code import store
+
+    return store.folder(identity)

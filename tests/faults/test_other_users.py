@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.conftest import Undisturbed
 from tests.faults.test_open_doors import _listening
 from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, require, started
 from tests.runs import Job, assert_same
+
+pytestmark = pytest.mark.promise("other-users")
 
 ATTACK = r"""
 import base64, contextlib, encodings.idna, json, os, pickle, socket, sys, threading, time
@@ -166,19 +167,6 @@ def _one_node(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
     return [([PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words], job.env(**env))]
 
 
-def _submitted(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
-    settings = dict(word.split("=", 1) for word in job.words[5:])
-    file = job.run_dir.parent / "job.yaml"
-    spec = {"name": "attacked", "recipe": "smoke", "ranks_per_node": 2, "run_dir": str(job.run_dir)}
-    overrides = {name: yaml.safe_load(value) for name, value in settings.items()}
-    file.write_text(yaml.safe_dump({**spec, "overrides": overrides}))
-    words = ["submit", "local", str(file), "--wait", "200"]
-    home = str(job.run_dir.parent / "home")
-    return [
-        ([PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words], job.env(LOCKSTEP_HOME=home, **env))
-    ]
-
-
 def _jobs(folder: Path, data_root: Path, starts: list[Start], **changes: object) -> dict[Start, Job]:
     """They run at once, under one attack: most of the time goes into starting them."""
     found = {}
@@ -191,11 +179,11 @@ def _jobs(folder: Path, data_root: Path, starts: list[Start], **changes: object)
 def test_what_another_user_writes_into_the_ports_of_a_run_changes_nothing(
     tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
 ) -> None:
-    """He strikes while `lockstep run`, two nodes of `training launch`, and `submit local` train, and until they have ended."""
+    """He strikes while `lockstep run` and two nodes of `training launch` train, and until they have ended."""
     held = tmp_path / "held"
     held.touch()
     fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
-    jobs = _jobs(tmp_path, data_root, [_one_node, _two_nodes, _submitted])
+    jobs = _jobs(tmp_path, data_root, [_one_node, _two_nodes])
     commands = [command for start, job in jobs.items() for command in start(job, **fate)]
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(started(words, env)) for words, env in commands]

@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs.slurm.backend import SlurmBackend
-from lockstep.jobs.slurm.transport.ssh import Ssh
-from lockstep.jobs.spec.model import JobSpec
+from tests import product
 from tests.processes import PYTHON, ROOT, free_port, poll, processes, require
+from tests.product import JobSpec
 from tests.slurm.conftest import Cluster, every
 
 SSHD = "/usr/sbin/sshd"
@@ -111,21 +110,10 @@ class Login:
             file.write("\n".join([f"root:x:0:0:root:{self.there}/home:{shell}", *lines, ""]))
 
     def start(self) -> None:
-        command = [
-            "/usr/bin/unshare",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            START,
-            "sh",
-        ]
+        command = ["/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
         env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         self._process = subprocess.Popen(
-            [*command, self.seen, self.there, self.laptop], env=env, start_new_session=True
+            [*command, START, "sh", self.seen, self.there, self.laptop], env=env, start_new_session=True
         )
 
         def up() -> bool:
@@ -244,7 +232,7 @@ class Laptop:
 
     cluster: Cluster
     login: Login
-    backend: SlurmBackend
+    backend: Any
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         slurm = {"host": HOST, "python": PYTHON, **more.pop("slurm", {})}
@@ -267,8 +255,8 @@ def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "etc/slurm.conf"))
     with mounted(cluster, folder / "cluster") as there:
         with login_node(folder, there) as login:
-            transport = Ssh(HOST)
-            yield Laptop(cluster, login, SlurmBackend(interval=0.3, lost_after=60, transport=transport))
-            transport.close()
+            backend = product.slurm(HOST, lost_after=60)
+            yield Laptop(cluster, login, backend)
+            backend.transport.close()
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()
