@@ -287,12 +287,17 @@ def private_folder(folder: Path) -> None:
 
 
 def slurm(over_ssh: str | None = None, lost_after: float = 300.0) -> Any:
-    """A backend that asks SLURM three times a second, here or over ssh. Its `transport` is the way there."""
+    """A backend that asks SLURM three times a second, here or over ssh."""
     from lockstep.jobs.slurm.backend import SlurmBackend
     from lockstep.jobs.slurm.transport.local import LOCAL
     from lockstep.jobs.slurm.transport.ssh import Ssh
 
     return SlurmBackend(interval=0.3, lost_after=lost_after, transport=LOCAL if over_ssh is None else Ssh(over_ssh))
+
+
+def hang_up(backend: Any) -> None:
+    """Gives up the connection of a backend over ssh."""
+    backend.transport.close()
 
 
 def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, parts: int = 1) -> str:

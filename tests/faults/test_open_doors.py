@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -39,19 +38,11 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
     return found
 
 
-@contextlib.contextmanager
-def _held(job: Job, command: list[str]) -> Iterator[None]:
-    """The job, standing still in its fifth step."""
-    held = job.run_dir.parent / "held"
-    fate = {"LOCKSTEP_TEST_FATE": "1:5:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
-    with started(command, job.env(**fate)):
-        poll(held.exists, what="rank 1 in its fifth pass")
-        yield
-
-
 def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
     """The ranks' store and gloo ask nobody who he is; the metrics are nobody else's either."""
-    with _held(job, job.command()):
+    held = job.run_dir.parent / "held"
+    with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(held))):
+        poll(held.exists, what="rank 1 in its fifth pass")
         found = _listening(job.pids())
     assert len(found) == 5, found  # the ranks' store; gloo and metrics of two ranks; of the launcher none
     assert {address for address, _ in found} == {"127.0.0.1"}, found

@@ -257,6 +257,6 @@ def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
         with login_node(folder, there) as login:
             backend = product.slurm(HOST, lost_after=60)
             yield Laptop(cluster, login, backend)
-            backend.transport.close()
+            product.hang_up(backend)
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()

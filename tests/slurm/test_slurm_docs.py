@@ -18,6 +18,8 @@ from tests.processes import PYTHON, ROOT, poll, run
 from tests.slurm.conftest import Bench, Cluster, accounted
 from tests.slurm.login import laptop
 
+pytestmark = pytest.mark.promise("printed")
+
 MARKER = "on SLURM"
 SLURM, JOBS, SWEEP = "docs/slurm.md", "docs/jobs.md", "docs/how-to/sweep.md"
 OWN, PROJECT = "docs/own-training.md", "docs/how-to/start-a-project.md"
