@@ -117,12 +117,8 @@ class Login:
         )
 
         def up() -> bool:
-            told = subprocess.run(
-                [self.laptop / "bin/ssh", "-o", "BatchMode=yes", "--", HOST, "exit 7"],
-                capture_output=True,
-                timeout=30,
-            )
-            return told.returncode == 7
+            words = [self.laptop / "bin/ssh", "-o", "BatchMode=yes", "--", HOST, "exit 7"]
+            return subprocess.run(words, capture_output=True, timeout=30).returncode == 7
 
         every(0.1, up, 30, "the sshd")
 
@@ -162,29 +158,21 @@ class Login:
             subprocess.run(
                 ["/usr/bin/ssh", "-o", f"ControlPath={socket}", "-O", "exit", HOST], capture_output=True, timeout=30
             )
-        left = self.masters()
+        with contextlib.suppress(AssertionError):
+            poll(lambda: not self._masters(), 5, "the end of ssh")
+        left = self._masters()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.short)
         assert not left, "a connection was not given up"
 
-    def masters(self) -> list[int]:
+    def _masters(self) -> list[int]:
         """The processes that keep connections."""
-
-        def of(pid: int) -> bool:
+        found = []
+        for pid in (pid for pid, state, _, _ in processes() if state != "Z"):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                return str(self.short).encode() in words and b"ssh" in words
-            return False
-
-        found: list[int] = []
-
-        def gone() -> bool:
-            found[:] = [pid for pid, state, _, _ in processes() if state != "Z" and of(pid)]
-            return not found
-
-        with contextlib.suppress(AssertionError):
-            poll(gone, 5, "the end of ssh")
+                found += [pid] if str(self.short).encode() in words and b"ssh" in words else []
         return found
 
 

@@ -34,62 +34,51 @@ def here(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         yield found
 
 
-def test_the_whole_life_of_a_job(here: Laptop, tmp_path: Path) -> None:
-    go = f"while not os.path.exists('{here.login.there}/go'): time.sleep(0.05)\n"
-    program = f"import os, time\n{go}{HELLO}"
-    spec = here.spec("hello", program)
-    file = tmp_path / "job.yaml"
+TRAIN = """
+import helper, os, time
+while not os.path.exists(GO): time.sleep(0.05)
+print("hello from", os.environ["RANK"], helper.WORD, os.getcwd(), flush=True)
+"""
+
+
+@pytest.mark.promise("code-travels")
+def test_the_whole_life_of_a_job_with_code_of_ones_own(here: Laptop, tmp_path: Path) -> None:
+    folder, file, home = tmp_path / "own", tmp_path / "job.yaml", here.login.seen / "home/.local/state/lockstep"
+    (folder / "it's a folder").mkdir(parents=True)
+    (folder / "train.py").write_text(TRAIN.replace("GO", repr(f"{here.login.there}/go")))
+    (folder / "helper.py").write_text("WORD = open(\"it's a folder/a 'word'\").read()\n")
+    (folder / "it's a folder/a 'word'").write_text("submitted")
+    spec = here.spec("hello", "", command=[PYTHON, "train.py"], code=str(folder))
     file.write_text(json.dumps(spec.plain()))
     done = lockstep("submit", "slurm", str(file))
     assert done.returncode == 0 and "hello: submitted (SLURM job" in done.stdout, done
     assert "is there already" in lockstep("submit", "slurm", str(file)).stdout
+    assert lockstep("diff", "slurm", str(file)).stdout == "no difference\n"
+    sent = next((home / "slurm/hello/submitit").glob("[0-9]*_submission.sh")).read_text()
+    assert lockstep("render", "slurm", str(file)).stdout == sent
+    (folder / "helper.py").write_text("WORD = 'edited'\n")
     (here.login.seen / "go").touch()
     done = lockstep("wait", "slurm", "hello", "--host", HOST, "--timeout", str(BOUND), bound=BOUND + 30)
     assert done.returncode == 0 and "hello: succeeded" in done.stdout, done
+    (copy,) = (home / "code").iterdir()
+    where = f"{here.login.there}/{copy.relative_to(here.login.seen)}"
     done = lockstep("logs", "slurm", "hello", "--host", HOST)
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] hello from 0", "[rank 1] hello from 1"], done
-    assert lockstep("diff", "slurm", str(file)).stdout == "no difference\n"
-    listed = lockstep("list", "slurm", "--host", HOST, "--json")
-    assert [(row["name"], row["state"]) for row in json.loads(listed.stdout)] == [("hello", "succeeded")]
-    home = here.login.seen / "home"
-    assert (home / ".local/state/lockstep/slurm/hello/job.json").exists() and not list((tmp_path / "runs").glob("*"))
-    sent = next((home / ".local/state/lockstep/slurm/hello/submitit").glob("[0-9]*_submission.sh")).read_text()
-    assert lockstep("render", "slurm", str(file)).stdout == sent
-    backend = here.backend
-    assert backend.require("hello").plain == {**spec.record(), "slurm": {**spec.record()["slurm"], "host": None}}
-    with pytest.raises(UserError, match="--replace"):
-        backend.submit(spec)
-    assert backend.submit(spec, "new").name == "hello-v2" and backend.submit(spec, "replace").created
-    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-v2")} == {"succeeded"}
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] hello from {rank} submitted {where}" for rank in (0, 1)
+    ], done
+    listed = json.loads(lockstep("list", "slurm", "--host", HOST, "--json").stdout)
+    assert [(row["name"], row["state"]) for row in listed] == [("hello", "succeeded")]
+    assert not list((tmp_path / "runs").glob("*")), "nothing of the run is here"
+    with pytest.raises(UserError, match="another spec|--replace"):
+        here.backend.submit(spec)
     other = here.spec("hello", "print('other')", slurm={"partition": "nowhere"})
-    with pytest.raises(UserError, match="SLURM refuses hello: invalid partition"):
-        backend.submit(other, "replace")
-    assert backend.status("hello").state == "succeeded" and len(list(backend.logs("hello"))) == 2, (
-        "what was there is there"
+    with pytest.raises(UserError, match="nowhere"):
+        here.backend.submit(other, "replace")
+    assert here.backend.status("hello").state == "succeeded" and len(list(here.backend.logs("hello"))) == 2, (
+        "it is still there"
     )
-    assert backend.drift(here.spec("hello", program, grace_seconds=7)) == ["grace_seconds: 5 → 7"]
-
-
-def test_code_of_ones_own_travels(here: Laptop, tmp_path: Path) -> None:
-    folder = tmp_path / "own"
-    (folder / "it's a folder").mkdir(parents=True)
-    (folder / "train.py").write_text("import helper, os; print(helper.WORD, os.getcwd(), flush=True)\n")
-    (folder / "helper.py").write_text("WORD = open(\"it's a folder/a 'word'\").read()\n")
-    (folder / "it's a folder/a 'word'").write_text("submitted")
-    (folder / "run.sh").write_text("#!/bin/sh\n")
-    (folder / "run.sh").chmod(0o755)
-    spec = here.spec("own", "", command=[PYTHON, "train.py"], code=str(folder), slurm=LATER)
-    here.backend.submit(spec)
-    (folder / "helper.py").write_text("WORD = 'edited'\n")
-    here.ask("scontrol", "update", f"jobid={here.backend.job_id('own')}", "starttime=now")
-    found = here.backend.wait("own", BOUND)
-    lines = sorted(here.backend.logs("own"))
-    assert found.state == "succeeded", (found, lines)
-    identity = here.backend.require("own").plain["code"]["hash"]
-    copy = f"home/.local/state/lockstep/code/{identity}"
-    assert lines == [f"[rank {rank}] submitted {here.login.there}/{copy}" for rank in (0, 1)]
-    kept = here.login.seen / copy
-    assert (kept / "run.sh").stat().st_mode & 0o777 == 0o555 and (kept / "train.py").stat().st_mode & 0o777 == 0o444
+    assert here.backend.submit(spec, "new").name == "hello-v2" and here.backend.submit(spec, "replace").created
+    assert {here.backend.wait(name, BOUND).state for name in ("hello", "hello-v2")} == {"succeeded"}
 
 
 @pytest.mark.parametrize("shell", ["/bin/bash", "/bin/dash", "/bin/tcsh", "/usr/bin/fish"])
