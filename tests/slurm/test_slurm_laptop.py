@@ -60,7 +60,7 @@ def test_the_whole_life_of_a_job_with_code_of_ones_own(here: Laptop, tmp_path: P
     (here.login.seen / "go").touch()
     done = lockstep("wait", "slurm", "hello", "--host", HOST, "--timeout", str(BOUND), bound=BOUND + 30)
     assert done.returncode == 0 and "hello: succeeded" in done.stdout, done
-    (copy,) = (home / "code").iterdir()
+    copy = home / "code" / here.backend.require("hello").plain["code"]["hash"]
     where = f"{here.login.there}/{copy.relative_to(here.login.seen)}"
     done = lockstep("logs", "slurm", "hello", "--host", HOST)
     assert sorted(done.stdout.splitlines()) == [
@@ -200,10 +200,12 @@ def test_a_replacement_whose_connection_breaks_is_whole(here: Laptop) -> None:
 def _whole(here: Laptop, name: str) -> None:
     """Waits for the other side, which goes on with what it was sent."""
     record = here.login.seen / "home/.local/state/lockstep/slurm" / name / "job.json"
-    stages = record.parents[1]
-    every(
-        0.2, lambda: not [*stages.glob(f".{name}.*")] and json.loads(record.read_text())["job_id"], 60, "the submission"
-    )
+
+    def there() -> bool:
+        staged = [*record.parents[1].glob(f".{name}.*")]
+        return record.exists() and not staged and json.loads(record.read_text())["job_id"] is not None
+
+    every(0.2, there, 60, "the submission")
 
 
 def _cut_off(here: Laptop, cut: str, submit: Callable[[], object]) -> None:
