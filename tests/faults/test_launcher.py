@@ -10,16 +10,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep.training.launch.codes import cluster_code, deaths, exit_code, too_early
 from tests.conftest import Undisturbed
 from tests.events import events
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, run, started
+from tests.processes import LAUNCH, PYTHON, ROOT, Result, clean_env, free_port, poll, run, started
 from tests.runs import Job, assert_same
+from tests.warm.gang import python
 
 
+@pytest.mark.promise("restarts", "kill-resume")
 def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
     done = job.launch(
         "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL",
@@ -31,6 +30,7 @@ def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, 
     assert_same(job.run_dir, undisturbed(2))
 
 
+@pytest.mark.promise("fresh")
 def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Undisturbed) -> None:
     assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM").code == 75
     job.words.append("--fresh")
@@ -44,100 +44,66 @@ def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Und
     assert_same(job.run_dir, undisturbed(2))
 
 
-END = "import os, sys; end = sys.argv[1]; os.kill(os.getpid(), 9) if end == 'KILL' else sys.exit(int(end))"
-"""A rank that ends as it is told; what the launcher makes of that does not depend on what it has trained."""
+END = """
+import os, signal, sys, time
+counted, mine, other = sys.argv[1:]
+with open(counted, "a") as file:
+    file.write(os.environ["RANK"])
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(other)))
+    open(counted + ".ready", "w").close()
+    time.sleep(60)
+while not os.path.exists(counted + ".ready"):
+    time.sleep(0.01)
+os.kill(os.getpid(), 9) if mine == "KILL" else sys.exit(int(mine))
+"""
+"""Rank 1 ends as it is told, and rank 0 with another code when it is ended for that; a line is counted for each start."""
 
 
-def _ends(how: str, counted: Path, *launch: str) -> int:
-    """The launcher's exit code for two ranks, of which the second one ends like this. A line in `counted` for each start."""
-    program = (
-        f"import os, sys\nopen({str(counted)!r}, 'a').write(os.environ['RANK'])\n"
-        f"if os.environ['RANK'] == '0': import time; time.sleep(60)\n{END}"
-    )
-    words = ["launch", "--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", program, how]
-    done = run([PYTHON, "-m", "lockstep.training", *words])
-    assert "Traceback" not in done.output, done.output
-    return done.code
-
-
+@pytest.mark.promise("restarts")
 @pytest.mark.parametrize(
-    ("how", "launch", "code", "starts"),
+    ("mine", "other", "launch", "code", "starts"),
     [
-        ("KILL", ("--max-restarts", "1"), 1, 2), ("2", ("--max-restarts", "3"), 2, 1), ("75", ("--max-restarts", "3"), 75, 1),
-        ("2", ("--exit-codes", "kubernetes"), 2, 1), ("75", ("--exit-codes", "kubernetes"), 143, 1),
-        ("KILL", ("--exit-codes", "kubernetes", "--max-restarts", "1"), 1, 2),
+        ("KILL", 1, ("--max-restarts", "1"), 1, 2), ("2", 75, ("--max-restarts", "3"), 2, 1), ("75", 1, ("--max-restarts", "3"), 75, 1),
+        ("1", 75, (), 1, 1), ("75", 75, ("--exit-codes", "kubernetes", "--max-restarts", "3"), 143, 1),
+        ("KILL", 1, ("--exit-codes", "kubernetes", "--max-restarts", "1"), 1, 2),
     ],
 )  # fmt: skip
 def test_restarts_and_the_code_for_the_cluster(
-    how: str, launch: tuple[str, ...], code: int, starts: int, tmp_path: Path
+    mine: str, other: int, launch: tuple[str, ...], code: int, starts: int, tmp_path: Path
 ) -> None:
-    """Failures are restarted until the restarts are used up, exit 2 and 75 never; `tests/kubernetes` replaces pods, too."""
-    assert _ends(how, tmp_path / "starts", *launch) == code
-    assert (tmp_path / "starts").read_text().count("1") == starts
+    """Failures are restarted until the restarts are used up, exit 2 and 75 never; what others end with for it hides nothing."""
+    counted = tmp_path / "starts"
+    done = _launched("--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", END, str(counted), mine, str(other))
+    assert done.code == code and "Traceback" not in done.output, done.output
+    assert counted.read_text().count("1") == starts
 
 
-def test_exit_codes_of_the_cluster_schemes() -> None:
-    assert [cluster_code(code, "plain", 0, 3) for code in (0, 1, 2, 75)] == [0, 1, 2, 75]
-    assert [cluster_code(code, "kubernetes", 0, 3) for code in (0, 1, 2, 75)] == [0, 138, 2, 143]
-    assert [cluster_code(1, "kubernetes", attempt, 2) for attempt in range(4)] == [138, 138, 1, 1]
+def _launched(*words: str, cwd: Path = ROOT) -> Result:
+    """The launcher, forked: what is about its own start comes from a shell."""
+    return python("-m", "lockstep.training", "launch", *words, env=clean_env(PYTHONPATH=str(ROOT)), cwd=cwd)
 
 
-def _ended(codes: dict[int, int]) -> RunResult:
-    """What the agent finds when these ranks have failed, each with its exit code."""
-    failures = {rank: ProcessFailure(rank, pid=0, exitcode=code, error_file="") for rank, code in codes.items()}
-    return RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures)
+@pytest.mark.promise("bad-input")
+def test_why_a_program_cannot_be_started_is_said(tmp_path: Path) -> None:
+    (tmp_path / "exe.sh").touch(0o755)
+    (tmp_path / "train.py").touch(0o644)
+    for word, told in (("exe.sh", "./exe.sh"), ("train.py", "python train.py"), ("none", "none")):
+        done = _launched("--", word, cwd=tmp_path)
+        assert done.code == 2 and told in done.output and len(done.output.splitlines()) == 1, done.output
 
 
-def test_several_endings_are_one_code() -> None:
-    """Wrong usage beats preempted beats failed."""
-    endings = ((), (1,), (-9, 75), (75, 2, 1), (-11,))
-    assert [exit_code(_ended(dict(enumerate(codes)))) for codes in endings] == [0, 1, 75, 2, 1]
-
-
-def test_a_rank_that_a_signal_ended_was_still_importing() -> None:
-    """It has saved nothing and lost nothing, so its launcher ends as after a preemption. Only by the signal that it was sent."""
-    result = _ended({0: 1, 1: -signal.SIGUSR2})
-    found = [too_early(result, number) for number in (signal.SIGUSR2, signal.SIGTERM, None)]
-    assert found == ["SIGUSR2", "", ""]
-
-
-def test_who_was_killed_is_said() -> None:
-    result = _ended({0: 1, 1: -9, 2: -15, 3: -11})
-    assert deaths(result, signal.SIGTERM) == [
-        "rank 1 was ended by SIGKILL, by hand or because the memory was used up", "rank 3 was ended by SIGSEGV",
-    ]  # fmt: skip
-    assert deaths(result, None, [0, 3], ours=False) == ["rank 0 ended with exit code 1", "rank 3 was ended by SIGSEGV"]
-    # The first one failed when its launcher was about to look: then the agent's signals are known by themselves.
-    assert [line.split()[1] for line in deaths(result, None, ours=False)] == ["0", "1", "3"]
-    killed = _ended({1: -9, 2: -15})
-    assert [line.split()[1] for line in deaths(killed, None)] == ["1", "2"], "one of them, and nobody knows which"
-    assert not deaths(_ended({0: 75, 1: 2}), None, [0, 1], ours=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "word", "told"),
-    [
-        ("exe.sh", 0o755, "exe.sh", "exe.sh is in this folder, and not on PATH: write ./exe.sh"),
-        ("train.py", 0o644, "train.py", "train.py is not executable: put its interpreter before it, as in -- python train.py"),
-        ("train.py", 0o644, "none", "there is no program 'none'"),
-    ],
-)  # fmt: skip
-def test_why_a_program_cannot_be_started_is_said(tmp_path: Path, name: str, mode: int, word: str, told: str) -> None:
-    (tmp_path / name).touch(mode)
-    done = run([PYTHON, "-m", "lockstep.training", "launch", "--", word], clean_env(PYTHONPATH=str(ROOT)), 60, tmp_path)
-    assert done.code == 2 and f"error: launch: {told}" in done.output, done.output
-
-
+@pytest.mark.promise("named-rank")
 def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> None:
     program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(9); time.sleep(60)"
-    words = ["launch", "--ranks", "2", "--max-restarts", "1", "--", PYTHON, "-c", program]
-    done = run([PYTHON, "-m", "lockstep.training", *words], clean_env())
+    done = _launched("--ranks", "2", "--max-restarts", "1", "--", PYTHON, "-c", program)
     assert done.code == 1 and [line for line in done.output.splitlines() if line.startswith("launch: ")] == [
         "launch: rank 1 ended with exit code 9", "launch: all ranks start again; restarts left after that: 0",
         "launch: rank 1 ended with exit code 9",
     ], done.output  # fmt: skip
 
 
+@pytest.mark.promise("restarts")
 def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Undisturbed) -> None:
     held = job.run_dir.parent / "held"
     with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:9:HOLD", LOCKSTEP_TEST_HELD=str(held))) as launcher:
@@ -150,37 +116,12 @@ def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undistur
     assert_same(job.run_dir, undisturbed(2))
 
 
-def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
-    env = clean_env(TMPDIR=str(tmp_path))
-    sleeping = ["-c", "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(60)"]
-    command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--", PYTHON]
-
-    def folders() -> list[Path]:
-        return list(tmp_path.glob("lockstep-*"))
-
-    with started([*command, *sleeping], env, tmp_path) as first:
-        poll((tmp_path / "ready").exists, what="a rank")
-        (used,) = folders()
-        assert run([*command, "-c", "pass"], env, cwd=tmp_path).code == 0
-        assert folders() == [used]  # the other one's is in use
-        first.kill()
-    assert run([*command, "-c", "pass"], env, cwd=tmp_path).code == 0
-    assert folders() == []
-
-
-def test_the_launcher_runs_any_program_and_prefixes_its_lines() -> None:
-    script = "import os; print('I am', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
-    done = run([PYTHON, "-m", "lockstep.training", "launch", "--ranks", "3", "--", PYTHON, "-c", script], clean_env())
-    assert done.code == 0, done.output
-    assert sorted(done.output.splitlines()) == [f"[rank {rank}] I am {rank} of 3" for rank in range(3)]
-
-
-def test_the_words_of_a_program_reach_it_as_they_are_written() -> None:
+def test_any_program_gets_its_words_as_they_are_written_and_its_lines_a_prefix() -> None:
     words = ["$$", "$local_rank", "${local_rank}x", "a$$b", "$", "${", "100 %", "{0}", "a b", ""]
-    script = "import json, sys; print(json.dumps(sys.argv[1:]))"
-    command = ["launch", "--ranks", "1", "--no-prefix", "--", PYTHON, "-c", script, *words]
-    done = run([PYTHON, "-m", "lockstep.training", *command], clean_env())
-    assert done.code == 0 and json.loads(done.output) == words, done.output
+    script = "import json, os, sys; print(json.dumps([os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]]))"
+    done = _launched("--ranks", "2", "--", PYTHON, "-c", script, *words)
+    expected = [f"[rank {rank}] {json.dumps([str(rank), '2', *words])}" for rank in (0, 1)]
+    assert done.code == 0 and sorted(done.output.splitlines()) == expected, done.output
 
 
 def _blocks_term(pid: int) -> bool:
@@ -188,6 +129,7 @@ def _blocks_term(pid: int) -> bool:
     return mask is not None and bool(int(mask[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.promise("signals")
 def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
     """While it imports torch; as PID 1 of a container, where there may be one: the kernel drops what has no handler."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc"] if os.geteuid() == 0 else []
@@ -206,26 +148,20 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
         poll(importing, what="a launcher that imports torch")
         os.kill(launcher(), signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and "launch: SIGTERM before the ranks had started" in output, output
+    assert process.returncode == 75 and "launch: SIGTERM" in output, output
 
 
 LOCKSTEP = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_before_lockstep_run_is_a_launcher_is_not_lost(job: Job, name: str) -> None:
+def test_a_signal_before_lockstep_run_is_a_launcher_is_not_lost(job: Job) -> None:
     """While it reads the recipe: the launcher takes its place, and the signal."""
     with started([*LOCKSTEP, "run", "smoke", "--ranks", "1", *job.words[2:]], job.env()) as process:
-
-        def reading() -> bool:
-            return b"lockstep.jobs.cli.main" in Path(f"/proc/{process.pid}/cmdline").read_bytes() and _blocks_term(
-                process.pid
-            )
-
-        poll(reading, what="a command that holds signals back")
-        process.send_signal(signal.Signals[name])
+        line = Path(f"/proc/{process.pid}/cmdline")
+        poll(lambda: b"jobs.cli.main" in line.read_bytes() and _blocks_term(process.pid), what="signals held back")
+        process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and f"launch: {name} before the ranks had started" in output, output
+    assert process.returncode == 75 and "launch: SIGINT" in output, output
 
 
 @pytest.mark.parametrize("command", [[*LOCKSTEP, "run"], [PYTHON, "-m", "lockstep.training", "launch", "--no-prefix"]])
@@ -296,6 +232,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.promise("restarts")
 def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
     """The ranks go on when their first lines were read, and write the next one in two pieces."""
     command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-c", PIECES.format(folder=str(tmp_path))]
@@ -310,13 +247,6 @@ def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
     assert sorted(first) == ["[rank 0] begun 0\n", "[rank 1] begun 1\n"]
     said = sorted(line for line in rest if line.startswith("[rank"))
     assert said == ["[rank 0] cut off", "[rank 0] one line", "[rank 1] one line"], rest
-
-
-def test_a_restart_at_another_world_size_through_the_launcher(job: Job) -> None:
-    assert job.launch(LOCKSTEP_TEST_FATE="1:7:TERM").code == 75
-    job.ranks = 3
-    done = job.launch()
-    assert done.code == 0 and "3 ranks on cpu" in done.output, done.output
 
 
 IMPORTING = """

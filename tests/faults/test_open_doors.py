@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import grp
 import json
 import os
-import pwd
-import re
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lockstep.jobs import private
-from lockstep.training import contract, files
-from lockstep.training.contract import UserError
-from lockstep.training.models import build
+from tests import product
 from tests.events import events
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll, require, run, started
+from tests.product import UserError
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.process import start
+
+pytestmark = pytest.mark.promise("other-users")
 
 
 def _listening(pids: list[int]) -> set[tuple[str, int]]:
@@ -43,72 +38,32 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
     return found
 
 
-@contextlib.contextmanager
-def _held(job: Job, command: list[str]) -> Iterator[None]:
-    """The job, standing still in its fifth step."""
-    held = job.run_dir.parent / "held"
-    fate = {"LOCKSTEP_TEST_FATE": "1:5:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
-    with started(command, job.env(**fate)):
-        poll(held.exists, what="rank 1 in its fifth pass")
-        yield
-
-
 def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
     """The ranks' store and gloo ask nobody who he is; the metrics are nobody else's either."""
-    with _held(job, job.command()):
+    held = job.run_dir.parent / "held"
+    with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(held))):
+        poll(held.exists, what="rank 1 in its fifth pass")
         found = _listening(job.pids())
     assert len(found) == 5, found  # the ranks' store; gloo and metrics of two ranks; of the launcher none
     assert {address for address, _ in found} == {"127.0.0.1"}, found
 
 
-def test_nothing_answers_another_network_namespace(job: Job) -> None:
-    """As somebody on the network: no port of the machine's other address that the run has opened can be connected to."""
-    require(os.geteuid() == 0 and shutil.which("ip"), "needs root and iproute2")
-    name, number = f"lsd{os.getpid()}", os.getpid() % 250
-    here, there = f"10.214.{number}.1", f"10.214.{number}.2"
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-    try:
-        ip("netns", "add", name)
-        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        ip("addr", "add", f"{here}/24", "dev", f"{name}a")
-        ip("link", "set", f"{name}a", "up")
-        ip("-n", name, "addr", "add", f"{there}/24", "dev", f"{name}b")
-        ip("-n", name, "link", "set", f"{name}b", "up")
-        with _held(job, job.command()), socket.create_server((here, 0)) as open_door:
-            ports = sorted({port for _, port in _listening(job.pids())})
-            assert len(ports) >= 4
-            program = (
-                "import socket, sys\n"
-                "for port in sys.argv[2:]:\n"
-                "    with socket.socket() as s:\n"
-                "        s.settimeout(3)\n"
-                "        print(port, s.connect_ex((sys.argv[1], int(port))) == 0)\n"
-            )
-            asked = [*map(str, ports), str(open_door.getsockname()[1])]
-            done = run(["ip", "netns", "exec", name, PYTHON, "-c", program, here, *asked])
-        answers = dict(line.split() for line in done.output.splitlines())
-        assert answers.pop(asked[-1]) == "True", done.output  # the way there is open
-        assert set(answers.values()) == {"False"}, done.output
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True)
+@pytest.mark.promise("no-foreign-code")
+def test_only_a_network_is_called(tmp_path: Path) -> None:
+    for model in ("subprocess:Popen", "os:system", "pathlib:Path.touch"):
+        done = training(
+            "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"model={model}", "model_options={}"
+        )
+        assert done.code == 2 and model in done.output and len(done.output.splitlines()) == 1, done
 
 
-@pytest.mark.parametrize("model", ["subprocess:Popen", "os:system", "builtins:print", "pathlib:Path.touch"])
-def test_only_a_network_is_called(model: str) -> None:
-    with pytest.raises(UserError, match="expected a torch.nn.Module class|cannot import model"):
-        build(model, {}, 10)
-
-
+@pytest.mark.promise("no-foreign-code")
 def test_a_run_directory_runs_no_code_of_its_own(job: Job, tmp_path: Path) -> None:
     """`evaluate` of a directory that somebody else may have written imports our models only, unless it is told to."""
     job.ranks = 1
     assert job.go().code == 0
     refused = training("evaluate", str(job.run_dir))
-    assert refused.code == 2 and "names the model tests.nets:Dying" in refused.output, refused.output
+    assert refused.code == 2 and "tests.nets:Dying" in refused.output, refused.output
     assert training("evaluate", str(job.run_dir), "--trust-model").code == 0
     (tmp_path / "evil.py").write_text("open('bomb-went-off', 'w')\n")
     run_file = job.run_dir / "run.yaml"
@@ -154,7 +109,7 @@ def test_a_crowd_of_slow_clients_costs_no_checkpoint(job: Job, tmp_path: Path) -
         poll(lambda: events(job.run_dir, "checkpoint_written"), what="a checkpoint")
         pid = gang.rank_pid(0)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (512, hard))
-        port = json.loads(contract.endpoint_file(job.run_dir, 0).read_text())["port"]
+        port = json.loads((job.run_dir / "endpoints/rank-00000.json").read_text())["port"]
         with started([PYTHON, "-c", SLOW, str(port)], clean_env()) as crowd:
             assert crowd.stdout is not None and crowd.stdout.readline() == "crowded\n"
             assert len(os.listdir(f"/proc/{pid}/fd")) < 200
@@ -167,22 +122,17 @@ def test_a_crowd_of_slow_clients_costs_no_checkpoint(job: Job, tmp_path: Path) -
 ROUNDS = int(os.environ.get("LOCKSTEP_FRESH", "30"))  # a test's own environment no longer has it
 
 
+@pytest.mark.promise("fresh")
 def test_two_fresh_starts_at_once_never_share_a_directory(tmp_path: Path) -> None:
     """30 rounds (LOCKSTEP_FRESH for more): each ends with every directory owned by one start, and the loser is told."""
     program = (
-        "import sys, pathlib, time\n"
-        "from lockstep.training import config\nfrom lockstep.training.observe import rundir\n"
-        "from lockstep.training.contract import UserError\n"
-        "rundir.LOCK_SECONDS = 0.3\n"
+        "import sys, pathlib, time\nfrom tests import product\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "while not (path.parent / 'go').exists(): pass\n"
-        "try:\n"
-        "    run = rundir.RunDirectory.open(path, config.load('smoke'), True)\n"
-        "    (run.path / 'owner').open('a').write(sys.argv[2])\n"
-        "    time.sleep(0.6)\n"
-        "    print('mine', (run.path / 'owner').read_text() == sys.argv[2])\n"
-        "except UserError as error:\n"
-        "    print('refused', error)\n"
+        "try:\n    owner = product.fresh_run(path) / 'owner'\n"
+        "except product.UserError as error:\n    print('refused', error)\n"
+        "else:\n    owner.open('a').write(sys.argv[2])\n"
+        "    time.sleep(0.6)\n    print('mine', owner.read_text() == sys.argv[2])\n"
     )
     for number in range(ROUNDS):
         folder = tmp_path / str(number)
@@ -336,33 +286,10 @@ def test_a_link_of_another_user_in_the_place_of_a_runs_folder_is_not_followed(jo
     assert [path.name for path in victim.iterdir()] == ["rank-00000.json"], "neither written nor removed there"
 
 
-@pytest.mark.parametrize("write", [files.publish, files.replace])
-def test_no_name_can_be_foreseen_and_a_link_there_is_not_followed(
-    write: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever may write in the folder does not know what a file is called until it takes its place."""
-    used, rename = [], os.rename
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, lambda one, two: (used.append(Path(one).name), rename(one, two)))
-    for _ in range(2):
-        write(tmp_path / "status.json", b"ours")
-    assert len(set(used)) == 2 and all(re.fullmatch(r"\.status\.json\.[0-9a-f]{16}", name) for name in used), used
-    victim, link = tmp_path / "victim", tmp_path / f".status.json.{'a' * 16}"
-    victim.write_text("mine\n")
-    monkeypatch.setattr("secrets.token_hex", lambda count: "aa" * count)  # had he guessed it
-    for put in (link.symlink_to, link.hardlink_to):
-        put(victim)
-        with pytest.raises(FileExistsError):
-            write(tmp_path / "status.json", b"other")
-        assert (tmp_path / "status.json").read_bytes() == b"ours" and victim.read_text() == "mine\n"
-        link.unlink(missing_ok=True)
-
-
 @pytest.mark.parametrize(
     ("mode", "owner", "told"),
-    [(0o777, 0, "can be changed by other users (mode 777)"), (0o770, 0, "can be changed by other users (mode 770)"),
-     (0o2775, 0, "can be changed by other users (mode 2775)"), (0o755, NOBODY, f"belongs to user {NOBODY}"),
-     (0o1777, NOBODY, f"belongs to user {NOBODY}"), (0o1777, 0, ""), (0o755, 0, "")],
+    [(0o777, 0, "mode 777"), (0o770, 0, "mode 770"), (0o2775, 0, "mode 2775"), (0o755, NOBODY, f"user {NOBODY}"),
+     (0o1777, NOBODY, f"user {NOBODY}"), (0o1777, 0, ""), (0o755, 0, "")],
 )  # fmt: skip
 def test_each_folder_above_the_jobs_is_judged(team: Path, mode: int, owner: int, told: str) -> None:
     """Also the one that a link leads through. A folder of a team is one that root has made, or has the sticky bit."""
@@ -374,31 +301,14 @@ def test_each_folder_above_the_jobs_is_judged(team: Path, mode: int, owner: int,
     for home in (shared / "mine/home", team / "link/home"):
         if told:
             with pytest.raises(UserError) as caught:
-                private.make(home / "slurm")
-            assert (
-                told in str(caught.value) and str(shared) in str(caught.value) and "LOCKSTEP_HOME" in str(caught.value)
-            )
-            assert not home.exists()
+                product.private_folder(home / "slurm")
+            message = str(caught.value)
+            assert told in message and str(shared) in message and "LOCKSTEP_HOME" in message and not home.exists()
         else:
-            private.make(home / "slurm")
-            private.check(home / "slurm")
+            product.private_folder(home / "slurm")
             assert home.stat().st_mode & 0o777 == 0o700, "what is made on the way is ours alone"
     planted = team / "planted"
     planted.symlink_to(shared / "mine")
     os.chown(planted, NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(UserError, match=f"belongs to user {NOBODY}"):
-        private.make(planted / "home/slurm")
-
-
-def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each user has one, folders are made with 775."""
-    me = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
-    for members, name, mine in ([], "ann", True), (["ann"], "ann", True), (["ben"], "ann", False), ([], "staff", False):
-        monkeypatch.setattr(grp, "getgrgid", lambda gid, found=(name, "x", 1000, members): grp.struct_group(found))
-        assert private._is_mine(1000, 1000) is mine
-    assert not private._is_mine(1001, 1000)
-    private.judge_step(Path("/home/ann"), 1000, 0o775, 1000, group_is_mine=True)
-    for mode, group_is_mine in ((0o775, False), (0o777, True)):
-        with pytest.raises(UserError, match="can be changed by other users"):
-            private.judge_step(Path("/home/ann"), 1000, mode, 1000, group_is_mine)
+        product.private_folder(planted / "home/slurm")

@@ -6,17 +6,17 @@ import contextlib
 import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.conftest import Undisturbed
 from tests.faults.test_open_doors import _listening
 from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, require, started
 from tests.runs import Job, assert_same
+
+pytestmark = pytest.mark.promise("other-users")
 
 ATTACK = r"""
 import base64, contextlib, encodings.idna, json, os, pickle, socket, sys, threading, time
@@ -81,7 +81,6 @@ for line in sys.stdin:
         threading.Thread(target=each, args=(host, int(port)), daemon=True).start()
 """
 PAYLOADS = 8
-Start = Callable[..., list[tuple[list[str], dict[str, str]]]]
 
 
 class Attacker:
@@ -142,102 +141,56 @@ def marker(tmp_path: Path) -> Path:
     return folder / "code-ran"
 
 
-def _ends(output: str, code: int | None) -> None:
-    """Well, or with words: no traceback of ours."""
-    assert code == 0 or "launch: " in output or "error: " in output or " did not arrive" in output, output
-    assert "Traceback" not in output, output
-
-
-def _two_nodes(job: Job, join: int = 30, **env: str) -> list[tuple[list[str], dict[str, str]]]:
+def _two_nodes(job: Job) -> list[list[str]]:
     port = free_port()
     return [
-        (
-            [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
-             "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10",
-             "--join-timeout", str(join), *job.words],
-            job.env(**env),
-        )
+        [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
+         "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10", "--join-timeout", "20",
+         *job.words]
         for number in range(2)
     ]  # fmt: skip
 
 
-def _one_node(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
-    words = ["run", "smoke", "--ranks", "2", *job.words[2:]]
-    return [([PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words], job.env(**env))]
+def _one_node(job: Job) -> list[list[str]]:
+    program = "from lockstep.jobs.cli.main import main; main()"
+    return [[PYTHON, "-c", program, "run", "smoke", "--ranks", "2", *job.words[2:]]]
 
 
-def _submitted(job: Job, **env: str) -> list[tuple[list[str], dict[str, str]]]:
-    settings = dict(word.split("=", 1) for word in job.words[5:])
-    file = job.run_dir.parent / "job.yaml"
-    spec = {"name": "attacked", "recipe": "smoke", "ranks_per_node": 2, "run_dir": str(job.run_dir)}
-    overrides = {name: yaml.safe_load(value) for name, value in settings.items()}
-    file.write_text(yaml.safe_dump({**spec, "overrides": overrides}))
-    words = ["submit", "local", str(file), "--wait", "200"]
-    home = str(job.run_dir.parent / "home")
-    return [
-        ([PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", *words], job.env(LOCKSTEP_HOME=home, **env))
-    ]
-
-
-def _jobs(folder: Path, data_root: Path, starts: list[Start], **changes: object) -> dict[Start, Job]:
-    """They run at once, under one attack: most of the time goes into starting them."""
-    found = {}
-    for start in starts:
-        (folder / start.__name__).mkdir()
-        found[start] = Job(folder / start.__name__ / "run", data_root, 2, **changes)
-    return found
-
-
-def test_what_another_user_writes_into_the_ports_of_a_run_changes_nothing(
-    tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
+@pytest.mark.parametrize("early", [False, True], ids=["while it trains", "from the start"])
+def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_changes_nothing(
+    early: bool, tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
 ) -> None:
-    """He strikes while `lockstep run`, two nodes of `training launch`, and `submit local` train, and until they have ended."""
+    """Of `lockstep run` and two nodes of `training launch`, at once, as most of the time goes into starting them. Before the ranks
+    have met he can keep them from it; then they end with words, and no traceback of ours."""
     held = tmp_path / "held"
-    held.touch()
     fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
-    jobs = _jobs(tmp_path, data_root, [_one_node, _two_nodes, _submitted])
-    commands = [command for start, job in jobs.items() for command in start(job, **fate)]
+    changes = {"collective_timeout": 20} if early else {}
+    jobs = {start: Job(tmp_path / start.__name__ / "run", data_root, 2, **changes) for start in (_one_node, _two_nodes)}
+    for job in jobs.values():
+        job.run_dir.parent.mkdir()
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(started(words, env)) for words, env in commands]
-        for job in jobs.values():
-            poll((job.run_dir / "checkpoints/step-00000004").exists, 200, "the run on its way")
-        with Attacker.at(marker, *jobs.values()) as attacker:
+        if not early:
+            held.touch()
+        attack = Attacker.at(marker, *jobs.values())
+        attacker = stack.enter_context(attack) if early else None
+        running = {
+            start: [stack.enter_context(started(words, job.env(**fate))) for words in start(job)]
+            for start, job in jobs.items()
+        }  # fmt: skip
+        if attacker is None:
+            for job in jobs.values():
+                poll((job.run_dir / "checkpoints/step-00000004").exists, 200, "the run on its way")
+            attacker = stack.enter_context(attack)
             # The ranks' store of each run, and the one where several nodes meet.
             poll(lambda: attacker.stores >= len(jobs) + 1, 90, "the stores")
             poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 90, "each payload at each port")
             held.unlink()
-            output = [process.communicate(timeout=200)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * len(running), output
+        output = {process: process.communicate(timeout=300)[0] for each in running.values() for process in each}
     assert not marker.exists()
-    for job in jobs.values():
-        assert_same(job.run_dir, undisturbed(2))
-        job.assert_gone()
-
-
-def test_another_user_who_strikes_from_the_start_runs_no_code(
-    tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
-) -> None:
-    """Before the ranks have met he can keep them from it."""
-    jobs = _jobs(tmp_path, data_root, [_one_node, _two_nodes], collective_timeout=20)
-    secret = {"LOCKSTEP_SECRET": "the job's own"}
-    commands = {
-        _one_node: _one_node(jobs[_one_node], **secret),
-        _two_nodes: _two_nodes(jobs[_two_nodes], join=10, **secret),
-    }
-    with Attacker.at(marker, *jobs.values()), contextlib.ExitStack() as stack:
-        running = {
-            job: [stack.enter_context(started(words, env)) for words, env in commands[start]]
-            for start, job in jobs.items()
-        }
-        last = time.monotonic() + 300
-        output = {
-            process: process.communicate(timeout=max(1, last - time.monotonic()))[0]
-            for processes in running.values() for process in processes
-        }  # fmt: skip
     for process, text in output.items():
-        _ends(text, process.returncode)
-    assert not marker.exists()
-    for job, processes in running.items():
-        if all(process.returncode == 0 for process in processes):
+        told = "launch: " in text or "error: " in text or " did not arrive" in text
+        assert process.returncode == 0 or (early and told and "Traceback" not in text), text
+    for start, job in jobs.items():
+        if all(process.returncode == 0 for process in running[start]):
             assert_same(job.run_dir, undisturbed(2))
         job.assert_gone()

@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import Undisturbed
 from tests.runs import FINAL, Job, assert_same
 
+pytestmark = pytest.mark.promise("kill-resume")
 SEEDS = range(int(os.environ.get("LOCKSTEP_SCENARIOS", "5")))
 
 

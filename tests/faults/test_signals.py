@@ -1,4 +1,4 @@
-"""Preemption: whoever sees the signal, all ranks leave at one boundary, saved, with exit code 75."""
+"""Preemption: whoever sees the signal, all ranks leave at one boundary, saved, with exit code 75, and go on from there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.training import contract
 from tests.conftest import Undisturbed
-from tests.processes import PYTHON, ROOT, clean_env, poll, run, started
+from tests.own.job import OwnJob
+from tests.processes import poll, started
 from tests.runs import FINAL, Job, assert_same
+
+pytestmark = pytest.mark.promise("signals")
 
 
 def _continue(job: Job, undisturbed: Undisturbed) -> None:
@@ -25,38 +27,71 @@ def _continue(job: Job, undisturbed: Undisturbed) -> None:
 
 def _preempted(job: Job) -> dict[str, Any]:
     status = json.loads((job.run_dir / "status.json").read_text())
-    assert status["code"] == 75, status
-    assert job.steps()[0] == status["step"]
+    assert status["code"] == 75 and job.steps()[0] == status["step"], status
     return status
 
 
 @pytest.mark.parametrize(
     ("fate", "where"),
     [
-        ("1:5:TERM", "one rank only, mid-epoch"), ("0:5:USR1", "rank 0 only"), ("1:8:USR2", "the last step of an epoch"),
-        ("1:-2:TERM", "evaluation"), ("1:24:TERM", "the last step of all"), ("0:1:INT", "the first step"),
-        ("1:6:HUP", "a terminal that is closed"),
+        ("0:5:USR1", "rank 0 only"), ("1:8:USR2", "the last step of an epoch"), ("1:-2:TERM", "evaluation"),
+        ("1:24:TERM", "the last step of all"), ("0:1:INT", "the first step"), ("1:6:HUP", "a terminal that is closed"),
+        ("9:TERM", "while a checkpoint is written"),
     ],
 )  # fmt: skip
 def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Undisturbed, fate: str, where: str) -> None:
-    done = job.go(LOCKSTEP_TEST_FATE=fate)
+    once = str(job.run_dir.parent / "once")
+    disk = {"LOCKSTEP_TEST_WRITE": fate, "LOCKSTEP_TEST_ONCE": once} if fate.count(":") == 1 else None
+    done = job.go(**(disk or {"LOCKSTEP_TEST_FATE": fate}))
     assert done.code == 75, (where, done.output)
-    rank, _, name = fate.split(":")
-    assert f"ended early by SIG{name} on rank {rank} at step" in _preempted(job)["reason"], (
-        "the ranks know whose signal it was"
-    )
-    assert "run the same command again to resume" in done.output
+    reason = _preempted(job)["reason"]
+    if disk is None:
+        rank, _, name = fate.split(":")
+        assert f"SIG{name} on rank {rank} at step" in reason, "the ranks know whose signal it was"
     _continue(job, undisturbed)
 
 
-def test_a_signal_while_a_checkpoint_is_written(job: Job, undisturbed: Undisturbed) -> None:
-    done = job.go(LOCKSTEP_TEST_WRITE="9:TERM", LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"))
-    assert done.code == 75, done.output
-    _preempted(job)
-    _continue(job, undisturbed)
+NEVER = {"checkpoint.every_steps": 0}
+"""None before the end of the first epoch, after 8 steps."""
+OFF = {"checkpoint.on_signal": "false"}
+TABLE: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "TERM": ("1:5:TERM", {}, 75, ""),
+    "TERM before the first checkpoint": ("1:3:TERM", NEVER, 75, ""),
+    "STOP": ("", {}, 75, "STOP file"),
+    "none on signal": ("1:6:TERM", OFF, 75, "saved at step"),
+    "none on signal, and none before": ("1:3:TERM", {**NEVER, **OFF}, 1, "checkpoint.on_signal"),
+    "none on STOP, and none before": ("", {**NEVER, **OFF}, 1, "nothing is saved"),
+}
+"""Fate of a rank, settings, exit code, and what the last line says."""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("kind", ["recipe", "Session"])
+@pytest.mark.parametrize("name", TABLE)
+def test_75_is_given_where_a_checkpoint_is_on_the_disk(
+    tmp_path: Path, data_root: Path, undisturbed: Undisturbed, kind: str, name: str
+) -> None:
+    fate, settings, code, why = TABLE[name]
+    run_dir = tmp_path / "run"
+    words = [f"{setting}={value}" for setting, value in settings.items()]
+    recipe = Job(run_dir, data_root, 2, **settings)
+    job = recipe if kind == "recipe" else OwnJob(run_dir, 2, "batches", *words)
+    if "STOP" in name:
+        run_dir.mkdir()
+        (run_dir / "STOP").touch()
+    done = job.go(**({"LOCKSTEP_TEST_FATE": fate} if fate else {}))
+    assert done.code == code and why in done.output and "Traceback" not in done.output, done.output
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status["code"] == code and why in status["reason"]
+    saved = recipe.steps()
+    assert (code == 75) == bool(saved) and (code == 1 or not (run_dir / "STOP").exists()), "obeyed once"
+    (run_dir / "STOP").unlink(missing_ok=True)
+    again = job.go()
+    assert again.code == 0 and (not saved or f"Resuming at step {saved[0]} " in again.output), again.output
+    if kind == "recipe":
+        assert_same(run_dir, undisturbed(2))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undisturbed, name: str) -> None:
     held = job.run_dir.parent / "held"
     fate = {"LOCKSTEP_TEST_FATE": "1:5:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
@@ -70,16 +105,29 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undis
     _continue(job, undisturbed)
 
 
-def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed) -> None:
-    """As soon as the launcher has caught its signals: the ranks are still importing."""
+@pytest.mark.parametrize("dies", [False, True], ids=["both import", "its peer has died"])
+def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool) -> None:
+    """As soon as the launcher has caught its signals, or when rank 0 waits for a rank that died while it was importing."""
     with started(job.command(), job.env()) as launcher:
         poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
+        if dies:
+            os.kill(job.rank_pid(1), signal.SIGSTOP)
+            poll(lambda: _imported(job.rank_pid(0)), what="torch in rank 0")
+        began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
+        if dies:
+            os.kill(job.rank_pid(1), signal.SIGKILL)
         output, _ = launcher.communicate(timeout=60)
     job.assert_gone()
-    assert launcher.returncode == 75, output
-    assert "Traceback" not in output
+    assert launcher.returncode == 75 and "Traceback" not in output, output
+    assert not dies or time.monotonic() - began < 15, output
     _continue(job, undisturbed)
+
+
+def _imported(pid: int) -> bool:
+    """Whether a rank catches TERM by now."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
@@ -97,98 +145,21 @@ def test_a_signal_after_the_one_that_ended_the_run_leaves_its_exit_code(job: Job
     _preempted(job)
 
 
-def test_a_disk_that_hangs_keeps_a_rank_no_longer_than_its_grace(job: Job, undisturbed: Undisturbed) -> None:
-    """The second save waits for the first, which never ends; the checkpoint before them is what is gone on from."""
+@pytest.mark.promise("full-disk")
+@pytest.mark.parametrize("hangs", ["0:HANG", "7:HANGALL"], ids=["the writer's", "everybody's"])
+def test_a_disk_that_hangs_keeps_no_rank_longer_than_its_grace(job: Job, undisturbed: Undisturbed, hangs: str) -> None:
+    """The second save waits for the first, which never ends, or every fsync hangs from there on, also that of status.json."""
     job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]
     held = job.run_dir.parent / "held"
-    fate = {"LOCKSTEP_TEST_WRITE": "0:HANG", "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    fate = {"LOCKSTEP_TEST_WRITE": hangs, "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
     with started(job.command(), job.env(**fate)) as launcher:
         poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
         began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1 and "the disk did not answer within the grace period of 3 s" in output, output
+    assert launcher.returncode == 1 and "disk did not answer" in output and "Traceback" not in output, output
     assert time.monotonic() - began < 3 + 9, "the rest is the ranks' and the launcher's end"
     job.assert_gone()
-    _continue(job, undisturbed)
-
-
-def test_a_disk_that_hangs_for_everybody_keeps_no_rank_longer_than_its_grace(
-    job: Job, undisturbed: Undisturbed
-) -> None:
-    """Every fsync from the first save on, also that of status.json."""
-    job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]
-    held = job.run_dir.parent / "held"
-    fate = {"LOCKSTEP_TEST_WRITE": "7:HANGALL", "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
-    with started(job.command(), job.env(**fate)) as launcher:
-        poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
-        began = time.monotonic()
-        launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1 and "the disk did not answer within the grace period of 3 s" in output, output
-    assert "could not save" in output and "Traceback" not in output, output
-    assert time.monotonic() - began < 3 + 9, "the rest is the ranks' and the launcher's end"
-    job.assert_gone()
-    _continue(job, undisturbed)
-
-
-def test_a_signal_during_start_up_does_not_wait_for_a_peer_that_has_died(job: Job) -> None:
-    """Rank 1 died while it was importing; rank 0 has come as far as waiting for it."""
-    with started(job.command(), job.env()) as launcher:
-        poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
-        os.kill(job.rank_pid(1), signal.SIGSTOP)
-        poll(lambda: _imported(job.rank_pid(0)), what="torch in rank 0")
-        began = time.monotonic()
-        launcher.send_signal(signal.SIGTERM)
-        os.kill(job.rank_pid(1), signal.SIGKILL)
-        output, _ = launcher.communicate(timeout=60)
-    job.assert_gone()
-    assert launcher.returncode == 75 and time.monotonic() - began < 15, output
-
-
-def _imported(pid: int) -> bool:
-    """Whether a rank catches TERM by now."""
-    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "held"),
-    [
-        ("evaluate run", False), ("run smoke", True), ("--local-rank=0 run smoke", True),
-        ("launch --ranks 1 run smoke", True), ("--debug launch -- true", True),
-    ],
-)  # fmt: skip
-def test_only_a_run_and_its_launcher_hold_signals_back(tmp_path: Path, words: str, held: bool) -> None:
-    """Another command, also about a folder called run, ends at once on a Ctrl-C. Looked at before what takes time to import."""
-    program = (
-        "import runpy, signal, sys\n"
-        "class Look:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'lockstep.training.extras':\n"
-        "            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
-        "            sys.exit(0)\n"
-        "sys.meta_path.insert(0, Look())\n"
-        "runpy.run_module('lockstep.training', run_name='__main__', alter_sys=True)\n"
-    )
-    done = run([PYTHON, "-c", program, *words.split()], clean_env(PYTHONPATH=str(ROOT)), cwd=tmp_path)
-    assert done.code == 0 and done.output == f"{held}\n", done
-
-
-def test_a_stop_file(job: Job, undisturbed: Undisturbed) -> None:
-    job.run_dir.mkdir()
-    (job.run_dir / "STOP").touch()
-    done = job.go()
-    assert done.code == 75 and "STOP file" in done.output, done.output
-    assert _preempted(job)["step"] <= 2
-    assert not (job.run_dir / "STOP").exists()  # obeyed once
-    _continue(job, undisturbed)
-
-
-def test_without_a_checkpoint_on_signal_the_last_regular_one_is_the_last(job: Job, undisturbed: Undisturbed) -> None:
-    job.words.append("checkpoint.on_signal=false")
-    done = job.go(LOCKSTEP_TEST_FATE="1:6:TERM")
-    assert done.code == 75 and job.steps()[0] % 2 == 0
     _continue(job, undisturbed)
 
 
@@ -203,10 +174,9 @@ def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: Un
             time.sleep(0.2)  # signals within two seconds count as one: repeat until one is later than that
             first.send_signal(signal.SIGTERM)
         assert first.poll() == 128 + signal.SIGTERM
-    last = contract.textfile(job.run_dir, 0).read_text().splitlines()
+    last = (job.run_dir / "metrics/rank-00000.prom").read_text().splitlines()
     assert [line.split()[-1] for line in last if line.startswith("training_exit_code{")] == ["143.0"]
-    assert not contract.endpoint_file(job.run_dir, 0).exists()
-    assert job.steps()
+    assert not (job.run_dir / "endpoints/rank-00000.json").exists()
     _continue(job, undisturbed)
 
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs.slurm.backend import SlurmBackend
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Status
+from tests import product
 from tests.processes import PYTHON, ROOT, require
+from tests.product import JobSpec, Status
+from tests.slurm.stand_ins import site  # noqa: F401 - a fixture
 
 HERE = Path(__file__).parent / "cluster"
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
@@ -51,6 +51,9 @@ class Cluster:
 
     def node(self, action: str, name: str) -> None:
         subprocess.run([HERE / "node.sh", action, name, self.folder], check=True, capture_output=True, timeout=60)
+
+    def begins(self, job_id: str) -> None:
+        self.ask("scontrol", "update", f"jobid={job_id}", "starttime=now")
 
     def ask(self, *command: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
@@ -177,7 +180,7 @@ class Bench:
     """A backend on the cluster, and a folder for its runs."""
 
     cluster: Cluster
-    backend: SlurmBackend
+    backend: Any
     folder: Path
     data_root: Path
 
@@ -232,6 +235,22 @@ class Bench:
 
         return self.backend.wait(name, bound, look)
 
+    def note(self, *words: str) -> Path:
+        """A file of a job's folder."""
+        return Path(self.backend.folder, *words)
+
+    def log(self, name: str) -> Path:
+        """What rank 0 and its task have printed."""
+        return self.note(name, f"submitit/{self.backend.job_id(name)}_0_log.out")
+
+    def signal(self, name: str) -> None:
+        """The one that SLURM sends before it ends or preempts a job."""
+        self.cluster.ask("scancel", "--signal=USR2", self.backend.job_id(name))
+
+
+LATER = {"patch": {"begin": "now+1hour"}}
+"""A job that waits until `begins`."""
+
 
 def lockstep(*words: str, bound: float = 120) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
@@ -248,9 +267,8 @@ def bench(
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    backend = SlurmBackend(interval=0.3)
     try:
-        yield Bench(cluster, backend, tmp_path, data_root)
+        yield Bench(cluster, product.slurm(), tmp_path, data_root)
     finally:
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()

@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs.slurm.backend import SlurmBackend
-from lockstep.jobs.slurm.transport.ssh import Ssh
-from lockstep.jobs.spec.model import JobSpec
+from tests import product
 from tests.processes import PYTHON, ROOT, free_port, poll, processes, require
+from tests.product import JobSpec
 from tests.slurm.conftest import Cluster, every
 
 SSHD = "/usr/sbin/sshd"
@@ -111,30 +110,15 @@ class Login:
             file.write("\n".join([f"root:x:0:0:root:{self.there}/home:{shell}", *lines, ""]))
 
     def start(self) -> None:
-        command = [
-            "/usr/bin/unshare",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            START,
-            "sh",
-        ]
+        command = ["/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
         env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         self._process = subprocess.Popen(
-            [*command, self.seen, self.there, self.laptop], env=env, start_new_session=True
+            [*command, START, "sh", self.seen, self.there, self.laptop], env=env, start_new_session=True
         )
 
         def up() -> bool:
-            told = subprocess.run(
-                [self.laptop / "bin/ssh", "-o", "BatchMode=yes", "--", HOST, "exit 7"],
-                capture_output=True,
-                timeout=30,
-            )
-            return told.returncode == 7
+            words = [self.laptop / "bin/ssh", "-o", "BatchMode=yes", "--", HOST, "exit 7"]
+            return subprocess.run(words, capture_output=True, timeout=30).returncode == 7
 
         every(0.1, up, 30, "the sshd")
 
@@ -174,29 +158,21 @@ class Login:
             subprocess.run(
                 ["/usr/bin/ssh", "-o", f"ControlPath={socket}", "-O", "exit", HOST], capture_output=True, timeout=30
             )
-        left = self.masters()
+        with contextlib.suppress(AssertionError):
+            poll(lambda: not self._masters(), 5, "the end of ssh")
+        left = self._masters()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.short)
         assert not left, "a connection was not given up"
 
-    def masters(self) -> list[int]:
+    def _masters(self) -> list[int]:
         """The processes that keep connections."""
-
-        def of(pid: int) -> bool:
+        found = []
+        for pid in (pid for pid, state, _, _ in processes() if state != "Z"):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                return str(self.short).encode() in words and b"ssh" in words
-            return False
-
-        found: list[int] = []
-
-        def gone() -> bool:
-            found[:] = [pid for pid, state, _, _ in processes() if state != "Z" and of(pid)]
-            return not found
-
-        with contextlib.suppress(AssertionError):
-            poll(gone, 5, "the end of ssh")
+                found += [pid] if str(self.short).encode() in words and b"ssh" in words else []
         return found
 
 
@@ -244,7 +220,7 @@ class Laptop:
 
     cluster: Cluster
     login: Login
-    backend: SlurmBackend
+    backend: Any
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         slurm = {"host": HOST, "python": PYTHON, **more.pop("slurm", {})}
@@ -267,8 +243,8 @@ def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "etc/slurm.conf"))
     with mounted(cluster, folder / "cluster") as there:
         with login_node(folder, there) as login:
-            transport = Ssh(HOST)
-            yield Laptop(cluster, login, SlurmBackend(interval=0.3, lost_after=60, transport=transport))
-            transport.close()
+            backend = product.slurm(HOST, lost_after=60)
+            yield Laptop(cluster, login, backend)
+            product.hang_up(backend)
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
 
-from tests.jobs.test_jobs_contract import (  # noqa: F401 - collected here, with the bench below
-    Bench,
-    test_a_command_beside_a_rank,
-    test_a_job_from_submit_to_summary,
-    test_how_it_ended_is_told_apart,
-    test_submitting_at_once,
-    test_the_last_lines,
-    test_waiting_is_bounded_and_cancel_ends_the_processes,
-)
+from tests.jobs import test_jobs_contract as contract
+
+pytestmark = pytest.mark.promise("one-protocol")
+
+globals().update(
+    {
+        name: test for name, test in vars(contract).items()
+        if name.startswith("test_") and set(inspect.signature(test).parameters) == {"bench"}
+    }
+)  # fmt: skip
 
 
 @pytest.fixture
-def bench(bench) -> Iterator[Bench]:  # type: ignore[no-untyped-def]
-    return Bench(bench.backend, bench.folder)
+def bench(bench) -> Iterator[contract.Bench]:  # type: ignore[no-untyped-def]
+    return contract.Bench(bench.backend, bench.folder)

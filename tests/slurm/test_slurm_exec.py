@@ -5,35 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
-from lockstep.jobs.foreground import Streams
-from lockstep.jobs.slurm import beside, render
-from lockstep.jobs.slurm.transport.local import LOCAL
-from lockstep.training.contract import UserError
 from tests.processes import PYTHON, poll
-from tests.slurm.conftest import Bench
+from tests.slurm.conftest import LATER, Bench, lockstep
 from tests.terminal import at_a_terminal, until_shown
 
-WAITS = "import time; print('begun', flush=True); time.sleep(600)"
-PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
+pytestmark = pytest.mark.promise("exec")
+
+WAITS = (
+    "import os, time\nprint('begun', flush=True)\nwhile not os.path.exists('GO'): time.sleep(0.05)\nprint('went on')"
+)
+LOCKSTEP = [PYTHON, "-c", "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"]
 TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 BOUND = 60
 
 
-def begun(bench: Bench, name: str, ranks: int) -> None:
+def begun(bench: Bench, name: str, ranks: int = 2) -> None:
     poll(lambda: sum("begun" in line for line in bench.backend.logs(name)) == ranks, BOUND, "the ranks")
 
 
-def said(bench: Bench, name: str, command: str, rank: int = 0) -> str:
+def said(name: str, command: str, rank: int = 0) -> str:
     """The output of a shell command beside a rank."""
-    with (bench.folder / "said").open("w+") as out, open(os.devnull) as nothing:
-        streams = Streams(nothing.fileno(), out.fileno(), out.fileno())
-        assert bench.backend.execute(name, ["sh", "-c", command], rank, streams) == 0, out.seek(0) or out.read()
-        out.seek(0)
-        return out.read()
+    done = lockstep("exec", "slurm", name, "--rank", str(rank), "--", "sh", "-c", command)
+    assert done.returncode == 0, done
+    return done.stdout
 
 
 def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) -> None:
@@ -42,20 +40,22 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
     ]
     bench.backend.sweep("grid", specs)
     for part in (0, 1):
-        begun(bench, f"grid-{part}", 2)
-        found = [said(bench, f"grid-{part}", "echo $PART $RANK $SLURMD_NODENAME", rank).split() for rank in (0, 1)]
+        begun(bench, f"grid-{part}")
+        found = [said(f"grid-{part}", "echo $PART $RANK $SLURMD_NODENAME", rank).split() for rank in (0, 1)]
         assert [line[:2] for line in found] == [[str(part), "0"], [str(part), "1"]], found
         assert found[0][2] != found[1][2], "each on its node"
-    bench.backend.submit(bench.command("later", WAITS, slurm={"patch": {"begin": "now+1hour"}}))
-    with pytest.raises(UserError, match=r"later has not started: pending .*; wait until it runs"):
-        bench.backend.execute("later", ["true"])
+    bench.backend.submit(bench.command("later", WAITS, slurm=LATER))
+    done = lockstep("exec", "slurm", "later", "--", "true")
+    assert done.returncode == 2 and "later has not started" in done.stderr, done
 
 
-def test_signals_and_a_terminal_reach_the_command(bench: Bench) -> None:
-    bench.backend.submit(bench.command("long", WAITS))
-    begun(bench, "long", 2)
-    words = [PYTHON, "-c", PROGRAM, "exec", "slurm", "long", "--rank", "1", "--"]
-    process = subprocess.Popen([*words, "sh", "-c", TRAPS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+def test_signals_and_a_terminal_reach_the_command_and_the_jobs_end_ends_it(bench: Bench) -> None:
+    go = bench.folder / "go"
+    bench.backend.submit(bench.command("long", WAITS.replace("GO", str(go))))
+    begun(bench, "long")
+    words = [*LOCKSTEP, "exec", "slurm", "long", "--rank", "1", "--"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*words, "sh", "-c", TRAPS], stdin=subprocess.DEVNULL, stdout=pipe)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
@@ -68,55 +68,45 @@ def test_signals_and_a_terminal_reach_the_command(bench: Bench) -> None:
         assert b"33 77" in shown and b"rank 1" in shown, shown
         os.write(ours, b"\x03")
         assert process.wait(BOUND) == 5
+    command = [*words, "sh", "-c", "echo ready; exec sleep 600"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        go.touch()  # it keeps no node: it is a step of the job
+        assert process.wait(BOUND) != 0
+        assert bench.wait("long").state == "succeeded"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_in_apptainer_the_command_is_in_a_container_of_the_jobs_image(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one of its own, from which the rank's process may not be seen."""
+    stand_in(
+        bench, monkeypatch, 'echo "$*" >> "$(dirname "$0")/words"',
+        '[ "$1" = env ] && exec unshare --pid --fork --mount-proc "$@"', until="env",
+    )  # fmt: skip
+    bench.backend.submit(bench.command("boxed", WAITS, slurm=IN_APPTAINER))
+    begun(bench, "boxed")
+    shown = said("boxed", "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR; ls -d /proc/[0-9]* | wc -l", 1)
+    assert shown.splitlines()[0] == f"1 1 2 {bench.folder}/boxed" and int(shown.splitlines()[1]) < 10, shown
+    used = (bench.folder / "bin/words").read_text().splitlines()[-1]
+    assert used.startswith("exec --bind ") and f" {IN_APPTAINER['image']} env -u " in used, used
+
+
+IN_APPTAINER = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
+
+
+def stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str, then: str = ":", until: str = "sh") -> None:
+    """In Apptainer's place: a program that does `first`, and runs the words behind the image on the node."""
     programs = bench.folder / "bin"
     programs.mkdir()
-    (programs / "apptainer").write_text(
-        '#!/bin/sh\necho "$*" >> "$(dirname "$0")/words"\n'
-        'while [ "$1" != sh ] && [ "$1" != env ]; do shift; done\n'
-        '[ "$1" = env ] && exec unshare --pid --fork --mount-proc "$@"\nexec "$@"\n'
-    )
-    (programs / "apptainer").chmod(0o755)
+    program = programs / "apptainer"
+    looking = f'while [ "$1" != sh ] && [ "$1" != {until} ]; do shift; done'
+    program.write_text(f'#!/bin/sh\n{first}\n{looking}\n{then}\nexec "$@"\n')
+    program.chmod(0o755)
+    for name in ("sh", "env"):
+        Path(programs, name).symlink_to(f"/usr/bin/{name}")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    slurm = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
-    bench.backend.submit(bench.command("boxed", WAITS, slurm=slurm))
-    begun(bench, "boxed", 2)
-    shown = said(bench, "boxed", "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR; ls -d /proc/[0-9]* | wc -l", 1)
-    assert shown.splitlines()[0] == f"1 1 2 {bench.folder}/boxed" and int(shown.splitlines()[1]) < 10, shown
-    used = (programs / "words").read_text().splitlines()[-1]
-    assert used.startswith("exec --bind ") and " /images/none.sif env -u " in used, used
-
-
-def test_under_pyxis_the_step_has_the_jobs_image_and_folders(bench: Bench) -> None:
-    """Rendered only: there is no pyxis here."""
-    slurm = {"container": "pyxis", "image": "/images/a.sqsh", "mounts": ["/scratch"]}
-    spec = bench.command("boxed", WAITS, slurm=slurm)
-    options, _ = render.container(spec, PurePosixPath("/shared/submitit"), LOCAL.place())
-    words = beside.step(options, "7", "node1")
-    assert words[:3] == ["srun", "--jobid=7", "--overlap"] and "--nodelist=node1" in words
-    assert "--container-image=/images/a.sqsh" in words
-    mounts = next(word for word in words if word.startswith("--container-mounts="))
-    assert "/shared/submitit:/shared/submitit" in mounts and "/scratch:/scratch" in mounts
-
-
-def test_a_job_that_ends_ends_the_command(bench: Bench) -> None:
-    """It keeps no node: it is a step of the job."""
-    go = bench.folder / "go"
-    ends = f"import os, time; print('begun', flush=True)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)"
-    bench.backend.submit(bench.command("short", ends))
-    begun(bench, "short", 2)
-    words = [PYTHON, "-c", PROGRAM, "exec", "slurm", "short", "--", "sh", "-c", "echo ready; exec sleep 600"]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        Path(go).touch()
-        assert process.wait(BOUND) != 0
-        assert bench.wait("short").state == "succeeded"
-    finally:
-        process.kill()
-        process.communicate()

@@ -1,15 +1,15 @@
-"""Every SLURM rule is provoked once, and a sound job provokes none. Needs no SLURM."""
+"""Each rule finds its footgun in a job that is sound but for it, and a sound job provokes none. Needs no SLURM."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.jobs.slurm import render
-from lockstep.jobs.slurm.rules import RULES
-from lockstep.jobs.spec.model import JobSpec
+from tests.jobs.helpers import lockstep
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "nodes": 2, "gpus": 4, "cpus": 16, "memory": "64Gi", "run_dir": "/shared/runs/good",
@@ -20,7 +20,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS102", {"time_limit": "2m"}),
     ("LS102", {"time_limit": "10m", "grace_seconds": 600}),
     ("LS103", {"run_dir": "/tmp/run"}),
-    ("LS104", {"folder": "/tmp/home/slurm"}),
+    ("LS104", {"home": "/tmp/home"}),
     ("LS105", {"slurm": {}}),
     ("LS106", {"ranks_per_node": 2}),
     ("LS107", {"env": {"WANDB_API_KEY": "abc"}}),
@@ -37,38 +37,26 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def findings(change: dict[str, Any]) -> list[str]:
+def findings(folder: Path, change: dict[str, Any]) -> list[str]:
     values = {**GOOD, **change}
-    folder = Path(values.pop("folder", "/shared/lockstep/slurm/good/submitit"))
-    spec = JobSpec.of(values)
-    return [item.id for item in RULES.apply(spec, render.manifests(spec, folder))]
-
-
-def test_a_sound_job_provokes_none() -> None:
-    assert findings({}) == []
+    home = values.pop("home", "/shared/lockstep")
+    (folder / "job.yaml").write_text(json.dumps(values))
+    done = lockstep(folder, "lint", "job.yaml", "--backend", "slurm", "--json", LOCKSTEP_HOME=home)
+    return [item["id"] for item in json.loads(done.stdout)]
 
 
 @pytest.mark.parametrize(("rule", "change"), CASES)
-def test_the_rule_finds_its_footgun(
-    rule: str, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    _packages(tmp_path).mkdir(parents=True)
-    assert rule in findings(change)
+def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "IMAGE/opt/venv/lib/python3.11/site-packages").mkdir(parents=True)
+    (tmp_path / "IMAGE/usr").mkdir()
+    assert rule in findings(tmp_path, change)
 
 
-def _packages(folder: Path) -> Path:
-    """Those of an image that is a folder."""
-    (folder / "IMAGE/usr").mkdir(parents=True)
-    return folder / "IMAGE/opt/venv/lib/python3.11/site-packages"
-
-
-def test_an_image_with_submitit_and_one_that_cannot_be_seen_are_sound(tmp_path: Path) -> None:
-    (_packages(tmp_path) / "submitit").mkdir(parents=True)
+def test_sound_jobs_provoke_none_and_every_rule_is_provoked(tmp_path: Path) -> None:
+    assert findings(tmp_path, {}) == []
+    (tmp_path / "IMAGE/opt/venv/lib/python3.11/site-packages/submitit").mkdir(parents=True)
+    (tmp_path / "IMAGE/usr").mkdir()
     for image in (str(tmp_path / "IMAGE"), "/images/lockstep.sif", "registry/lockstep:1"):
-        slurm = {**GOOD["slurm"], "container": "apptainer", "image": image}
-        assert findings({"slurm": slurm}) == []
-
-
-def test_every_rule_is_provoked() -> None:
-    assert {rule.id for rule in RULES.all()} == {rule for rule, _ in CASES}
+        assert findings(tmp_path, {"slurm": {**GOOD["slurm"], "container": "apptainer", "image": image}}) == []
+    rules = lockstep(tmp_path, "lint", "--backend", "slurm", "--rules").stdout
+    assert {*re.findall(r"LS1\d\d", rules)} == {rule for rule, _ in CASES}

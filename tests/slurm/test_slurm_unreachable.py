@@ -6,92 +6,16 @@ import json
 import os
 import signal
 import subprocess
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lockstep.jobs import private
-from lockstep.jobs.spec.model import JobSpec
-from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, poll
+from tests.slurm.stand_ins import COMMENT, NO_ACCOUNTING, NO_DATABASE, RUNNING, UNKNOWN, Site
+
+pytestmark = pytest.mark.promise("slurm-truth")
 
 EXIT_UNREACHABLE, EXIT_LOST = 69, 4
-PROGRAM = """#!/bin/sh
-name=$(basename "$0")
-cd "$(dirname "$0")" || exit 1
-echo "$name $*" >> called
-if [ -e "$name.down" ]; then cat "$name.down" >&2; exit 1; fi
-if [ -e "$name.does" ]; then . "./$name.does"; fi
-"""
-DOWN = "error: Unable to contact slurm controller (connect failure)\n"
-NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
-NO_DATABASE = "sacct: error: Problem talking to the database: Connection refused\n"
-UNKNOWN = "slurm_load_jobs error: Invalid job id specified\n"
-RUNNING = "echo JobId=7 JobName=mine JobState=RUNNING Restarts=0 Requeue=1 ExitCode=0:0"
-COMMENT = "lockstep:mine.0123456789ab"
-
-
-@dataclass
-class Site:
-    """SLURM's commands of this machine, and one job that was submitted there long ago."""
-
-    folder: Path
-    env: dict[str, str]
-    spec: JobSpec
-
-    @property
-    def file(self) -> str:
-        return str(self.folder / "job.yaml")
-
-    @property
-    def kept(self) -> Path:
-        return self.folder / "home/slurm/mine"
-
-    def down(self, program: str, said: str = DOWN) -> None:
-        (self.folder / "bin" / f"{program}.down").write_text(said)
-
-    def up(self, program: str) -> None:
-        (self.folder / "bin" / f"{program}.down").unlink(missing_ok=True)
-
-    def does(self, program: str, line: str) -> None:
-        (self.folder / "bin" / f"{program}.does").write_text(line)
-
-    def called(self, program: str) -> list[str]:
-        found = self.folder / "bin/called"
-        lines = found.read_text().splitlines() if found.exists() else []
-        return [line for line in lines if line.split()[0] == program]
-
-    def record(self, **more: Any) -> None:
-        _, _, submitit = map(private.make, (self.kept.parent, self.kept, self.kept / "submitit"))
-        value = {
-            "spec": self.spec.record(), "hash": self.spec.hash(), "run_dir": str(self.folder / "run"), "submitit": str(submitit),
-            "job_id": "7", "created": "2026-01-01T00:00:00+00:00", "since": time.time() - 3600, "comment": COMMENT,
-            "array_name": "mine", "element": None, "job": "mine.0123456789ab", **more,
-        }  # fmt: skip
-        (self.kept / "job.json").write_text(json.dumps(value))
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return lockstep(self.folder, *words, **self.env)
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    (tmp_path / "bin").mkdir()
-    for name in ("sbatch", "scancel", "squeue", "scontrol", "sacct"):
-        (tmp_path / "bin" / name).write_text(PROGRAM)
-        (tmp_path / "bin" / name).chmod(0o755)
-    values = {"name": "mine", "command": ["true"], "run_dir": str(tmp_path / "run"), "grace_seconds": 5}
-    (tmp_path / "job.yaml").write_text(json.dumps(values))
-    private.make(tmp_path / "home")
-    env = {"LOCKSTEP_HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    found = Site(tmp_path, env, JobSpec.of(values))
-    found.down("sacct", NO_ACCOUNTING)
-    found.does("sbatch", "echo Submitted batch job 8")
-    return found
-
 
 STATUS, LOGS, CANCEL, DIFF = (("status", "mine"), ("logs", "mine"), ("cancel", "mine"), ("diff", "FILE"))
 SUBMIT, REPLACE, NEW = ("submit", "FILE"), ("submit", "FILE", "--replace"), ("submit", "FILE", "--new")
@@ -106,46 +30,41 @@ def unanswered(site: Site, words: tuple[str, ...]) -> None:
     assert not site.called("sbatch") and not list(site.kept.glob("ended.json")), words
 
 
-@pytest.mark.parametrize(
-    "words", [STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, NEW, WAIT, EXEC, LIST], ids=lambda words: "-".join(words)
-)
-def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site, words: tuple[str, ...]) -> None:
+def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> None:
     """sbatch's answer was lost: the job may well wait in the queue, which nobody can see at this moment."""
     site.record(job_id=None)
     site.down("squeue")
-    unanswered(site, words)
+    for words in (STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, NEW, WAIT, EXEC, LIST):
+        unanswered(site, words)
     site.up("squeue")
     site.does("squeue", f"echo '7|{COMMENT}'")
-    site.does("scontrol", RUNNING)
+    site.shows(RUNNING)
     done = site.run("status", "slurm", "mine")
     assert done.returncode == 0 and "mine: running" in done.stdout, done
 
 
 @pytest.mark.parametrize(
-    "words", [STATUS, CANCEL, DIFF, SUBMIT, REPLACE, EXEC, LIST], ids=lambda words: "-".join(words)
+    "says", ["error: Unable to contact slurm controller\n", ""], ids=["in words", "without a word"]
 )
-def test_the_controller_does_not_answer(site: Site, words: tuple[str, ...]) -> None:
+def test_the_controller_does_not_answer(site: Site, says: str) -> None:
     site.record()
-    site.down("scontrol")
-    unanswered(site, words)
-    (site.folder / "bin/scontrol.down").write_text("")  # it fails without a word
-    unanswered(site, words)
+    site.down("scontrol", says)
+    for words in (STATUS, CANCEL, DIFF, SUBMIT, REPLACE, EXEC, LIST):
+        unanswered(site, words)
 
 
-@pytest.mark.parametrize("words", [STATUS, CANCEL, SUBMIT, REPLACE, LIST], ids=lambda words: "-".join(words))
-def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgotten(
-    site: Site, words: tuple[str, ...]
-) -> None:
+def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgotten(site: Site) -> None:
     site.record()
     site.down("scontrol", UNKNOWN)
     site.down("sacct", NO_DATABASE)
-    unanswered(site, words)
+    for words in (STATUS, CANCEL, SUBMIT, REPLACE, LIST):
+        unanswered(site, words)
     # What the ranks have left of it needs no accounting, and where there is none nobody else can tell.
     site.down("sacct", NO_ACCOUNTING)
     done = site.run("status", "slurm", "mine")
     assert done.returncode == EXIT_LOST and "no longer knows the job" in done.stdout, done
     (site.kept / "ended.json").unlink()
-    (site.kept / "submitit/7_0_end.json").write_text(json.dumps({"code": 0, "rank": 0, "reason": "", "restart": 0}))
+    site.noted(0, 0)
     site.down("sacct", NO_DATABASE)
     done = site.run("status", "slurm", "mine")
     assert done.returncode == 0 and "mine: succeeded" in done.stdout, done
@@ -154,7 +73,7 @@ def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgot
 @pytest.mark.parametrize("program", ["squeue", "scancel"])
 def test_a_cancellation_that_slurm_has_not_heard(site: Site, program: str) -> None:
     site.record()
-    site.does("scontrol", RUNNING)
+    site.shows(RUNNING)
     site.does("squeue", "echo 7.0")
     site.down(program)
     unanswered(site, CANCEL)
@@ -198,7 +117,7 @@ def test_an_older_job_of_the_same_spec_is_not_the_submission_that_broke_off(site
         "sbatch", 'for word; do case $word in --comment=*) echo "${word#--comment=}" > comment;; esac; done; echo job 8'
     )
     assert site.run("submit", "slurm", site.file).returncode == 0
-    (site.kept / "submitit/8_0_end.json").write_text(json.dumps({"code": 0, "rank": 0, "reason": "", "restart": 0}))
+    site.noted(0, 0, job_id="8")
     assert "mine: succeeded" in site.run("status", "slurm", "mine").stdout
     broken_off(site)
     done = site.run("status", "slurm", "mine")

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Status
-from lockstep.training.checkpoint import store
+from tests import product
 from tests.events import events
 from tests.processes import clean_env, poll
+from tests.product import JobSpec, Status
 from tests.ranks import gang
 from tests.slurm.conftest import Bench
 
@@ -38,7 +37,9 @@ def trained_here(run: Path, ranks: int, *words: str, timeout: float = 180) -> Pa
 
 
 def assert_same(one: Path, other: Path, steps: int = EPOCHS * STEPS_PER_EPOCH) -> None:
-    first, second = (store.load(path / f"checkpoints/step-{steps:08d}")["shared"]["model"] for path in (one, other))
+    first, second = (
+        product.checkpoint(path / f"checkpoints/step-{steps:08d}")["shared"]["model"] for path in (one, other)
+    )
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
