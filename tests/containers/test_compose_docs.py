@@ -18,7 +18,7 @@ from tests.printed import Reader, marked, pages
 from tests.processes import Result, poll, require
 from tests.terminal import at_a_terminal, drained, until_shown
 
-pytestmark = pytest.mark.containers
+pytestmark = [pytest.mark.containers, pytest.mark.promise("printed")]
 BASE = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm"
 READER, PASSWORD = "reader", "PASSWORD"
 USER = f"{READER}:$2b$04$EdmwOrEqKVoiAc5Nt5uOTOj.6DIE5KbqsuHGjUSxci/PnLYKxjpnm"

@@ -13,6 +13,8 @@ from lockstep.training.parallel.world import World
 from tests.processes import PYTHON, ROOT, run
 from tests.ranks import gang, on_ranks, training
 
+pytestmark = pytest.mark.promise("modules")
+
 SIZES = [(7, 5, 3), (2, 9, 4), (1, 1, 1), (33, 2, 17)]
 
 

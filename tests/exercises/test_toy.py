@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.ranks import gang, training
+
+pytestmark = pytest.mark.promise("modules")
 
 
 def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.gpu_rehearsal.rehearsal import Gang, rehearsed, rehearsing, settings
 
+pytestmark = pytest.mark.promise("gpu-standin")
+
 JOIN = ["-m", "tests.gpu_rehearsal.join"]
 Place = tuple[int, int, int]
 """(rank, node, rank within the node)"""

@@ -10,6 +10,8 @@ import pytest
 from tests.gpu_rehearsal.rehearsal import Gang, rehearsing, settings
 from tests.processes import poll
 
+pytestmark = pytest.mark.promise("gpu-standin")
+
 TIMEOUT = 3
 
 

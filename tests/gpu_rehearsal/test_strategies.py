@@ -13,6 +13,8 @@ from tests.gpu_rehearsal.rehearsal import differing, rehearsing, settings, train
 from tests.processes import ROOT
 from tests.runs import LOSSY_START
 
+pytestmark = pytest.mark.promise("gpu-standin")
+
 LOOK_FOR_NAN = "cudaStreamSynchronize by trainer.py:compute_gradients"
 """Whether the gradient is finite, before it moves a weight: a step waits once for that (`nonfinite=ignore` does without)."""
 DDPS_OWN = {

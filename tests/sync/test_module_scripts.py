@@ -22,6 +22,8 @@ from tests.idx import write_fashion
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training
 
+pytestmark = pytest.mark.promise("modules")
+
 
 def _gathered(world: World) -> Any:
     value = {
