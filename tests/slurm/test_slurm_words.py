@@ -15,7 +15,14 @@ from tests.slurm.stand_ins import UNKNOWN, Site
 
 pytestmark = pytest.mark.promise("slurm-truth")
 
-LATELY, LATE = f"EndTime={time.time():.0f}", "EndTime=1000"
+LONG_AGO = "EndTime=1000"
+"""Longer than the minute in which what a job has noted may still come."""
+
+
+def just_ended() -> str:
+    return f"EndTime={time.time():.0f}"
+
+
 REASONS = [
     ("Resources", 0, "pending", "partition main"),
     ("Priority", 0, "queued", "partition main"),
@@ -65,42 +72,48 @@ def test_every_final_state_is_resolved_in_bounded_time(job: Site, state: str, re
         job.record()
         if cancelled:
             (job.kept / "cancelled").touch()
-        found = shown(job, state, LATE, "NodeList=node[1-2]")
+        found = shown(job, state, LONG_AGO, "NodeList=node[1-2]")
         assert found["final"] and found["reason"] and found["code"] in (1, 4, 75, 124), found
 
 
 def test_the_node_that_failed_may_come_back(job: Site) -> None:
-    failed = ("NODE_FAIL", LATELY, "NodeList=node2")
+    failed = ("NODE_FAIL", just_ended(), "NodeList=node2")
     found = shown(job, *failed)
     assert found["state"] == "restarting" and "node2" in found["reason"], found
     found = shown(job, *failed, "Restarts=3")
     assert (found["state"], found["code"]) == ("lost", 4) and "max_restarts" in found["reason"], found
-    assert shown(job, "PREEMPTED", LATELY, "Requeue=0")["state"] == "preempted"
+
+
+def test_a_preempted_job_that_is_not_requeued_has_ended(job: Site) -> None:
+    found = shown(job, "PREEMPTED", just_ended(), "Requeue=0")
+    assert found["state"] == "preempted", found
 
 
 def test_completed_is_not_believed_without_results(job: Site) -> None:
     for rank in (0, 1):
         job.noted(rank, 0)
-    found = shown(job, "COMPLETED", LATELY)
+    found = shown(job, "COMPLETED", just_ended())
     assert found["state"] == "running" and "ranks 2, 3" in found["reason"], found
-    found = shown(job, "COMPLETED", LATE)
+    found = shown(job, "COMPLETED", LONG_AGO)
     assert (found["state"], found["code"]) == ("failed", 1) and "ranks 2, 3" in found["reason"], found
     for rank in (2, 3):
         job.noted(rank, 0)
-    assert shown(job, "COMPLETED", LATE)["state"] == "succeeded"
-    assert shown(job, "COMPLETED", LATE, "Restarts=1")["state"] == "failed", "notes of an earlier start do not count"
+    assert shown(job, "COMPLETED", LONG_AGO)["state"] == "succeeded"
+    assert shown(job, "COMPLETED", LONG_AGO, "Restarts=1")["state"] == "failed", (
+        "notes of an earlier start do not count"
+    )
 
 
 def test_the_cause_is_named_not_what_followed(job: Site) -> None:
     job.noted(3, 137, time=9)
-    assert "rank 3 on node1" in shown(job, "FAILED", LATE, "ExitCode=1:0")["reason"]
+    assert "rank 3 on node1" in shown(job, "FAILED", LONG_AGO, "ExitCode=1:0")["reason"]
     job.noted(0, 1, "step 4: rank 2 did not arrive (last seen at step 3)", time=10)
     job.noted(2, 1, "ZeroDivisionError: division by zero", time=11)
-    found = shown(job, "FAILED", LATE, "ExitCode=1:0")
+    found = shown(job, "FAILED", LONG_AGO, "ExitCode=1:0")
     assert found["reason"] == "rank 2 on node1: ZeroDivisionError: division by zero" and found["code"] == 1, found
     job.noted(2, 2, "no such data", time=11)
-    assert shown(job, "FAILED", LATE)["code"] == 2
-    assert "memory" in shown(job, "OUT_OF_MEMORY", LATE)["reason"]
+    assert shown(job, "FAILED", LONG_AGO)["code"] == 2
+    assert "memory" in shown(job, "OUT_OF_MEMORY", LONG_AGO)["reason"]
 
 
 def test_what_slurm_does_not_know(job: Site) -> None:

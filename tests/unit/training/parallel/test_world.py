@@ -95,7 +95,7 @@ def test_threads_come_from_the_most_deliberate_source() -> None:
         torch.set_num_threads(before)
 
 
-def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_its_own_gpu_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device(World(), "auto") == torch.device("cpu")
     with pytest.raises(UserError, match="no GPU is visible"):
