@@ -74,7 +74,7 @@ def _fsdp_on_this_torch(request: pytest.FixtureRequest) -> None:
     if case is not None and "fsdp" in [value for value in case.params.values() if isinstance(value, str)]:
         from tests import product
 
-        if not product.fsdp_on_this_cpu():
+        if not product.fsdp_works():
             pytest.skip("sync.name=fsdp needs torch 2.9 on the CPU")
 
 

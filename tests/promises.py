@@ -49,7 +49,7 @@ def page() -> str:
     tests = holders()
     promises, section, rest = PAGE.read_text(encoding="utf-8").partition("\n## What is not promised\n")
     lines, known = [], []
-    for line in promises.splitlines():
+    for line in promises.split("\n"):
         if row := ROW.match(line):
             name, promise, _ = row.groups()
             if name not in tests:

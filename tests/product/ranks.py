@@ -118,7 +118,7 @@ def load_for_forks() -> None:
     from lockstep.training.config.own import own_settings
     from lockstep.training.observe import report
 
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for file in (root / "training").rglob("*.py"):
         name = ".".join(("lockstep", *file.relative_to(root).with_suffix("").parts))
         if not name.endswith(("__main__", "__init__")) and "inference" not in name:
