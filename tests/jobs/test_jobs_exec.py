@@ -60,7 +60,7 @@ def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
     with ApiServer() as server:
         env = clean_env(KUBECONFIG=str(server.kubeconfig(folder / "kubeconfig")))
         patch.setenv("KUBECONFIG", env["KUBECONFIG"])
-        backend = product.kubernetes()
+        backend = product.impatient_kubernetes()
         spec = {"name": "long", "command": ["true"], "image": "registry.example/a:1", "run_dir": "/runs/long"}
         backend.submit(JobSpec.of(spec))
         backend.api.close()

@@ -168,6 +168,7 @@ def test_three_ranks_on_an_empty_folder_prepare_it_once(tmp_path: Path) -> None:
     assert len([path for path in shards.iterdir() if path.is_dir()]) == 1 and not list(shards.glob(".*"))
 
 
+@pytest.mark.nightly
 def test_compile_gives_the_same_numbers(tiny: list[str], tmp_path: Path) -> None:
     words = ("run", "smoke", "--set", *tiny, "epochs=1", "--run-dir")
     bare = training(*words, str(tmp_path / "bare"), "--set", "compile=true", env=clean_env(PATH=str(tmp_path)))
