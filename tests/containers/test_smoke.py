@@ -28,6 +28,7 @@ def smoke(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.promise("images")
 def test_make_smoke_and_one_container_of_four_ranks_end_in_the_same_weights(cpu_image: Built, tmp_path: Path) -> None:
     """`make smoke`: two containers × two ranks, accuracy, all four ranks in Prometheus, nothing left."""
     done = smoke(f"OUT={tmp_path}/containers")

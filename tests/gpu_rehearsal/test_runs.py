@@ -16,6 +16,8 @@ from tests.gpu_rehearsal.test_strategies import changes_of
 from tests.processes import poll
 from tests.runs import tensors
 
+pytestmark = pytest.mark.promise("gpu-standin")
+
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float64"])
 def test_every_type_gives_the_numbers_of_the_cpu(

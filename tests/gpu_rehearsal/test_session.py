@@ -11,6 +11,8 @@ from tests.gpu_rehearsal.own import SCALE
 from tests.gpu_rehearsal.rehearsal import differing, rehearsed, rehearsing, saved
 from tests.processes import poll
 
+pytestmark = pytest.mark.promise("gpu-standin")
+
 OWN = ["-m", "tests.gpu_rehearsal.own"]
 LOOK_FOR_NAN = "cudaStreamSynchronize by run/own_step.py:update"
 STAGED = "copy cpu->cuda pageable by data/batches.py:to_device"

@@ -8,6 +8,8 @@ import pytest
 
 from tests.gpu_rehearsal.rehearsal import rehearsing
 
+pytestmark = pytest.mark.promise("gpu-standin")
+
 
 @pytest.mark.parametrize(("devices", "where"), [(4, "two GPUs a rank"), (2, "both halves on one cuda device")])
 def test_the_toy_ends_in_the_parameters_of_one_process(tmp_path: Path, devices: int, where: str) -> None:

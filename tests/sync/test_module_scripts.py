@@ -69,6 +69,7 @@ def test_the_horovod_script_in_its_own_words(batch: int, tell: bool, warned: int
     assert [len(said) for said in on_ranks(_as_the_module_writes_it, 2, batch, tell)] == [warned, warned]
 
 
+@pytest.mark.promise("published-methods")
 def test_the_tutorials_checkpoint_and_torchvisions_names(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 
