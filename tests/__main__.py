@@ -68,6 +68,7 @@ NIGHTLY = [
     Suite("how-to pages", "-n WORKERS -m nightly tests/exercises tests/kubernetes tests/jobs tests/training tests/own"),
     Suite("how-to pages on SLURM", "-m nightly tests/slurm"),
     Suite("how-to pages in containers", "-m 'nightly and not cuda_image' tests/containers"),
+    SUITES["floors"],
     Suite("the whole GPU rehearsal", SCOPES + "tests/gpu_rehearsal"),
     Suite("benchmarks' programs", "-n WORKERS tests/benchmarks"),
     Suite(

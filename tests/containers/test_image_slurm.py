@@ -25,6 +25,7 @@ OURS = f"{os.getuid()}:{os.getgid()}"
 """Both run a container as the user who submits."""
 
 
+@pytest.mark.nightly
 def test_a_task_trains_in_the_image(cpu_image: Built, tmp_path: Path) -> None:
     """The words of the batch script behind `apptainer exec IMAGE`, with the variables of srun, one rank."""
     folder = tmp_path / "submitit"
