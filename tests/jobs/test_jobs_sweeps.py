@@ -58,6 +58,16 @@ def k8s(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[
     return lockstep(folder, command, "k8s", *words, *job)
 
 
+def test_a_sweep_of_more_than_a_thousand_runs_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    values = ",".join(map(str, range(40)))
+    words = [
+        word for name in ("lr", "momentum", "weight_decay") for word in ("--sweep", f"overrides.optim.{name}={values}")
+    ]
+    done = lockstep(tmp_path, "submit", "local", "--recipe", "smoke", *words)
+    assert done.returncode == 2 and "more than 1000" in done.stderr, done
+    assert not list(tmp_path.rglob("job.json"))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_numbered_job_takes_no_name_of_a_sweeps_run(server: ApiServer, tmp_path: Path, first: bool) -> None:
     """`smoke-2` is the third run of a sweep of `smoke`, whichever of the two comes first."""

@@ -177,3 +177,10 @@ def first_loss_scale() -> float:
     from lockstep.training.optim.loss_scaler import INITIAL
 
     return INITIAL
+
+
+def world(**values: Any) -> World:
+    """Who a rank is and who the others are, where none has joined."""
+    from lockstep.training.parallel.world import World
+
+    return World(**values)

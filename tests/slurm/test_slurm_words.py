@@ -76,6 +76,20 @@ def test_every_final_state_is_resolved_in_bounded_time(job: Site, state: str, re
         assert found["final"] and found["reason"] and found["code"] in (1, 4, 75, 124), found
 
 
+def test_the_words_of_an_earlier_start_do_not_hide_how_this_one_ended(site: Site) -> None:
+    """Start 0 saved and was requeued; start 1 failed before it could write status.json."""
+    values = {name: value for name, value in site.spec.plain().items() if name != "command"}
+    site.spec = JobSpec.of({**values, "recipe": "smoke", "ranks_per_node": 1})
+    site.record()
+    (site.folder / "run").mkdir(exist_ok=True)
+    for restart, code, state in ((0, 2, "failed"), (1, 75, "preempted")):
+        saved = {"code": 75, "reason": "saved", "attempt": 1, "step": 3, "restart": restart, "job": "mine.0123456789ab"}
+        (site.folder / "run/status.json").write_text(json.dumps(saved))
+        site.noted(0, 2, "no such data", restart=1)
+        found = shown(site, "FAILED", LONG_AGO, "Restarts=1 ExitCode=2:0")
+        assert (found["state"], found["code"]) == (state, code), found
+
+
 def test_the_node_that_failed_may_come_back(job: Site) -> None:
     failed = ("NODE_FAIL", just_ended(), "NodeList=node2")
     found = shown(job, *failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def test_alone_then_complete_then_longer_then_fresh(tiny: list[str], tmp_path: P
     again = training(*words)
     assert again.code == 0 and "The run is complete: 3 epochs, 24 steps" in again.output
     assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    other = training(*words, "lr=0.1")
+    assert other.code == 2 and "lr: 0.05 → 0.1" in other.output and "--fresh" in other.output, other.output
+    assert {path: path.read_bytes() for path in before} == before, "a run of other settings is left alone"
     longer = training(*words, "epochs=4")
     assert longer.code == 0 and "Resuming at step 24" in longer.output
     assert _summary(tmp_path / "run")["steps"] == 32
@@ -53,6 +58,25 @@ def test_alone_then_complete_then_longer_then_fresh(tiny: list[str], tmp_path: P
     assert fresh.code == 0 and "moved the earlier run to" in fresh.output
     assert (tmp_path / "run.old-1/summary.json").exists()
     assert (tmp_path / "run/checkpoints/step-00000024/state.safetensors").read_bytes() == weights  # deterministic
+
+
+@pytest.mark.promise("full-disk")
+def test_a_full_disk_below_what_it_prints_costs_no_training(tiny: list[str], tmp_path: Path) -> None:
+    words = [
+        PYTHON,
+        "-m",
+        "lockstep.training",
+        "run",
+        "smoke",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        *tiny,
+        "epochs=1",
+    ]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, env=clean_env(), cwd=ROOT, stdout=full, stderr=full, timeout=120, check=False)
+    assert (done.returncode, json.loads((tmp_path / "run/status.json").read_text())["code"]) == (0, 0)
 
 
 def test_the_summary_and_the_events_say_the_same_and_a_run_that_has_not_learned_is_told(

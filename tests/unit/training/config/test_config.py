@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.training import config
 from tests.processes import ROOT
@@ -128,3 +130,11 @@ def test_the_schema_of_a_recipe() -> None:
     assert [values for values in wrong if check.is_valid(values)] == []
     described = [field for part in (schema, *schema["$defs"].values()) for field in part["properties"].values()]
     assert len(described) > 80 and sum("description" not in field for field in described) == 4, "those of optim.groups"
+
+
+@given(st.text(max_size=40))
+def test_any_text_after_set_is_a_value_or_one_line(text: str) -> None:
+    try:
+        config.load("smoke", [text])
+    except UserError as error:
+        assert str(error)

@@ -27,3 +27,12 @@ def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None
     finally:
         for (owner, name), value in zip(flags, before):
             setattr(owner, name, value)
+
+
+def test_deterministic_switches_torchs_deterministic_algorithms_on_and_off() -> None:
+    try:
+        for wanted in (True, False):
+            context._deterministic(product.recipe("smoke", f"deterministic={wanted}"))
+            assert torch.are_deterministic_algorithms_enabled() is wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
