@@ -184,3 +184,12 @@ def world(**values: Any) -> World:
     from lockstep.training.parallel.world import World
 
     return World(**values)
+
+
+def signals_are_noted() -> bool:
+    """Whether each run that this process is in knows of a signal."""
+    import gc
+
+    from lockstep.training.resilience.preempt import Signals
+
+    return all(one.received for one in gc.get_objects() if isinstance(one, Signals))
