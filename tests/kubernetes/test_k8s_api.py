@@ -15,6 +15,7 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
 
+from tests import product
 from tests.jobs.helpers import lockstep
 from tests.processes import free_port
 from tests.product import JobSpec, Unreachable, UserError
@@ -284,3 +285,12 @@ def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following
     for thread in threads:
         thread.join(20)
     assert states == ["succeeded"] and seen == ["before", "after"]
+
+
+@pytest.mark.usefixtures("server")
+def test_what_somebody_has_set_beats_what_the_pod_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "namespace").write_text("the-pods-own")
+    product.inside_a_pod(tmp_path / "namespace", monkeypatch)
+    assert product.namespace() == "team"
+    monkeypatch.delenv("KUBECONFIG")
+    assert product.namespace() == "the-pods-own"

@@ -123,6 +123,14 @@ def test_golden(name: str) -> None:
             assert (kind, violations(replica["template"]["spec"])) == ("Worker", [])
 
 
+def test_the_schemas_see_a_field_that_is_unknown_and_one_of_another_type() -> None:
+    for change in ({"nodse": 2}, {"runPolicy": 2}):
+        objects = copy.deepcopy(product.manifests("k8s", JobSpec.of(SPECS["cpu"]))[0])
+        objects[1]["spec"].update(change)
+        with pytest.raises(AssertionError, match=next(iter(change))):
+            validate(objects)
+
+
 def test_prepare_renders_a_valid_job() -> None:
     _, (job,) = product.backend("k8s").preparation(JobSpec.of(GPU))
     kubernetes_validate.validate(job, "1.32", strict=True)

@@ -33,6 +33,18 @@ def kubernetes(
     api.close()
 
 
+def inside_a_pod(namespace_file: Path, patch: pytest.MonkeyPatch) -> None:
+    """As in a pod, which was given this file with its namespace."""
+    patch.setattr("lockstep.jobs.kubernetes.api.NAMESPACE_FILE", namespace_file)
+
+
+def namespace() -> str:
+    """The one that commands take without --context."""
+    from lockstep.jobs.kubernetes.api import load_configuration
+
+    return load_configuration(None)[1]
+
+
 def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
     """The Kubernetes backend lives by a clock of the test's own, with the patience that it has by itself."""
     backend.interval, backend.lost_after = 10.0, 300.0

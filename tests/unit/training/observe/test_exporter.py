@@ -175,3 +175,25 @@ def test_textfiles_elsewhere_and_file_sd(tmp_path: Path) -> None:
     assert list((tmp_path / "targets").iterdir()) == []
     text = (tmp_path / "all/my_run-rank-00000.prom").read_text()
     assert 'run="my run"' in text and (elsewhere / "rank-00000.prom").read_text() == text
+
+
+def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    """129 of them, from before: the oldest is closed."""
+    with _serving(tmp_path), contextlib.ExitStack() as stack:
+        port = _endpoint(tmp_path)["port"]
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(129)]
+        for _ in range(5):
+            assert _get(port, "/healthz")[0] == 200
+        silent[0].settimeout(10)
+        assert silent[0].recv(1) == b""
+
+
+def test_a_periodic_textfile_does_not_overtake_the_last_one(tmp_path: Path) -> None:
+    with _serving(tmp_path, textfile_seconds=0) as made:
+        made.begin()
+        made.close(75)
+        path = tmp_path / "metrics/rank-00000.prom"
+        last = path.read_bytes()
+        path.unlink()
+        made._write_textfiles()
+        assert b"training_exit_code" in last and not path.exists()
