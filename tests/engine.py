@@ -45,16 +45,6 @@ def inspect(*names: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait_for(container: str, status: str = "exited", timeout: float = 120) -> dict[str, Any]:
-    """The container's state once it is `status`."""
-    deadline = time.monotonic() + timeout
-    while (state := inspect(container)[0]["State"])["Status"] != status:
-        assert time.monotonic() < deadline, f"{container} is {state}\n{docker('logs', container)}"
-        time.sleep(0.2)
-    found: dict[str, Any] = state
-    return found
-
-
 @dataclass(frozen=True)
 class Built:
     """An image and how it was made."""

@@ -19,6 +19,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 LAUNCH = (PYTHON, "-m", "lockstep.training", "launch")
+EXCHANGE = """
+import ctypes, random, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+one, other = (name.encode() for name in sys.argv[1:])
+print("ready", flush=True)
+while True:
+    libc.renameat2(-100, one, -100, other, 2)
+    time.sleep(random.uniform(0, 0.001))
+"""
+"""A program that exchanges two names in a folder until it is killed; it says "ready" first. Linux only."""
 
 
 def clean_env(**extra: str) -> dict[str, str]:

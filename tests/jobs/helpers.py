@@ -28,3 +28,13 @@ def lockstep(folder: Path, *words: str, encoding: str = "utf-8", **env: str) -> 
             stream.flush()
     out, err = (stream.detach().getvalue().decode(encoding) for stream in streams)  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(words, int(ended.value.code or 0), out, err)
+
+
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a job whose code travels, beside an empty folder of jobs."""
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    found = tmp_path / "own"
+    found.mkdir()
+    (found / "job.yaml").write_text("name: own\ncommand: [python, train.py]\ncode: .\n")
+    (found / "train.py").write_text("x")
+    return found

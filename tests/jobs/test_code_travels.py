@@ -16,7 +16,7 @@ import pytest
 
 from tests import product
 from tests.jobs.helpers import lockstep
-from tests.processes import PYTHON, clean_env, poll, processes, require, started
+from tests.processes import EXCHANGE, PYTHON, clean_env, poll, processes, require, started
 from tests.product import UserError, code_of, travels
 
 pytestmark = pytest.mark.promise("code-travels")
@@ -403,17 +403,6 @@ def test_a_folder_that_became_a_link_brings_nothing_along(folder: Path, write: W
             )
         (folder / "d").unlink()
     assert not (tmp_path / "home/code").exists()
-
-
-EXCHANGE = """
-import ctypes, random, sys, time
-libc = ctypes.CDLL(None, use_errno=True)
-one, other = (name.encode() for name in sys.argv[1:])
-print("ready", flush=True)
-while True:
-    libc.renameat2(-100, one, -100, other, 2)
-    time.sleep(random.uniform(0, 0.001))
-"""
 
 
 def test_a_folder_and_a_link_that_are_exchanged_all_the_time_bring_nothing_along(

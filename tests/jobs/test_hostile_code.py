@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import product
-from tests.jobs.helpers import lockstep
+from tests.jobs.helpers import lockstep, own_code
 
 COMMANDS = (
     ["lint", "job.yaml", "--backend", "slurm"],
@@ -28,11 +28,7 @@ BOUND = 20
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current one: names of sockets are short, and what is deep has no path."""
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    found = tmp_path / "own"
-    found.mkdir()
-    (found / "job.yaml").write_text("name: own\ncommand: [python, train.py]\ncode: .\n")
-    (found / "train.py").write_text("x")
+    found = own_code(tmp_path, monkeypatch)
     monkeypatch.chdir(found)
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.helpers import lockstep
+from tests.jobs.helpers import lockstep, own_code
 
 BOUND = 20
 FILES = 3000
@@ -18,12 +18,7 @@ FILES = 3000
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    found = tmp_path / "own"
-    found.mkdir()
-    (found / "job.yaml").write_text("name: own\ncommand: [python, train.py]\ncode: .\n")
-    (found / "train.py").write_text("x")
-    return found
+    return own_code(tmp_path, monkeypatch)
 
 
 def _filled(folder: Path, depth: int) -> None:

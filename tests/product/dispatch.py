@@ -267,12 +267,6 @@ def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backend("compose"), "_up", lambda self, spec: self._bring_code(spec))
 
 
-def followed_containers(*ids: str) -> Iterator[str]:
-    """The lines of the containers of a Compose job, followed."""
-    made: Any = backend("compose")
-    return iter(made(interval=0.01)._lines("small", dict.fromkeys(ids, ""), None, follow=True))
-
-
 def look_late(backend: Any, busy: Callable[[Path, Callable[[Path], bool]], None]) -> None:
     """`busy(folder, lives)` is called before the local backend looks whether processes of a job live."""
     lives = type(backend)._supervised

@@ -1,4 +1,4 @@
-"""Ranks in the process of a test, and what large jobs leave on the disk."""
+"""Ranks in the process of a test."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests.product.names import JobSpec
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from pathlib import Path
     from types import ModuleType
 
     from lockstep.training.parallel.world import World
@@ -126,50 +123,6 @@ def load_for_forks() -> None:
     config.load("smoke", [])
     own_settings("script", {}, {}, ())
     report._environment().get_template("template.html.j2")
-
-
-def metrics_text(rank: int, run: str, slow: bool = False) -> str:
-    """What a rank serves after 100 steps. A slow one waits for nobody."""
-    import torch
-
-    from lockstep.training import contract
-    from lockstep.training.observe.metrics import Metrics
-
-    metrics = Metrics(run, rank, torch.device("cpu"))
-    metrics.describe("smoke", "flat", 1024, contract.VERSION, 1, 0, 1_000_000, 0)
-    waits = 0.001 if slow else 0.05
-    times = {"step_duration": 0.1, "data_wait": 0.001, "grad_ready": 0.098 - waits, "sync_wait": waits}
-    for step in range(1, 101):
-        metrics.step([times], step, 0.1, 64, step * 1_000_000)
-    metrics.reading(1.25, 0.5)
-    return metrics.text().decode()
-
-
-def textfile(run_dir: Path, rank: int) -> Path:
-    """Where a rank's last metrics lie."""
-    from lockstep.training import contract
-
-    return contract.textfile(run_dir, rank)
-
-
-def smoke_settings() -> dict[str, Any]:
-    """The recipe smoke, as run.yaml holds it."""
-    from lockstep.training import config
-
-    return config.to_dict(config.load("smoke"))
-
-
-def local_record(name: str, run_dir: Path) -> dict[str, Any]:
-    """What job.json of a local job holds."""
-    from lockstep.jobs import records
-    from lockstep.jobs.local.supervise import here
-
-    spec = JobSpec(name=name, recipe="smoke")
-    return {
-        "spec": spec.record(), "hash": spec.hash(), "run_dir": str(run_dir), "command": ["true"], "env": {},
-        "time_limit": 3600.0, "grace": 60.0, "created": "2026-11-23T08:00:00+00:00", "job": records.identity(name),
-        "host": here(),
-    }  # fmt: skip
 
 
 def first_loss_scale() -> float:

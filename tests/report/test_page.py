@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,21 @@ def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path)
     assert [point[2] for point in _lines(tree, "Progress")[0]].count("preempted") == 1
     ranks = [point[0] for point in _lines(tree, "Where a step goes")[0]]
     assert len(ranks) == 32 and "rank 41" in ranks
+
+
+@pytest.mark.parametrize("line", [b"\n", b"[\n"])
+def test_millions_of_lines_without_an_event_cost_seconds(tmp_path: Path, line: bytes) -> None:
+    """Somebody has filled the events with lines that are none."""
+    run = run_directory(tmp_path / "run")
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(line * (100 << 20))
+    began = time.monotonic()
+    done = subprocess.run(
+        [PYTHON, "-m", "lockstep.training", "report", str(run)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert (run / "report.html").is_file()
+    assert time.monotonic() - began < 45
 
 
 def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:

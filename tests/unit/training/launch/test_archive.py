@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.training.launch import archive
 from lockstep.training.launch.archive import File
-from tests.processes import PYTHON, Result, clean_env, require, run, started
+from tests.processes import EXCHANGE, PYTHON, Result, clean_env, require, run, started
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("code-archives")
@@ -82,15 +82,6 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(tmp_path: Path) -> None
     assert not target.exists()
 
 
-EXCHANGE = """
-import ctypes, random, sys, time
-libc = ctypes.CDLL(None, use_errno=True)
-one, other = (name.encode() for name in sys.argv[1:])
-print("ready", flush=True)
-while True:
-    libc.renameat2(-100, one, -100, other, 2)
-    time.sleep(random.uniform(0, 0.001))
-"""
 NODE = """
 import os, sys, tempfile
 from pathlib import Path
