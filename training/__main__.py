@@ -31,9 +31,7 @@ from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
 from lockstep.training.contract import (
     ENV_DEBUG,
-    ENV_RESTARTS,
     EXIT_DONE,
-    EXIT_FAILED,
     EXIT_NO_READER,
     REPORT_FILE,
     UserError,
@@ -129,7 +127,7 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
     add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
 
 
-def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from lockstep.training import config as configuration
 
     assignments = list(args.assignments)
@@ -146,30 +144,13 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise
 
     # It imports torch: only when the arguments are known to be valid.
-    from lockstep.training.resilience.preempt import Signals
+    from lockstep.training.recipe import loop
 
-    signals = Signals(config.preempt.signals, meeting=True)
-    from lockstep.training.parallel import world
-    from lockstep.training.resilience import hang
-    from lockstep.training.run import recipe
-
-    me = world.detect(env)
-    run_dir = args.run_dir or Path("runs") / config.recipe
     try:
-        with world.joined(me, config.device, config.collective_timeout) as joined:
-            signals.meeting = False
-            # A launcher restarts the ranks with the same arguments: --fresh applies to the first start only.
-            restarted = any(env.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
-            fresh = args.fresh_once or (args.fresh and not restarted)
-            return recipe.train(config, joined, run_dir, fresh, signals, _BEGAN)
-    except Exception as error:
-        if not hang.is_collective(error):  # those of the training's own steps have been told by now
-            raise
-        lost = UserError(f"the ranks could not start together, one of them or the way to it was lost: {error}")
-        lost.code = EXIT_FAILED
-        raise lost from error
-    finally:
-        signals.ignore()  # until the process is gone: the default would end it by a signal, with another exit code
+        loop.train(config, args.run_dir or Path("runs") / config.recipe, args.fresh_once or args.fresh, _BEGAN)
+    except SystemExit as end:
+        return int(end.code or EXIT_DONE)
+    return EXIT_DONE
 
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
@@ -196,8 +177,8 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 
 
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from lockstep.training.evaluate import command as scoring
     from lockstep.training.parallel import world
+    from lockstep.training.recipe import command as scoring
 
     config, checksum = scoring.config_of(args.target, args.recipe, args.assignments, args.trust_model)
     with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:

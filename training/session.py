@@ -5,7 +5,10 @@ The same script runs in one process and under every launcher. All ranks must cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -14,10 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.data.batches import Batches
-from lockstep.training.run.own import Replica
-from lockstep.training.run.own_lifecycle import Lifecycle
-from lockstep.training.run.own_loop import OwnLoop
+from lockstep.training.config import Config, RunSettings
+from lockstep.training.config.own import own_settings
+from lockstep.training.contract import user_errors
+from lockstep.training.data.batches import Batches, Part, of_dataset
+from lockstep.training.launch.handed import Handed
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.world import World
+from lockstep.training.run.lifecycle import Lifecycle
+from lockstep.training.run.loop import Loop
+from lockstep.training.run.replica import Replica
 
 T = TypeVar("T")
 
@@ -56,13 +65,33 @@ class Session:
         self, run_dir: str | Path, *overrides: str, config: Mapping[str, Any] | None = None, fresh: bool = False,
         handle_signals: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
+        began = time.perf_counter()
+        with user_errors():
+            job = Handed.take(os.environ)
+            script = Path(sys.argv[0]).stem or "script"
+            parsed = own_settings(script, config or {}, settings, (*overrides, *job.settings))
+        self._open(Path(job.run_dir or run_dir), parsed, job.fresh or fresh, began, handle_signals)
+        self._lifecycle.names_folder = bool(job.run_dir)
+
+    @classmethod
+    def of_recipe(
+        cls, run_dir: Path, config: Config, *, fresh: bool | str = False, began: float | None = None,
+        handle_signals: bool = True, world: World | None = None,
+    ) -> Session:  # fmt: skip
+        """A start of a recipe's run: `config` has the settings of the session, too. Arguments as in `Lifecycle`."""
+        session = cls.__new__(cls)
+        session._open(run_dir, config, fresh, began or time.perf_counter(), handle_signals, world)
+        return session
+
+    def _open(
+        self, run_dir: Path, settings: RunSettings, fresh: bool | str, began: float, handle_signals: bool,
+        world: World | None = None,
+    ) -> None:  # fmt: skip
+        self.settings, self.run_dir, self.seed = settings, run_dir, settings.seed
         self._lifecycle = Lifecycle(
-            run_dir, overrides, config or {}, settings, fresh=fresh, handle_signals=handle_signals
+            run_dir, settings, fresh=fresh, handle_signals=handle_signals, began=began, world=world
         )
-        self.settings, self.run_dir = self._lifecycle.settings, self._lifecycle.run_dir
-        self.seed = self.settings.seed
         self._replica: Replica | None = None
-        self._loop: OwnLoop | None = None
 
     def __enter__(self) -> Session:
         self.world = self._lifecycle.open()
@@ -81,7 +110,7 @@ class Session:
             >>> run.config["lr"]  # Session("runs/mine", "config.lr=0.1", config={"lr": 0.01})
             0.1
         """
-        return self.settings.config
+        return getattr(self.settings, "config", {})
 
     @property
     def rank(self) -> int:
@@ -108,6 +137,22 @@ class Session:
     def device(self) -> torch.device:
         """Where this rank trains."""
         return self.world.device
+
+    @property
+    def resumed(self) -> bool:
+        """Whether there is a checkpoint, which this start resumes from.
+
+        Examples:
+            >>> if not run.resumed:
+            ...     net.load_state_dict(torch.load("pretrained.pth"))  # before replicate(): rank 0's weights count
+        """
+        return self._lifecycle.source is not None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What run.yaml says of the run besides its settings, `global_batch_size` and `data`: those of the first start, where it is
+        resumed. Change it before `keep()`."""
+        return self._lifecycle.facts
 
     def replicate(self, model: nn.Module, example: Any = None) -> nn.Module:
         """Returns the network to call. It is on the rank's device and has rank 0's weights; its gradients are summed over the ranks.
@@ -179,7 +224,7 @@ class Session:
 
     def _begin(self, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> None:
         self._not_yet("keep()")
-        self._loop = self._lifecycle.begin(self._replicated(), things, of_rank)
+        self._lifecycle.begin(self._replicated(), things, of_rank)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -192,7 +237,27 @@ class Session:
             0.0
             >>> run.values["best"] = max(run.values["best"], 0.93)
         """
-        return self._started().own.kept.values
+        return self._started().run.kept.values
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of the run besides our numbers: values as in `values`, saved in every checkpoint, too. A `remark`
+        also ends the reason in status.json: "complete, but …".
+
+        Examples:
+            >>> run.summary["parameters"] = sum(p.numel() for p in model.parameters())
+        """
+        return self._started().run.kept.summary
+
+    @property
+    def batch(self) -> Part | None:
+        """How many `samples` this rank's part of the batch under way has, and the global batch in `total`. None: that is not known.
+
+        Examples:
+            >>> run.batch.total  # of run.batches(dataset, 512)
+            512
+        """
+        return self._started().step.part
 
     @property
     def steps(self) -> int:
@@ -202,7 +267,27 @@ class Session:
             >>> if run.steps % 100 == 0:
             ...     run.log(lr=schedule.get_last_lr()[0])
         """
-        return self._started().own.steps_done
+        return self._started().run.steps_done
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, evaluation and saving excluded, over all starts. Waits for the device."""
+        clock = self._started().run.state.clock
+        clock.settle()
+        return clock.trained
+
+    @property
+    def history(self) -> Mapping[str, Any]:
+        """The last of what was measured: `train_loss` of the last whole epoch, `accuracy`, `test_loss`, and the best of them."""
+        return self._started().run.state.history
+
+    def loss(self) -> float | None:
+        """The mean loss of the last step over the samples of all ranks; None where it was left out. Collective."""
+        return self._started().step.last_loss()
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Appends a line to events.jsonl in the run directory (rank 0)."""
+        self._started().run.event(kind, **values)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, up to `count`; numbers start at 0. The run is saved at the end of each epoch, unless
@@ -219,7 +304,7 @@ class Session:
         yield from self._started().epochs(count)
 
     def batches(
-        self, dataset: Any, global_batch_size: int, *, shuffle: bool = True, uneven: str = "drop", workers: int = 0,
+        self, dataset: Any, global_batch_size: int = 0, *, shuffle: bool = True, uneven: str = "drop", workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:  # fmt: skip
         """This rank's part of each global batch that is left of the epoch, on its device.
@@ -228,7 +313,7 @@ class Session:
         seed, the epoch and the sample. A rank whose part is empty gets one sample with weight 0.
 
         Args:
-            dataset: map-style: it has a length and `dataset[id]`.
+            dataset: map-style: it has a length and `dataset[id]`. Or `Batches` that are made already.
             global_batch_size: samples per step, all ranks together.
             uneven: `drop`, `pad` or `weight`, as in a recipe: what happens to a batch that is short, or cannot be divided equally.
             workers: processes that load samples; 0: this one.
@@ -238,11 +323,12 @@ class Session:
             >>> for x, y in run.batches(dataset, 512, uneven="weight", workers=2):
             ...     run.step(F.cross_entropy(model(x), y))
         """
-        cut = Batches(
-            dataset, self.world, self.seed, global_batch_size, shuffle=shuffle, uneven=uneven, workers=workers,
-            collate=collate,
-        )  # fmt: skip
-        return self._started().batches(cut)
+        if not isinstance(dataset, Batches):
+            dataset = of_dataset(
+                dataset, self.world, self.seed, global_batch_size, shuffle=shuffle, uneven=uneven, workers=workers,
+                collate=collate,
+            )  # fmt: skip
+        return self._started().batches(dataset)
 
     @overload
     def iterate(self, loader: Iterable[T]) -> Iterator[T]: ...
@@ -279,26 +365,50 @@ class Session:
         """
         return self._started().part(batch)
 
-    def step(self, loss: torch.Tensor, samples: int | None = None, clip: float = 0.0, scaler: Any = None) -> None:
-        """`backward` and `update`: one optimizer step.
+    def step(
+        self, loss: torch.Tensor | Callable[..., torch.Tensor], *batch: Any,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (), samples: int | None = None,
+        divisor: float | None = None, clip: float = 0.0, scaler: Any = None,
+    ) -> None:  # fmt: skip
+        """One optimizer step.
+
+        Given a function, the session calls it, and may call it again: on micro-batches (`micro_batch_size`), at half the scale
+        where float16 overflowed, while it is recorded (`capture`), and to name the parameter whose gradient is not finite. So it has
+        no effect but its loss. Batch statistics are put back before it is called again, and torch's generators are those of (seed,
+        step, rank) inside it: dropout differs between the ranks, and is drawn again as it was. What it draws from other generators
+        is its own business. A loss that is computed already takes part in none of this.
 
         Args:
-            loss: the mean over this rank's samples, a scalar.
+            loss: a scalar, the mean over this rank's samples; or a function that computes it of `batch`.
+            batch: what the function is called with.
+            optimizer: steps these, not all. Their networks alone learn: the gradients of others are left alone.
             samples: number of this rank's samples. `batches` and `part` know it. Other loaders must give it, so that unequal
                 parts get the right weight.
+            divisor: the loss is a sum, and this is what the sum of all ranks is divided by, such as the number of tokens of the global
+                batch; 1: nothing.
             clip: largest norm of the gradient; 0: no clipping.
-            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks skip the step and lower the scale. For a
-                loss that is not finite `nonfinite` applies instead.
+            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks lower the scale; a function is then called
+                again, with a loss that was computed already the step is skipped. For a loss that is not finite `nonfinite`
+                applies instead.
 
         Examples:
             >>> for x, y in run.batches(dataset, 512):
-            ...     run.step(F.cross_entropy(model(x), y), clip=1.0)
+            ...     run.step(lambda x, y: F.cross_entropy(model(x), y), x, y, clip=1.0)
             ...     schedule.step()
         """
-        self.backward(loss, samples, scaler)
-        self.update(clip=clip, scaler=scaler)
+        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        step = self._started().step
+        if callable(loss) and not isinstance(loss, torch.Tensor):
+            step.take(loss, batch, optimizers, samples=samples, divisor=divisor, clip=clip, scaler=scaler)
+            return
+        if batch:
+            raise TypeError("step(loss, *batch) has a batch for a function, and the loss is computed already")
+        step.backward(loss, samples, divisor, scaler)
+        step.update(optimizers, clip, scaler)
 
-    def backward(self, loss: torch.Tensor, samples: int | None = None, scaler: Any = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, samples: int | None = None, scaler: Any = None, divisor: float | None = None
+    ) -> None:
         """The gradients of this rank's part, or of a micro-batch of it (inside `accumulate`). Arguments as in `step`.
 
         Examples:
@@ -307,7 +417,7 @@ class Session:
             ...         run.backward(F.cross_entropy(model(a), b), samples=len(b))
             ...     run.update()
         """
-        self._started().step.backward(loss, samples, scaler)
+        self._started().step.backward(loss, samples, divisor, scaler)
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
         """The micro-batches of a step: each `backward(loss, samples)` adds to the gradient, and the last one sends it.
@@ -353,7 +463,7 @@ class Session:
         Examples:
             >>> run.log(accuracy=0.93, lr=schedule.get_last_lr()[0])
         """
-        self._started().own.log(numbers)
+        self._started().log(numbers)
 
     def sum(self, *numbers: float) -> tuple[float, ...]:
         """Each number's sum over all ranks, in float64.
@@ -366,6 +476,33 @@ class Session:
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         dist.all_reduce(total)
         return tuple(total.tolist())
+
+    def print(self, text: str) -> None:
+        """Prints a line, on rank 0 alone; nothing with `log.format=json`.
+
+        Examples:
+            >>> run.print(f"{sum(p.numel() for p in model.parameters())} parameters")
+        """
+        self._started().run.console.line(text)
+
+    def path(self, name: str) -> Path:
+        """Where a file of the script's own belongs: in the run directory, below `files/`. The folder is there.
+
+        Examples:
+            >>> if run.leader:
+            ...     torch.save(predictions, run.path("predictions.pt"))
+        """
+        path = self.run_dir / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in the order of the ranks: tensors (of any length), arrays, numbers, texts, lists, dictionaries.
+
+        Examples:
+            >>> predictions = torch.cat(run.gather(mine))
+        """
+        return all_gather_trees(value, self.world)
 
     def for_evaluation(self) -> nn.Module:
         """A copy of the model in evaluation mode, with full weights (the average, if there is one) and the mean of the ranks'
@@ -382,11 +519,11 @@ class Session:
         return self._replica
 
     def _not_yet(self, what: str) -> None:
-        if self._loop is not None:
+        if self._lifecycle.loop is not None:
             raise RuntimeError(f"{what} comes before the loop, and before keep(), which is called once")
 
-    def _started(self) -> OwnLoop:
-        if self._loop is None:
+    def _started(self) -> Loop:
+        if self._lifecycle.loop is None:
             self.keep()
-        assert self._loop is not None
-        return self._loop
+        assert self._lifecycle.loop is not None
+        return self._lifecycle.loop

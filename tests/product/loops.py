@@ -109,26 +109,41 @@ class RunBegun:
 
     def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
         from lockstep.training import config
-        from lockstep.training.run import prepare, recipe
+        from lockstep.training.recipe.loop import Recipe
+        from lockstep.training.session import Session
 
-        self.prepared = prepare.prepare(config.load("smoke", list(settings)), world, run_dir, fresh=False)
-        self.state, self.loader, self.model = self.prepared.state, self.prepared.loader, self.prepared.state.model
-        self.trainer: Any = recipe.make_trainer(self.prepared)
+        self.config = config.load("smoke", list(settings))
+        self._session = Session.of_recipe(run_dir, self.config, handle_signals=False, world=world)
+        self._session.__enter__()
+        try:
+            self.recipe = Recipe(self._session, self.config)
+        except BaseException as error:
+            self._session.__exit__(type(error), error, error.__traceback__)
+            raise
+        loop = self._session._lifecycle.loop
+        assert loop is not None
+        self.loop, self.state, self.model = loop, loop.run.state, self.recipe.model
+        self.division = self.recipe.batches.division
 
     def __enter__(self) -> RunBegun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.prepared.exporter.close(0)
-        if self.prepared.run is not None:
-            self.prepared.run.close()
+        self.loop.run.exporter.close(0)
+        self.loop.attempt.saver.close()
+        if self.loop.run.run is not None:
+            self.loop.run.run.close()
 
     def step(self, number: int) -> Any:
         """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""
-        epoch, at = divmod(number, self.loader.steps_per_epoch)
-        self.state.cursor.epoch, self.state.cursor.step = epoch, at
-        self.trainer.step((self.loader.resident_batch if self.loader.resident else self.loader.host_batch)(epoch, at))
-        return self.loader.ids(epoch, at)[0]
+        epoch, at = divmod(number, self.division.steps)
+        self.state.cursor.epoch, self.state.cursor.step, self.state.kept.steps = epoch, at, number
+        batch, part = next(iter(self.recipe.batches.epoch(epoch, at)))
+        self.state.clock.begin()
+        self.loop.step.begin_batch(part)
+        self.recipe.step(batch)
+        self.loop.step.end_batch()
+        return batch.ids[: part.samples]
 
     def weights(self) -> Any:
         """A copy of all parameters, one after the other."""
@@ -138,10 +153,8 @@ class RunBegun:
 
     def score(self) -> tuple[int, int, float]:
         """Of the test images: how many were right, how many there were, and their mean loss."""
-        from lockstep.training.evaluate.evaluator import Evaluator
-
-        found = Evaluator(self.prepared.config, self.state.world, self.prepared.manifest).score(self.model, {})
-        assert found is not None
+        found = self.recipe.evaluator.score(self.model.eval())
+        self.model.train()
         return found.correct, found.count, found.loss
 
     def images(self) -> Any:
@@ -150,11 +163,11 @@ class RunBegun:
 
         from lockstep.training.data.augment import normalise
 
-        return normalise(self.loader.samples.all()[0], self.prepared.config.data, torch.float32, False)
+        return normalise(self.recipe.batches.source.samples.all()[0], self.config.data, torch.float32, False)
 
     def write_metrics(self) -> None:
         """This rank's file of metrics, as it is written every few seconds."""
-        self.prepared.exporter._write_textfiles()
+        self.loop.run.exporter._write_textfiles()
 
 
 def augmented(shards: Path, settings: list[str]) -> tuple[Any, Any]:

@@ -61,14 +61,14 @@ def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, s
     return models.build(name, options or {}, classes, shape)
 
 
-def loader(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
-    """A rank's loader over shards, with settings of the group `data`."""
+def batches(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
+    """A rank's batches over shards, with settings of the group `data`."""
     from lockstep.training.config import Config
-    from lockstep.training.data.loader import Loader
     from lockstep.training.parallel.world import World
+    from lockstep.training.recipe.setup import _batches
 
     config = Config(global_batch_size=batch, uneven=uneven, data=data(**settings))  # type: ignore[arg-type]
-    return Loader(config, World(rank=rank, size=size, local_size=size), made, batch, 1)
+    return _batches(config, World(rank=rank, size=size, local_size=size), made, batch, 1)
 
 
 def sealed(manifest: dict[str, Any]) -> str:
@@ -118,15 +118,15 @@ def series() -> set[str]:
 
 def before_each_batch(do: Any) -> None:
     """Calls `do` in this process before a rank has its next batch of resident samples."""
-    from lockstep.training.data.loader import Loader
+    from lockstep.training.data.batches import Stored
 
-    batch = Loader.resident_batch
+    batch = Stored.batch
 
-    def later(self: Any, epoch: int, step: int) -> Any:
+    def later(self: Any, ids: Any, epoch: int) -> Any:
         do()
-        return batch(self, epoch, step)
+        return batch(self, ids, epoch)
 
-    Loader.resident_batch = later  # type: ignore[method-assign]
+    Stored.batch = later  # type: ignore[method-assign]
 
 
 def settings_pages() -> dict[str, Any]:

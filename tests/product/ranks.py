@@ -127,9 +127,9 @@ def load_for_forks() -> None:
 
 def first_loss_scale() -> float:
     """The factor with which float16 begins."""
-    from lockstep.training.optim.loss_scaler import INITIAL
+    import torch
 
-    return INITIAL
+    return torch.amp.GradScaler("cpu").get_scale()
 
 
 def world(**values: Any) -> World:

@@ -18,10 +18,14 @@ class Stateful(Protocol):
 
 
 class Values(dict[str, Any]):
-    """The script's own values. Setting a value that no checkpoint can hold raises `TypeError`."""
+    """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
+
+    def __init__(self, name: str = "run.values") -> None:
+        super().__init__()
+        self._name = name
 
     def __setitem__(self, name: str, value: Any) -> None:
-        check_tree(value, f"run.values[{name!r}]")
+        check_tree(value, f"{self._name}[{name!r}]")
         super().__setitem__(name, value)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
@@ -51,10 +55,13 @@ class Kept:
         """Different on each rank: each rank's state is saved, and that rank gets it back."""
         self.values = Values()
         """The same on every rank."""
+        self.summary = Values(name="run.summary")
+        """What the script has to say in summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
-        self.data: dict[str, Any] = {}
-        """How the current epoch is divided into batches. A resume in the middle of the epoch needs the same division."""
+        self.data: dict[str, Any] | None = {}
+        """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division. None: a
+        checkpoint that does not say it."""
         self.logged: dict[str, float] = {}
         """What the script has logged last, by name."""
         self.logged_in_epoch: dict[str, float] = {}
@@ -87,7 +94,7 @@ class Kept:
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
-            "logged": self.logged, "logged_in_epoch": self.logged_in_epoch,
+            "logged": self.logged, "logged_in_epoch": self.logged_in_epoch, "summary": dict(self.summary),
         }  # fmt: skip
 
     def rank_state(self) -> dict[str, Any]:
@@ -105,6 +112,8 @@ class Kept:
         _load(self.objects, shared["objects"])
         self.values.clear()
         self.values.update(shared["values"])
+        self.summary.clear()
+        self.summary.update(shared.get("summary", {}))
         self.steps, self.samples = shared["steps"], shared["samples"]
         self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
         if rank is not None:

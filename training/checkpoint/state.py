@@ -8,7 +8,7 @@ the optimizer keeps for them, are keyed by name. A parameter that several module
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.contract import UserError
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.optim.ema import Ema
-from lockstep.training.optim.loss_scaler import LossScaler, is_state
 from lockstep.training.parallel.agreement import reduced
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
 from lockstep.training.parallel.world import World
@@ -48,10 +47,8 @@ class TrainState:
     """float64 [2]: the sum of this rank's losses in the current epoch, and the number of samples in it."""
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
-    scaler: LossScaler | None = None
-    """For float16; None for any other precision."""
-    kept: Kept | None = None
-    """What a user's own loop keeps."""
+    kept: Kept = field(default_factory=Kept)
+    """What the script keeps."""
 
 
 def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
@@ -60,14 +57,13 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     Its tensors are the live ones: copy them before the next step.
     """
     rank_state: dict[str, Any] = {
-        "rng": (state.kept and state.kept.cursor_generators) or generators.capture(state.world.device),
+        "rng": state.kept.cursor_generators or generators.capture(state.world.device),
         "buffers": dict(state.model.named_buffers()),
         "average_buffers": dict(state.ema.average.named_buffers()) if state.ema else {},
         "losses": state.losses,
         "sync": state.sync.state_dict(),
+        "kept": state.kept.rank_state(),
     }
-    if state.kept is not None:
-        rank_state["kept"] = state.kept.rank_state()
     ranks = all_gather_trees(rank_state, state.world) if everywhere else gather_trees(rank_state, state.world)
     model = dict(state.sync.full_module(state.model).named_parameters())
     average = dict(state.sync.full_module(state.ema.average).named_parameters()) if state.ema else {}
@@ -82,11 +78,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
         "cursor": [state.cursor.epoch, state.cursor.step],
         "trained_seconds": state.clock.trained,
         "history": state.history,
+        "kept": state.kept.shared_state(),
     }
-    if state.scaler is not None:
-        shared["loss_scale"] = state.scaler.state_dict()
-    if state.kept is not None:
-        shared["kept"] = state.kept.shared_state()
     return {"shared": shared, "ranks": ranks}
 
 
@@ -121,7 +114,6 @@ def checked(gathered: Any) -> dict[str, Any]:
     seconds = shared["trained_seconds"]
     _expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
     _check_history(shared["history"])
-    _expect("loss_scale" not in shared or is_state(shared["loss_scale"]), "loss_scale")
     _expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
     if "kept" in shared:
         _check_kept(shared["kept"], ranks)
@@ -150,7 +142,7 @@ def _check_kept(kept: Any, ranks: list[Any]) -> None:
         isinstance(kept, dict) and all(type(kept.get(name)) is expected_type for name, expected_type in parts.items()),
         "kept state",
     )
-    _expect(kept["steps"] >= 0 and kept["samples"] >= 0, "kept state")
+    _expect(kept["steps"] >= 0 and kept["samples"] >= 0 and type(kept.get("summary", {})) is dict, "kept state")
     for number, rank in enumerate(ranks):
         rank_kept = rank.get("kept") if isinstance(rank, dict) else None
         _expect(
@@ -292,8 +284,6 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = shared["trained_seconds"]
     state.history.update(shared["history"])
-    if state.scaler is not None and "loss_scale" in shared:  # older versions had none
-        state.scaler.load_state_dict(shared["loss_scale"])
     if state.ema:
         _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.copy_into_shard)
     if same_size:
@@ -303,8 +293,10 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     else:
         state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
         state.sync.load_merged_state(rank_state["sync"])
-    if state.kept is not None and "kept" in shared:
+    if "kept" in shared:
         state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
+    else:  # a recipe's, of a time when its place was the cursor alone: whoever knows the epoch's length sets the steps
+        state.kept.data = None
     _copy(rank_state["buffers"], dict(state.model.named_buffers()))
     if state.ema:
         _copy(rank_state["average_buffers"], dict(state.ema.average.named_buffers()))

@@ -63,16 +63,12 @@ class Recipe(Section):
     """Samples per step, all ranks together."""
     uneven: Literal["drop", "pad", "weight", "mean"] = "drop"
     """A batch that cannot be divided equally: leave it out, fill it up, weight its parts exactly, or average the ranks' means."""
-    accumulate: Positive = 1
-    """Micro-batches per step, to save memory."""
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Arithmetic of the network. The half formats run under autocast, with float32 weights; float16 scales the loss."""
     channels_last: bool = False
     """Memory format of images and convolutions."""
     compile: bool = False
     """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
-    capture: Literal["never", "auto"] = "never"
-    """`auto`: record the whole step as CUDA graphs and replay it, if possible."""
     data: Data = Field(default_factory=Data)
     """The images."""
     loss: Loss = Field(default_factory=Loss)
@@ -102,6 +98,10 @@ class RunSettings(Section):
     """A gradient that is NaN or infinite: end the run before the optimizer step, skip the step, or do not check."""
     nonfinite_limit: Free[Count] = 100
     """Consecutive steps that `nonfinite: skip` may skip. One more ends the run, because then the weights are lost."""
+    micro_batch_size: Later[Count] = 0
+    """Most samples that a rank computes at once, to save memory: its part of a batch is cut into micro-batches. 0: the whole part."""
+    capture: Later[Literal["never", "auto"]] = "never"
+    """`auto`: record the whole step as CUDA graphs and replay it, if possible."""
     check_closeness: Free[Count] = 0
     """Steps between two checks that all ranks have the same parameters. A difference ends the run, and the error names it. 0: no checks."""
     deterministic: bool = False
@@ -127,6 +127,11 @@ class RunSettings(Section):
     metrics: Metrics = Field(default_factory=Metrics)
     """Metrics for Prometheus."""
 
+    @property
+    def title(self) -> str:
+        """What is trained, as metrics and the summary name it."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _deterministic_arithmetic(self) -> Self:
         if self.deterministic and (self.tf32 or self.cudnn_benchmark):
@@ -143,6 +148,10 @@ class RunSettings(Section):
 
 class Config(RunSettings, Recipe):
     """All settings of a recipe's run."""
+
+    @property
+    def title(self) -> str:
+        return self.recipe
 
     @model_validator(mode="after")
     def _measured(self) -> Self:
@@ -164,6 +173,10 @@ class OwnSettings(RunSettings):
     """Gradient synchronisation."""
     config: Plain = Field(default_factory=dict)
     """The settings of the script itself. A start with other settings than the run directory has is refused."""
+
+    @property
+    def title(self) -> str:
+        return self.script
 
 
 def recipes() -> list[str]:
@@ -199,6 +212,8 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
 
 def from_dict(values: dict[str, Any], where: str) -> Config:
     """A recipe's config from what `to_dict` wrote. Raises `UserError`."""
+    if values.get("accumulate") == 1:  # what it was called before it was `micro_batch_size`
+        values = {name: value for name, value in values.items() if name != "accumulate"}
     return settings.build(Config, values, where)
 
 

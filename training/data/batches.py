@@ -1,19 +1,21 @@
-"""Lockstep's order over any map-style dataset, for a loop of one's own: which samples a rank gets, and in which batch.
+"""The one loader: which samples a rank gets at which step, and how they come from shards or from any map-style dataset.
 
-A sample's transforms draw from generators that are seeded by (seed, epoch, id): what comes out does not depend on how many
-workers there are, how far they run ahead, or where a resumed run began.
+`order` draws the global batches; `Division` gives a rank its part of each. Samples of shards (`Stored`) stay on the device
+where they fit, and a batch is then a list of row numbers; else a thread gathers the next batches from the mapped files into
+pinned memory while the device computes. Samples of any other dataset come through torch's DataLoader. Their transforms draw
+from generators that are seeded by (seed, epoch, id): what comes out does not depend on how many workers there are, how far
+they run ahead, or where a resumed run began.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
+import queue
 import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
+from lockstep.training.data.augment import Keys, draw_keys
+from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.preempt import ASKING
 
@@ -36,64 +40,250 @@ class Part:
     samples: int
     """In this rank's part; 0 where it is empty, and one sample stands in for it."""
     total: int
-    """In the global batch."""
+    """In the global batch, which a mean loss is divided by."""
+    weight: float = 1.0
+    """Of each sample; not 1 where the gradient is the mean of the ranks' means (`uneven=mean`)."""
+    multiple: int = 1
+    """Micro-batches are cut in blocks of so many samples."""
 
 
-class Batches:
-    """The batches of one rank over `dataset`, epoch after epoch.
+class Division:
+    """Which samples each rank trains at each step: a function of the seed, the epoch and the step.
 
     Args:
-        dataset: has a length, and `dataset[id]` for ids from 0.
-        global_batch_size: samples per step, all ranks together.
-        uneven: what an epoch's last global batch does where it is short, and a batch that the ranks cannot share
-            equally: `drop` leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts.
-        workers: processes that load and transform samples; 0: this one.
-        collate: makes a batch of a list of samples; None: torch's.
+        count: samples of an epoch.
+        batch: samples a step, all ranks together.
+        uneven: what an epoch's last global batch does where it is short, and a batch that the ranks cannot share equally: `drop`
+            leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts, and with `mean` each
+            rank takes a whole part in turn, and their means are averaged.
+        multiple: a rank's part comes in blocks of this many (32 for ghost batch norm).
+        slices: the range of ids that is each rank's own; None: all ranks share all samples.
 
     Raises:
-        UserError: the dataset is too small for a step, or the ranks cannot share a batch as `uneven` says.
-        TypeError: the dataset has no length.
+        UserError: there are too few samples for a step, or the ranks cannot share a batch as `uneven` says.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], world: World, seed: int, global_batch_size: int, *, shuffle: bool, uneven: str,
-        workers: int, collate: Callable[[list[Any]], Any] | None,
+        self, count: int, batch: int, world: World, seed: int, *, uneven: str, shuffle: bool = True, multiple: int = 1,
+        slices: list[tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(
-                f"batches() needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: "
-                "hand any other loader to run.iterate(loader)"
-            )
-        if uneven not in ("drop", "pad", "weight"):
-            raise UserError(f"uneven is drop | pad | weight, got {uneven!r}")
-        if type(global_batch_size) is not int or global_batch_size < 1:
-            raise UserError(f"global_batch_size is a number of samples from 1, got {global_batch_size!r}")
-        order.check_division(global_batch_size, world.size, 1, uneven)
-        self.dataset, self.world, self.seed = dataset, world, seed
-        self.count, self.size, self.shuffle, self.uneven = len(dataset), global_batch_size, shuffle, uneven
-        self.workers, self.collate = workers, collate
-        self.steps = order.steps_per_epoch(self.count, self.size, uneven)
+        order.check_division(batch, world.size, multiple, uneven)
+        self.count, self.batch, self.world, self.seed = count, batch, world, seed
+        self.uneven, self.shuffle, self.multiple, self.slices = uneven, shuffle, multiple, slices
+        self.steps = self._steps()
+
+    def _steps(self) -> int:
+        if self.slices is None:
+            return order.steps_per_epoch(self.count, self.batch, self.uneven)
+        counts = [
+            order.steps_per_epoch(high - low, max(self._part_size(rank), 1), self.uneven)
+            for rank, (low, high) in enumerate(self.slices)
+        ]
+        return min(counts) if self.uneven == "drop" else max(counts)
+
+    def _part_size(self, rank: int) -> int:
+        low, high = order.bounds(self.batch, rank, self.world.size, self.multiple)
+        return high - low
+
+    def part(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
+        """(the ids [≥ 1] of this rank's samples, how they count). An empty part has one sample, which counts nothing."""
+        ids, sizes = self._shared(epoch, step) if self.slices is None else self._of_slices(self.slices, epoch, step)
+        total = sum(sizes)
+        if not sizes[self.world.rank]:
+            return ids, Part(0, total, 0.0, self.multiple)
+        ranks = sum(size > 0 for size in sizes)
+        weight = total / (ranks * len(ids)) if self.uneven == "mean" else 1.0
+        return ids, Part(len(ids), total, weight, self.multiple)
+
+    def _shared(self, epoch: int, step: int) -> tuple[torch.Tensor, list[int]]:
+        """(this rank's ids, the number of samples of each rank), of an order that all ranks share."""
+        ids = order.global_ids(self.count, self.seed, epoch, step, self.batch, self.uneven, self.shuffle)
+        # With `mean` the ranks take whole batches in turn, as a loop over `i % world_size == rank` does.
+        divided = self.batch if self.uneven == "mean" else len(ids)
+        ranges = [order.bounds(divided, rank, self.world.size, self.multiple) for rank in range(self.world.size)]
+        sizes = [max(0, min(high, len(ids)) - low) for low, high in ranges]
+        low, high = ranges[self.world.rank]
+        return ids[low:high] if sizes[self.world.rank] else ids[:1], sizes
+
+    def _of_slices(self, slices: list[tuple[int, int]], epoch: int, step: int) -> tuple[torch.Tensor, list[int]]:
+        """The same, where each rank has samples of its own."""
+        sizes = []
+        for rank, (low, high) in enumerate(slices):
+            size = self._part_size(rank)
+            left = high - low - step * size
+            sizes.append(size if self.uneven == "pad" else max(0, min(size, left)))
+        rank = self.world.rank
+        low, high = slices[rank]
+        if not sizes[rank]:
+            return torch.tensor([low]), sizes
+        secret = order.key(self.seed, rank, 8)
+        return low + order.global_ids(
+            high - low, secret, epoch, step, self._part_size(rank), self.uneven
+        ), sizes  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """What a start in the middle of an epoch must be the same in."""
-        return {
-            "samples": self.count, "global_batch_size": self.size, "shuffle": self.shuffle, "uneven": self.uneven,
-        }  # fmt: skip
+        return {"samples": self.count, "global_batch_size": self.batch, "shuffle": self.shuffle, "uneven": self.uneven}
 
-    def _ids(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
-        global_ids = order.global_ids(self.count, self.seed, epoch, step, self.size, self.uneven, self.shuffle)
-        rank_ids = order.part(global_ids, self.world.rank, self.world.size)
-        return (rank_ids if len(rank_ids) else global_ids[:1]), Part(len(rank_ids), len(global_ids))
+    def describe_slices(self) -> list[dict[str, int]]:
+        """Each rank's own part: {rank, samples, batch_size, batches, left_out} an epoch; empty where all are shared."""
+        described = []
+        for rank, (low, high) in enumerate(self.slices or []):
+            size = self._part_size(rank)
+            batches = self.steps if self.uneven == "pad" else min(self.steps, -(-(high - low) // max(size, 1)))
+            left_out = max(0, high - low - self.steps * size)
+            described.append(
+                {"rank": rank, "samples": high - low, "batch_size": size, "batches": batches, "left_out": left_out}
+            )
+        return described
 
-    def epoch(self, epoch: int, first_step: int) -> Iterator[tuple[Any, Part]]:
-        """(batch, part) of each step of an epoch from `first_step` on. Close the iterator to end its workers early."""
+    def describe_unequal_work(self) -> str | None:
+        """A sentence where one rank has at least half as much again to compute as another: all wait for it in every step."""
+        sizes = [self._part_size(rank) for rank in range(self.world.size)]
+        if 2 * max(sizes) < 3 * min(sizes):
+            return None
+        share = self.multiple * self.world.size
+        below = self.batch // share * share
+        equal = " or ".join(f"global_batch_size={size}" for size in (below, below + share) if size)
+        blocks = f", in blocks of {self.multiple} (ghost batch norm)" if self.multiple > 1 else ""
+        return (
+            f"Of each {self.batch} samples a rank computes {min(sizes)} to {max(sizes)}{blocks}, and waits for the rank that "
+            f"has most: {equal} gives equal parts"
+        )
+
+
+def slices_of(manifest: Manifest, ranks: int) -> list[tuple[int, int]]:
+    """The id range of each rank's own files. Raises `UserError` where there are fewer files than ranks."""
+    shards = manifest.splits["train"]
+    if len(shards) < ranks:
+        raise UserError(
+            f"shuffle=shard needs a file for each of {ranks} ranks, but there are {len(shards)}: set data.num_shards={ranks}"
+        )
+    starts = [sum(shard.count for shard in shards[:number]) for number in range(len(shards) + 1)]
+    ranges = [order.bounds(len(shards), rank, ranks) for rank in range(ranks)]
+    return [(starts[low], starts[high]) for low, high in ranges]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples of shards: `images[rows]`, uint8 images or float32 vectors."""
+
+    images: torch.Tensor
+    rows: torch.Tensor
+    ids: torch.Tensor
+    labels: torch.Tensor
+    keys: Keys
+    """What their augmentation is keyed by (`draw_keys` of the epoch)."""
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        images, rows, ids, labels = map(function, (self.images, self.rows, self.ids, self.labels))
+        return Batch(images, rows, ids, labels, self.keys)
+
+    def pin_memory(self) -> Batch:
+        return self._map(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        if self.images.device == device:
+            return self
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def cut(self, low: int, high: int) -> Batch:
+        """A micro-batch."""
+        return Batch(self.images, self.rows[low:high], self.ids[low:high], self.labels[low:high], self.keys)
+
+    def recorded(self) -> Batch:
+        """Tensors of its own for a recorded step to read; images that stay where they are need none."""
+        images = self.images if len(self.images) > len(self.rows) else self.images.clone()
+        keys = torch.as_tensor(self.keys, dtype=torch.int64, device=self.rows.device).clone()
+        return Batch(images, self.rows.clone(), self.ids.clone(), self.labels.clone(), keys)
+
+    def fill(self, other: Batch) -> bool:
+        """Copies `other` to where a recorded step reads it; False where its shape is another one."""
+        if other.rows.shape != self.rows.shape or other.images.shape != self.images.shape:
+            return False
+        for mine, its in ((self.rows, other.rows), (self.ids, other.ids), (self.labels, other.labels)):
+            mine.copy_(its)
+        if self.images is not other.images:
+            self.images.copy_(other.images)
+        self.keys.copy_(torch.as_tensor(other.keys))  # type: ignore[union-attr]
+        return True
+
+
+class Stored:
+    """The samples of shards, by their ids: on the device, or read from the mapped files.
+
+    Args:
+        seed: of the augmentation.
+        resident: `auto` keeps them on the device where they take at most a quarter of its free memory, or of the rank's share of
+            the host's; `always`; `never`.
+        ahead: batches that a thread reads ahead where they are not on the device.
+    """
+
+    def __init__(self, samples: Samples, world: World, seed: int, resident: str = "auto", ahead: int = 2) -> None:
+        self.samples, self.seed, self.ahead = samples, seed, ahead
+        self.resident = fits(samples, world) if resident == "auto" else resident == "always"
+        self._device = world.device
+        if self.resident:
+            images, labels = samples.all()
+            self._images, self._labels = images.to(world.device), labels.to(world.device)
+
+    def batch(self, ids: torch.Tensor, epoch: int) -> Batch:
+        keys = draw_keys(self.seed, epoch)
+        if self.resident:
+            ids = ids.to(self._device, non_blocking=True)
+            rows = ids - self.samples.low
+            return Batch(self._images, rows, ids, self._labels[rows], keys)
+        images, labels = self.samples.take(ids)
+        return Batch(images, torch.arange(len(ids)), ids, labels, keys)
+
+
+def fits(samples: Samples, world: World) -> bool:
+    """Whether the samples take at most a quarter of the device's free memory, or of the rank's share of the host's."""
+    if world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
+    return samples.num_bytes <= free // 4
+
+
+class Batches:
+    """The batches of one rank, epoch after epoch.
+
+    Args:
+        source: `Stored`, or any dataset with a length and `source[id]` for ids from 0.
+        workers: processes that load and transform the samples of a dataset; 0: this one.
+        collate: makes a batch of a list of samples; None: torch's.
+    """
+
+    def __init__(
+        self, source: Stored | Dataset[Any], division: Division, *, workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.source, self.division, self.workers, self.collate = source, division, workers, collate
+        self._pins = division.world.device.type == "cuda"
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Any, Part]]:
+        """(batch, part) of each step from `first_step` on. Close the iterator to end its workers, or its thread, early."""
+        steps = range(first_step, self.division.steps)
+        if not isinstance(self.source, Stored):
+            return self._loaded(self.source, epoch, steps)
+        stored = self.source
+        read = (
+            (stored.batch(ids, epoch), part) for ids, part in (self.division.part(epoch, step) for step in steps)
+        )  # fmt: skip
+        return read if stored.resident else _ahead(read, stored.ahead, self._pins)
+
+    def _loaded(self, dataset: Dataset[Any], epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()
         loader = DataLoader(
-            _Seeded(self.dataset, self.seed, epoch),
-            batch_sampler=_Drawn(self._draw(epoch, range(first_step, self.steps), parts)),
+            _Seeded(dataset, self.division.seed, epoch),
+            batch_sampler=_Drawn(self._draw(epoch, steps, parts)),
             num_workers=self.workers,
             collate_fn=self.collate,
-            pin_memory=self.world.device.type == "cuda",
+            pin_memory=self._pins,
             generator=torch.Generator(),  # else an iterator draws from the program's own
         )
         leave_signals_to_the_rank(loader)
@@ -103,9 +293,62 @@ class Batches:
     def _draw(self, epoch: int, steps: range, parts: deque[Part]) -> Iterator[list[int]]:
         """The ids of each step, as the loader asks for them, some steps ahead; notes the parts in the same order."""
         for step in steps:
-            ids, part = self._ids(epoch, step)
+            ids, part = self.division.part(epoch, step)
             parts.append(part)
             yield ids.tolist()
+
+
+def of_dataset(
+    dataset: Any, world: World, seed: int, batch: int, *, shuffle: bool, uneven: str, workers: int,
+    collate: Callable[[list[Any]], Any] | None,
+) -> Batches:  # fmt: skip
+    """The batches of any map-style dataset. Raises `TypeError` for another one, `UserError` for a division that cannot be."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"batches() needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: "
+            "hand any other loader to run.iterate(loader)"
+        )
+    if uneven not in ("drop", "pad", "weight"):
+        raise UserError(f"uneven is drop | pad | weight, got {uneven!r}")
+    if type(batch) is not int or batch < 1:
+        raise UserError(f"global_batch_size is a number of samples from 1, got {batch!r}")
+    division = Division(len(dataset), batch, world, seed, uneven=uneven, shuffle=shuffle)
+    return Batches(dataset, division, workers=workers, collate=collate)
+
+
+def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator[tuple[Any, Part]]:
+    """The same, read by a thread that is up to `count` batches ahead, into pinned memory where `pins`."""
+    ready: queue.Queue[tuple[Any, Part] | Exception | None] = queue.Queue(count)
+    stop = threading.Event()
+
+    def put(item: tuple[Any, Part] | Exception | None) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            for batch, part in read:
+                if not put((batch.pin_memory() if pins else batch, part)):
+                    return
+            put(None)
+        except Exception as error:  # noqa: BLE001 - raised again by the consumer
+            put(error)
+
+    worker = threading.Thread(target=work, name="loader", daemon=True)
+    worker.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        worker.join()
 
 
 class _Drawn(Sampler[list[int]]):
@@ -173,58 +416,3 @@ class _Seeded(Dataset[Any]):
         np.random.seed(secret)
         torch.default_generator.manual_seed(secret)  # torch.manual_seed asks every kind of device, 0.2 ms a sample
         return self.dataset[index]
-
-
-def to_device(item: Any, device: torch.device) -> Any:
-    """The same tree with its tensors on the device. Whatever has a `to(device)` of its own is moved by that, and everything
-    keeps its type."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=True)
-    if callable(getattr(item, "to", None)) and not isinstance(
-        item, type
-    ):  # PackedSequence, transformers' BatchEncoding, …
-        return _by_itself(item, device)
-    if isinstance(item, Mapping):
-        return _mapping(item, {key: to_device(value, device) for key, value in item.items()})
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return item._make(to_device(value, device) for value in item)  # type: ignore[attr-defined]
-    if isinstance(item, (list, tuple)):
-        return _sequence(item, [to_device(value, device) for value in item])
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return _dataclass(item, device)
-    return item
-
-
-def _by_itself(item: Any, device: torch.device) -> Any:
-    try:
-        moved = item.to(device, non_blocking=True)
-    except TypeError:  # a `to` that takes nothing but the device
-        moved = item.to(device)
-    return item if moved is None else moved  # it has moved itself
-
-
-def _mapping(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    if type(item) is dict:
-        return moved
-    if not isinstance(item, MutableMapping):
-        return type(item)(moved)  # type: ignore[call-arg]
-    clone = copy.copy(item)  # with what else it has: a default, an attribute
-    for key, value in moved.items():
-        clone[key] = value
-    return clone
-
-
-def _sequence(item: list[Any] | tuple[Any, ...], moved: list[Any]) -> Any:
-    if isinstance(item, tuple):
-        return type(item)(moved)
-    clone = copy.copy(item)
-    clone[:] = moved
-    return clone
-
-
-def _dataclass(item: Any, device: torch.device) -> Any:
-    clone = copy.copy(item)
-    for field in dataclasses.fields(item):
-        if hasattr(item, field.name):
-            object.__setattr__(clone, field.name, to_device(getattr(item, field.name), device))  # frozen ones, too
-    return clone

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.training import config, cudagraph
+from lockstep.training import config
 from lockstep.training.doctor.table import Outcome, Place
-from lockstep.training.run.prepare import prepare
-from lockstep.training.trainer import Trainer
+from lockstep.training.recipe.loop import Recipe
+from lockstep.training.session import Session
 
 STEPS = 8
 RECIPE = [
@@ -65,29 +65,17 @@ def _weights(place: Place, folder_name: str, *changes: str, steps: int = STEPS) 
     ]
     overrides += changes
     settings = config.load("smoke", overrides)
-    with cudagraph.capture_stream(settings, world.device):
-        prepared = prepare(settings, world, folder / folder_name, fresh=False)
-        refused: list[str] = []
-        counts = {"batch_multiple": prepared.loader.multiple, "steps_per_epoch": prepared.loader.steps_per_epoch}
-        try:
-            if settings.capture == "auto":
-                trainer: Trainer = cudagraph.CapturedTrainer(
-                    settings, prepared.state, prepared.network, refused.append, None, **counts
-                )
-            else:
-                trainer = Trainer(settings, prepared.state, prepared.network, **counts)
-            begun = _flat(prepared.state.model)
-            for number, part in zip(range(steps), prepared.loader.epoch(0)):
-                prepared.state.cursor.step = number
-                prepared.state.clock.begin()
-                prepared.state.clock.data_ready()
-                trainer.step(part)
-                prepared.state.clock.end()
-            torch.cuda.synchronize()
-            return _flat(prepared.state.model) - begun, refused[0] if refused else ""
-        finally:
-            if prepared.run is not None:
-                prepared.run.close()
+    with Session.of_recipe(folder / folder_name, settings, handle_signals=False, world=world) as run:
+        recipe = Recipe(run, settings)
+        begun = _flat(recipe.model)
+        for _ in run.epochs(1):
+            for number, batch in enumerate(run.batches(recipe.batches), 1):
+                recipe.step(batch)
+                if number == steps:
+                    torch.cuda.synchronize()
+                    recorder = run._started().step.recorder
+                    return _flat(recipe.model) - begun, "" if recorder is None else recorder.failure
+    raise AssertionError("fewer batches than steps")
 
 
 def _flat(model: torch.nn.Module) -> torch.Tensor:

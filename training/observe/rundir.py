@@ -114,14 +114,18 @@ class RunDirectory:
         return self.path / contract.CHECKPOINTS
 
     def describe(
-        self, config: RunSettings, world: World, global_batch: int | None, data: dict[str, str], threads: str
+        self, config: RunSettings, world: World, facts: dict[str, Any], threads: str
     ) -> None:  # fmt: skip
-        """Writes run.yaml. Raises `UserError` where the directory cannot be written."""
+        """Writes run.yaml. Raises `UserError` where the directory cannot be written.
+
+        Args:
+            facts: `global_batch_size` and `data` (name and checksum), of a run that knows them.
+        """
         value = {
             "config": configuration.to_dict(config),
             "config_hash": config.hash(),
-            "global_batch_size": global_batch,
-            "data": data,
+            "global_batch_size": facts.get("global_batch_size"),
+            "data": facts.get("data") or {},
             "versions": versions(),
             "threads": threads,
             "git_revision": git_revision(),

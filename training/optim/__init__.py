@@ -115,6 +115,3 @@ def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> No
         else:
             schedule = group_settings.get("schedule", optim.schedule)
             group["lr"] = group_settings.get("lr", optim.lr) * piecewise_linear(schedule, when / optim.schedule_scale)
-    rates = getattr(optimizer, "rates", None)
-    if rates is not None:
-        rates.copy_(torch.tensor([group["lr"] for group in optimizer.param_groups]), non_blocking=True)

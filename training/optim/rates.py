@@ -55,5 +55,10 @@ class RatedOptimizer(PlainOptimizer):
         self.rates = torch.zeros(len(self.param_groups), dtype=torch.float32, device=device)
         return self.rates
 
+    def publish_rates(self) -> None:
+        """Copies the groups' rates to where steps read them, after `use_tensor`."""
+        if self.rates is not None:
+            self.rates.copy_(torch.tensor([group["lr"] for group in self.param_groups]), non_blocking=True)
+
     def rate(self, group: int) -> float | torch.Tensor:
         return self.param_groups[group]["lr"] if self.rates is None else self.rates[group]

@@ -1,20 +1,19 @@
 """Names the rank and the parameter that caused a gradient that is not finite.
 
-The check itself costs no collective (see `Trainer`), but it sees the sum, not its author. A step is a function of the
-weights and the cursor (and of what dropout draws, which differs), so every rank takes its backward pass once more without
-sending, and looks at its own gradients.
+The check itself costs no collective (see `step.py`), but it sees the sum, not its author. A step is a function of the weights
+and the batch, so every rank takes its backward pass once more without sending, and looks at its own gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.training.checkpoint.state import TrainState
-from lockstep.training.optim.loss_scaler import LOWEST
 from lockstep.training.parallel.exchange import all_gather_trees
 
 
@@ -27,34 +26,42 @@ def finite_everywhere(model: nn.Module) -> bool:
     return bool(everywhere)
 
 
-def diagnose(state: TrainState, forward_backward: Callable[[nn.Module], None]) -> str:
+def diagnose(state: TrainState, network: nn.Module, compute: Callable[[], list[torch.Tensor]]) -> str:
     """One sentence that names every rank whose own loss or gradient is not finite. Collective; clears the gradients.
 
     Args:
-        forward_backward: computes the gradients of the step in the module that it is given.
+        compute: calls `network`, computes the gradients of the step, and gives its losses.
     """
     model = state.sync.full_module(state.model)
-    if (scaler := state.scaler) is not None:
-        factor = scaler.value
-        scaler.set(LOWEST)  # what overflows at another is not the cause
     state.sync.zero_grad()
     try:
-        with state.sync.accumulate():
-            forward_backward(model)
-        problem = _first_bad(model, state.losses)
+        with state.sync.accumulate(), _calling(model if model is not state.model else network, network):
+            losses = compute()
+        problem = _first_bad(model, losses)
     finally:
-        if scaler is not None:
-            scaler.set(factor)
         state.sync.zero_grad()
     sentences = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_trees(problem, state.world)) if text]
     return "; ".join(sentences) or "every rank's own gradient is finite, but their sum overflows"
 
 
-def _first_bad(model: nn.Module, losses: torch.Tensor) -> str | None:
+@contextlib.contextmanager
+def _calling(model: nn.Module, network: nn.Module) -> Iterator[None]:
+    """Calls of `network` are calls of `model` inside: the whole one, where each rank holds a part and would send."""
+    if model is network:
+        yield
+        return
+    network._compiled_call_impl = model  # what `Module.compile` sets: `__call__` goes there, past all hooks
+    try:
+        yield
+    finally:
+        network._compiled_call_impl = None
+
+
+def _first_bad(model: nn.Module, losses: list[torch.Tensor]) -> str | None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             return f"parameter {name} is not finite"
-    if not bool(torch.isfinite(losses).all()):
+    if not all(bool(torch.isfinite(loss).all()) for loss in losses):
         return f"loss is not finite{_first_gradient(model)}"
     return _first_gradient(model).removeprefix(", ") or None
 

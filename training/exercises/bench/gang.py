@@ -95,7 +95,7 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.nn.functional", "lockstep.training.run.prepare"])
+    context.set_forkserver_preload(["torch", "torch.distributed.nn.functional", "lockstep.training.recipe.loop"])
     return context
 
 
@@ -140,10 +140,10 @@ def _rank(
 def _train(job: Job, directory: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
+    from lockstep.training.run.prepare import prepare
 
     from lockstep.training import config
     from lockstep.training.parallel import world
-    from lockstep.training.run.prepare import prepare
 
     assignments = [*job.assignments, "log.format=json", f"threads={job.threads}", "epochs=1000000"]
     settings = config.load(job.recipe, assignments)

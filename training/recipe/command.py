@@ -12,12 +12,12 @@ from lockstep.training.contract import UserError, tell_beside
 from lockstep.training.data import sources
 from lockstep.training.data.augment import check_settings
 from lockstep.training.data.shards import Manifest, prepare, verify
-from lockstep.training.evaluate.evaluator import Evaluator, Score
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.observe.rundir import recipe_of
 from lockstep.training.parallel.agreement import failing_together
 from lockstep.training.parallel.patience import waiting_for_all
 from lockstep.training.parallel.world import World
+from lockstep.training.recipe.evaluate import Evaluator, Score
 
 
 def config_of(
@@ -86,6 +86,4 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
             verify(manifest, ("test",), world.local_rank, world.local_size)
     with failing_together(world):
         evaluator = Evaluator(config, world, manifest, verified=True)
-    score = evaluator.score(model, {})
-    assert score is not None
-    return score
+    return evaluator.score(model.eval())

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.training.config import Config
 from lockstep.training.data.augment import normalise
-from lockstep.training.data.loader import fits
+from lockstep.training.data.batches import fits
 from lockstep.training.data.order import bounds
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.models.arithmetic import autocast, real_type
@@ -43,7 +43,7 @@ class Evaluator:
 
     def __init__(self, config: Config, world: World, manifest: Manifest, verified: bool = False) -> None:
         """`verified`: the ranks of the node have verified the files of the test split already."""
-        self.config, self.world, self.num_classes = config, world, len(manifest.classes)
+        self.config, self.world, self.classes = config, world, manifest.classes
         count = manifest.count("test")
         low, high = bounds(count, world.rank, world.size)
         self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
@@ -56,47 +56,39 @@ class Evaluator:
                 self.images, self.labels = self.images.to(world.device), self.labels.to(world.device)
 
     @torch.no_grad()
-    def score(
-        self, model: nn.Module, buffers: dict[str, torch.Tensor], leave: Callable[[], bool] = lambda: False
-    ) -> Score | None:
-        """The score over the whole test split, the same on every rank; None where `leave` said so. Collective.
+    def score(self, model: nn.Module, boundary: Callable[[], object] = lambda: None) -> Score:
+        """The score over the whole test split, the same on every rank. Collective.
 
         Args:
-            buffers: batch statistics to use in place of the model's own.
-            leave: asked before each batch, on every rank the same number of times.
+            model: in evaluation mode.
+            boundary: called before each batch, on every rank the same number of times.
         """
         size, device = self.config.evaluate.batch_size, self.world.device
         loss = torch.zeros(1, dtype=torch.float64, device=device)
-        correct, count = (torch.zeros(self.num_classes, dtype=torch.float64, device=device) for _ in range(2))
-        training = model.training
-        model.eval()
-        try:
-            for number in range(self.rounds):
-                if leave():
-                    return None
-                images = self.images[number * size : (number + 1) * size].to(device)
-                labels = self.labels[number * size : (number + 1) * size].to(device)
-                if not len(labels):
-                    continue
-                logits = self._logits(model, buffers, images)
-                hits = (logits.argmax(1) == labels).double()
-                correct.index_add_(0, labels, hits)
-                count.index_add_(0, labels, torch.ones_like(hits))
-                loss += F.cross_entropy(logits, labels, reduction="sum")
-        finally:
-            model.train(training)
+        correct, count = (torch.zeros(len(self.classes), dtype=torch.float64, device=device) for _ in range(2))
+        for number in range(self.rounds):
+            boundary()
+            images = self.images[number * size : (number + 1) * size].to(device)
+            labels = self.labels[number * size : (number + 1) * size].to(device)
+            if not len(labels):
+                continue
+            logits = self._logits(model, images)
+            hits = (logits.argmax(1) == labels).double()
+            correct.index_add_(0, labels, hits)
+            count.index_add_(0, labels, torch.ones_like(hits))
+            loss += F.cross_entropy(logits, labels, reduction="sum")
         totals = reduced(torch.cat([loss, correct, count]).cpu(), self.world)
         rights, counts = totals[1:].view(2, -1).long()
         classes = list(zip(rights.tolist(), counts.tolist()))
         return Score(int(rights.sum()), int(counts.sum()), float(totals[0] / counts.sum()), classes)
 
-    def _logits(self, model: nn.Module, buffers: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+    def _logits(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         config = self.config
         x = normalise(images, config.data, real_type(config.precision), config.channels_last)
 
         def logits(view: torch.Tensor) -> torch.Tensor:
             with autocast(config.precision, self.world.device):
-                output = torch.func.functional_call(model, buffers, (view,))
+                output: torch.Tensor = model(view)
             return output.to(real_type(config.precision))
 
         return augmented(logits, x, config.evaluate.tta, config.evaluate.tta_share)

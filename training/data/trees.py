@@ -1,0 +1,114 @@
+"""A batch as any loader gives it: a tree of tensors, which comes to the device, is cut into micro-batches, and is recorded."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+
+def to_device(item: Any, device: torch.device) -> Any:
+    """The same tree with its tensors on the device. Whatever has a `to(device)` of its own is moved by that, and everything
+    keeps its type."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device, non_blocking=True)
+    if callable(getattr(item, "to", None)) and not isinstance(
+        item, type
+    ):  # PackedSequence, transformers' BatchEncoding, …
+        return _by_itself(item, device)
+    if isinstance(item, Mapping):
+        return _mapping(item, {key: to_device(value, device) for key, value in item.items()})
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return item._make(to_device(value, device) for value in item)  # type: ignore[attr-defined]
+    if isinstance(item, (list, tuple)):
+        return _sequence(item, [to_device(value, device) for value in item])
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return _dataclass(item, device)
+    return item
+
+
+def _by_itself(item: Any, device: torch.device) -> Any:
+    try:
+        moved = item.to(device, non_blocking=True)
+    except TypeError:  # a `to` that takes nothing but the device
+        moved = item.to(device)
+    return item if moved is None else moved  # it has moved itself
+
+
+def _mapping(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    if type(item) is dict:
+        return moved
+    if not isinstance(item, MutableMapping):
+        return type(item)(moved)  # type: ignore[call-arg]
+    clone = copy.copy(item)  # with what else it has: a default, an attribute
+    for key, value in moved.items():
+        clone[key] = value
+    return clone
+
+
+def _sequence(item: list[Any] | tuple[Any, ...], moved: list[Any]) -> Any:
+    if isinstance(item, tuple):
+        return type(item)(moved)
+    clone = copy.copy(item)
+    clone[:] = moved
+    return clone
+
+
+def _dataclass(item: Any, device: torch.device) -> Any:
+    clone = copy.copy(item)
+    for field in dataclasses.fields(item):
+        if hasattr(item, field.name):
+            object.__setattr__(clone, field.name, to_device(getattr(item, field.name), device))  # frozen ones, too
+    return clone
+
+
+def cut(item: Any, low: int, high: int, count: int) -> Any:
+    """Samples `low` to `high` of a batch of `count`: of its tensors, arrays and lists of samples, and of what has a `cut`.
+
+    Raises:
+        TypeError: a part of the batch is not one entry a sample.
+    """
+    if hasattr(item, "cut"):
+        return item.cut(low, high)
+    if isinstance(item, Mapping):
+        return _mapping(item, {key: cut(value, low, high, count) for key, value in item.items()})
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return item._make(cut(value, low, high, count) for value in item)  # type: ignore[attr-defined]
+    if isinstance(item, tuple) or (isinstance(item, list) and item and isinstance(item[0], torch.Tensor)):
+        return type(item)(cut(value, low, high, count) for value in item)
+    if not hasattr(item, "__getitem__") or len(item) != count:
+        raise TypeError(
+            f"micro_batch_size cuts a batch of {count} samples, and a part of it is a {type(item).__name__} that is not one "
+            "entry a sample: give step(function, *batch) tensors whose first dimension is the batch"
+        )
+    return item[low:high]
+
+
+def recorded(item: Any) -> Any:
+    """A copy whose tensors a recorded step reads. Raises `TypeError` for a part that is no tensor: a replay would not see it."""
+    if hasattr(item, "recorded"):
+        return item.recorded()
+    if isinstance(item, torch.Tensor):
+        return item.clone()
+    if isinstance(item, (list, tuple)):
+        return [recorded(value) for value in item]
+    if isinstance(item, Mapping):
+        return {key: recorded(value) for key, value in item.items()}
+    raise TypeError(f"a {type(item).__name__} in the batch is no tensor")
+
+
+def fill(kept: Any, item: Any) -> bool:
+    """Copies `item` into what `recorded` gave; False where it does not fit there."""
+    if hasattr(kept, "fill") and not isinstance(kept, torch.Tensor):
+        return isinstance(item, type(kept)) and kept.fill(item)
+    if isinstance(kept, torch.Tensor):
+        if not isinstance(item, torch.Tensor) or kept.shape != item.shape or kept.dtype != item.dtype:
+            return False
+        kept.copy_(item)
+        return True
+    if isinstance(kept, dict):
+        return isinstance(item, Mapping) and kept.keys() == item.keys() and all(fill(kept[k], item[k]) for k in kept)
+    return isinstance(item, (list, tuple)) and len(kept) == len(item) and all(map(fill, kept, item))

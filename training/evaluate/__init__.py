@@ -1,1 +1,0 @@
-"""The exact score on the test split."""

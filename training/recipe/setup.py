@@ -1,0 +1,200 @@
+"""What a recipe's loop runs on: its data, its model, and the weights that it begins with.
+
+Each part that can fail on one rank alone runs in `failing_together`, so that either all ranks go on or all stop with one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep.training import models, sync
+from lockstep.training.checkpoint import generators, weights
+from lockstep.training.config import Config
+from lockstep.training.contract import UserError
+from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
+from lockstep.training.data.batches import Batches, Division, Stored, slices_of
+from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.shards import prepare as prepare_shards
+from lockstep.training.data.shards import verify as verify_shards
+from lockstep.training.models.arithmetic import real_type
+from lockstep.training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
+from lockstep.training.parallel.exchange import broadcast_tree, gather_trees
+from lockstep.training.parallel.patience import waiting_for_all
+from lockstep.training.parallel.world import World
+from lockstep.training.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    manifest: Manifest
+    global_batch: int
+    """Samples a step, all ranks together."""
+    model: nn.Module
+    """With the weights that the run begins with."""
+    batches: Batches
+
+    @property
+    def samples(self) -> Samples:
+        """This rank's training samples."""
+        assert isinstance(self.batches.source, Stored)
+        return self.batches.source.samples
+
+
+def prepare(run: Session, config: Config) -> Prepared:
+    """The shards, made where there are none, the same on every rank and of this run; the batches; the model. Collective.
+
+    Raises:
+        UserError: on all ranks, where any of them cannot go on.
+    """
+    world = run.world
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
+        manifest = Manifest.read(prepare_shards(config.data))
+    with failing_together(world):
+        check_settings(config, manifest.shape)
+    _check_same_data(manifest, run.facts.get("data"), world)
+    own_files = config.data.shuffle == "shard"  # of the training split, which its rank verifies alone
+    with failing_together(world):
+        if config.data.verify:
+            verify_shards(manifest, ("test",) if own_files else ("train", "test"), world.local_rank, world.local_size)
+    size = run.facts.get("global_batch_size") or config.global_batch_size or (config.batch_size or 0) * world.size
+    run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
+    with failing_together(world):
+        sync.build(config.sync).check(config, world)
+        model = _build(config, world, manifest)
+        batches = _batches(config, world, manifest, size, models.batch_multiple(model))
+    if config.init == "seed" and not run.resumed:
+        _check_same_weights(model, world)  # as they were drawn: a file is read, and whitening done, on rank 0 alone
+    prepared = Prepared(manifest, size, model, batches)
+    with failing_together(world):
+        if not run.resumed and run.leader:
+            _initial_weights(config, prepared)
+    return prepared
+
+
+def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
+    """Every rank has the data that the run began with. Collective."""
+    if not same_on_all(manifest.checksum, world):
+        checksums = gather_trees(manifest.checksum, world)
+        raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
+    if saved and saved.get("checksum") != manifest.checksum:
+        raise UserError(
+            f"{manifest.directory} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
+            f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
+        )
+
+
+def _different_data(checksums: list[str]) -> str:
+    """Which ranks see which data, in the order of the lowest of them."""
+    ranks: dict[str, list[int]] = {}
+    for rank, checksum in enumerate(checksums):
+        ranks.setdefault(checksum, []).append(rank)
+    groups = [f"rank {named(group)}: {checksum[:12]}…" for checksum, group in ranks.items()]
+    more = f" and {len(groups) - MOST_NAMED} more" if len(groups) > MOST_NAMED else ""
+    return f"the ranks see different data: {', '.join(groups[:MOST_NAMED])}{more}"
+
+
+def _batches(config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int) -> Batches:
+    settings, count = config.data, manifest.count("train")
+    slices = slices_of(manifest, world.size) if settings.shuffle == "shard" else None
+    division = Division(
+        count, global_batch, world, config.seed, uneven=config.uneven, shuffle=settings.shuffle != "none",
+        multiple=multiple, slices=slices,
+    )  # fmt: skip
+    low, high = slices[world.rank] if slices else (0, count)
+    samples = Samples.open(manifest, "train", low, high, settings.verify and slices is not None)
+    return Batches(Stored(samples, world, config.seed, settings.resident, settings.prefetch), division)
+
+
+def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
+    # With `broadcast`, only rank 0's draw counts; the others draw differently, so that a missing broadcast shows.
+    seed = config.seed if config.init == "seed" or world.leader else config.seed + world.rank
+    generators.seed(seed)
+    model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
+    if not models.ours(config.model):
+        _check_outputs(model, config.model, manifest)
+    model.to(device=world.device, dtype=real_type(config.precision))
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+@torch.no_grad()
+def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
+    """One score a class, for two samples: else the first step would fail with a message of the loss function."""
+    shape = manifest.shape
+    count = 2 * models.batch_multiple(model)
+    samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
+    was_training, expected = model.training, f"[n, {len(manifest.classes)}] (n samples, one score a class)"
+    try:
+        output = model.eval()(samples)
+    except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
+        return
+    finally:
+        model.train(was_training)
+    scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
+    if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
+        description = (
+            f"of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        )
+        raise UserError(f"model {name} gives {description} for {count} samples, expected {expected}")
+
+
+def _initial_weights(config: Config, prepared: Prepared) -> None:
+    """Whitening and the like happen once, on rank 0; `init_from` is read there too. All ranks then get its weights."""
+    model = prepared.model
+    if config.init_from is not None:
+        weights.load_into(model, Path(config.init_from))
+    elif callable(whiten := getattr(model, "prepare", None)):
+        images = _first_images(prepared, 10_000).to(next(model.parameters()).device)
+        whiten(normalise(images, config.data, real_type(config.precision), False))
+
+
+def _first_images(prepared: Prepared, count: int) -> torch.Tensor:
+    """Of this rank's training images, uint8 [n, h, w, c], or its vectors."""
+    samples = prepared.samples
+    return samples.take(torch.arange(samples.low, min(samples.low + count, samples.high)))[0]
+
+
+def _check_same_weights(model: nn.Module, world: World) -> None:
+    """`init: seed` promises that every rank drew the same weights; frozen ones come from rank 0."""
+    drawn = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad]
+    if not same_on_all(drawn, world):
+        other = broadcast_tree(drawn, world) != drawn
+        raise RuntimeError(
+            f"init=seed gave rank {world.rank} different weights from rank 0: use init=broadcast"
+            if other
+            else "init=seed gave a rank different weights from rank 0: use init=broadcast"
+        )
+
+
+def example(run: Session, config: Config, prepared: Prepared) -> torch.Tensor:
+    """A few samples as the network will see them."""
+    first, multiple = prepared.samples.low, prepared.batches.division.multiple
+    images = _first_images(prepared, max(multiple, 2)).to(run.device)
+    rows = torch.arange(len(images), device=images.device)
+    dtype = real_type(config.precision)
+    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), dtype, config.channels_last)
+
+
+def describe(run: Session, config: Config, prepared: Prepared) -> None:
+    """Lines about how the batches are divided."""
+    division = prepared.batches.division
+    if slices := division.describe_slices():
+        run.event("slices", slices=slices)
+        for part in slices:
+            run.print(
+                "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
+                "{left_out} left out".format(**part)
+            )
+    if config.log.score_every:
+        run.print(
+            f"model={config.model} global_batch_size={prepared.global_batch} optim={config.optim.name} lr={config.optim.lr:g} "
+            f"sync={config.sync.name} uneven={config.uneven}, {division.steps} steps an epoch"
+        )
+    if (unequal := division.describe_unequal_work()) is not None:
+        run.print(unequal)
+    run.summary.update(global_batch_size=prepared.global_batch, data=run.facts["data"])

@@ -1,0 +1,268 @@
+"""A whole step as CUDA graphs: one launch in place of some two hundred.
+
+Forward, backward, the sum over the ranks and the update are recorded once and replayed from then on. What changes between
+steps is copied into tensors that the recording reads: the batch, and the learning rates of our optimizers. With the check for
+NaN the step is two graphs, gradients and update, with one look at the device between them; with `nonfinite: ignore` it is one.
+
+Steps of another shape (the short last one of an epoch) run eagerly, and so does everything where a recording fails. A
+recording reads a tensor again, but no Python variable: a step whose function, or what it closes over, is another one than was
+recorded runs eagerly, too. The weights' average has a launch of its own every few steps, outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.training.config import RunSettings
+from lockstep.training.data import trees
+from lockstep.training.observe.clock import RecordedPoints
+from lockstep.training.optim.rates import RatedOptimizer
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import GradientSync
+
+if TYPE_CHECKING:
+    from lockstep.training.step import Step, Work
+
+WARM_UP = 3
+"""Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes a body, records it without running it, and gives back what replays it."""
+
+
+def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], world: World) -> str | None:
+    """Why the steps of this run cannot be recorded; None if they can."""
+    if world.device.type != "cuda":
+        return "there is no GPU"
+    if not sync.capturable:
+        return f"sync.name={sync.settings.name} cannot be recorded in a CUDA graph: use flat"
+    if len(optimizers) != 1 or not all(isinstance(optimizer, RatedOptimizer) for optimizer in optimizers.values()):
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers.values())
+        return f"the optimizer ({kinds}) cannot be recorded in a CUDA graph: use one Nesterov or Muon of lockstep.training.optim"
+    return None
+
+
+@contextlib.contextmanager
+def capture_stream(config: RunSettings, device: torch.device) -> Iterator[None]:
+    """A stream of our own: nothing can be recorded on the default one, and autograd binds a parameter's gradient to the
+    stream that the sync strategy hooked it on. So model, hooks and steps all live on this stream."""
+    if config.capture == "never" or device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+class CudaGraphs:
+    """Records bodies as CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Meanwhile the loader's thread may pin memory, which a recording in the mode "global" would not survive.
+        stream, mode = torch.cuda.current_stream(), "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+            body()
+        return graph.replay
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """What replays the step on its input tensors."""
+
+    work: Work
+    """Over the tensors that the recording reads."""
+    identity: tuple[Any, ...]
+    held: list[Any]
+    """What `identity` has the ids of: no other object may get one of them."""
+    gradients: Callable[[], None] | None = None
+    """None where they are part of the update's recording."""
+    updates: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """By the optimizer's kind of step (`RatedOptimizer.step_kind`)."""
+    norm: torch.Tensor | None = None
+    """Where `gradients` leaves the gradient's norm."""
+    norms: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    """Where the whole step has left it: that of the clipping, if there is one."""
+    grads: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """Where `gradients` leaves the gradients, for the recording of an update of another kind."""
+    bytes_sent: int = 0
+    """What one replay hands to collectives."""
+
+
+class Recorder:
+    """Records the steps of a run after `WARM_UP` steps over the same number of samples, and replays them.
+
+    One size of global batch is recorded, the first that has come so often: so whether to record is the same question
+    on all ranks, and no second recording can take the memory of the first.
+
+    Args:
+        say: called once, with a sentence, if the recording fails.
+        record: what records a body; CUDA graphs where None.
+    """
+
+    def __init__(
+        self, optimizer: RatedOptimizer, sync: GradientSync, world: World, say: Callable[[str], None],
+        record: Record | None = None,
+    ) -> None:  # fmt: skip
+        optimizer.use_tensor(world.device)
+        self._optimizer, self._sync, self._world = optimizer, sync, world
+        self._say, self._record = say, record
+        self.before: list[torch.Tensor] = []
+        """The batch statistics before the step: the recording fills them."""
+        self._points = RecordedPoints(world.device)
+        self._times: dict[int | None, int] = {}
+        self._recorded: _Recorded | None = None
+        self.replays: _Recorded | None = None
+        """Set while a step is replayed."""
+        self.failure = ""
+        """Why the steps are not recorded."""
+
+    def prepare(
+        self, step: Step, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], of: set[torch.Tensor] | None,
+        clip: float, scaler: Any,
+    ) -> None:  # fmt: skip
+        """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
+        self._optimizer.publish_rates()
+        kind = self._optimizer.step_kind
+        if not self.failure and self._is_due(work, kind):
+            self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
+        recorded = self._recorded
+        if recorded is None or kind not in recorded.updates or _identity(work, clip, scaler) != recorded.identity:
+            return
+        if trees.fill(recorded.work.batch, list(work.batch)):
+            self.replays = recorded
+            self._step = step
+            step.run.state.clock.before_replay()
+
+    def finish(self) -> None:
+        self.replays = None
+
+    def _is_due(self, work: Work, kind: int) -> bool:
+        """Whether a step of this kind is to be recorded now. The same on all ranks."""
+        if self._recorded is not None:
+            return work.total == self._recorded.work.total and kind not in self._recorded.updates
+        self._times[work.total] = self._times.get(work.total, 0) + 1
+        return self._times[work.total] > WARM_UP
+
+    def _record_on_all_ranks(self, step: Step, work: Work, *rest: Any) -> None:
+        """Records on all ranks, or on none. Collective."""
+        error = ""
+        try:
+            self._record_step(step, work, *rest)
+        except Exception as caught:  # noqa: BLE001 - whatever a model does that cannot be recorded; eager steps go on
+            error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
+        errors = all_gather_trees(error, self._world)
+        self._sync.zero_grad()
+        failed = next(((rank, text) for rank, text in enumerate(errors) if text), None)
+        if failed is not None:
+            self.failure, self._recorded = f"rank {failed[0]}: {failed[1]}", None
+            self._say(f"the step cannot be recorded ({self.failure}); it runs eagerly")
+
+    def _record_step(
+        self, step: Step, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], of: set[torch.Tensor] | None,
+        clip: float, scaler: Any,
+    ) -> None:  # fmt: skip
+        if self._record is None:
+            self._record = CudaGraphs()
+        if work.total is None:
+            raise ValueError(
+                "the size of the global batch is not known before the step: use run.batches() or run.part()"
+            )
+        if not work.samples or work.weight != 1.0:
+            raise ValueError("this rank has no sample of the batch")
+        sync, kind, checks = self._sync, self._optimizer.step_kind, step.looks or scaler is not None
+        recorded = self._recorded
+        if recorded is None:
+            inputs = work.of(tuple(trees.recorded(item) for item in work.batch))
+            recorded = _Recorded(inputs, _identity(work, clip, scaler), [scaler, *_closure(work)])
+            self.before = step.statistics() if checks else []
+        elif _identity(work, clip, scaler) != recorded.identity or not trees.fill(
+            recorded.work.batch, list(work.batch)
+        ):
+            raise ValueError("this rank's part of the batch changes its size")
+        made, norm = recorded, recorded.norm
+
+        def gradients() -> None:
+            nonlocal norm
+            for kept, tensor in zip(self.before, step.replica.model.buffers()):
+                kept.copy_(tensor)
+            sync.zero_grad()
+            step.forward_backward(made.work, scaler)
+            self._points.mark(0)
+            sync.synchronize()
+            self._points.mark(1)
+            norm = step.measure(of, scaler)
+
+        def update() -> None:
+            nonlocal norm
+            norm = step.move(optimizers, of, clip, norm)
+
+        def whole_step() -> None:
+            gradients()
+            update()
+
+        sent, steps_taken = sync.bytes_sent, self._optimizer.steps_taken
+        try:
+            if self._recorded is None and checks:
+                recorded.gradients = self._record(gradients)
+                recorded.norm = norm
+                recorded.grads = {p: p.grad for p in step.replica.model.parameters() if p.grad is not None}
+            norm = recorded.norm
+            for parameter, grad in recorded.grads.items():
+                parameter.grad = grad  # eager steps have taken others since
+            recorded.updates[kind] = self._record(update if checks else whole_step)
+            recorded.norms[kind] = norm
+            recorded.bytes_sent = max(recorded.bytes_sent, sync.bytes_sent - sent)
+        finally:
+            sync.bytes_sent, self._optimizer.steps_taken = sent, steps_taken  # nothing has run yet
+        self._recorded = recorded
+
+    def replay_gradients(self) -> torch.Tensor | None:
+        recorded = self.replays
+        assert recorded is not None
+        self._step.replayed(recorded.work)
+        if recorded.gradients is None:
+            return None
+        recorded.gradients()
+        self._count_replay(recorded)
+        return recorded.norm
+
+    def replay_update(self) -> torch.Tensor | None:
+        recorded = self.replays
+        assert recorded is not None
+        kind, steps_taken = self._optimizer.step_kind, self._optimizer.steps_taken
+        recorded.updates[kind]()
+        self._optimizer.steps_taken = steps_taken + 1
+        if recorded.gradients is None:
+            self._count_replay(recorded)
+        return recorded.norms[kind]
+
+    def _count_replay(self, recorded: _Recorded) -> None:
+        """Counts what the replay sends, and has its points in time read later. The replay need not have ended."""
+        self._sync.bytes_sent += recorded.bytes_sent
+        self._step.run.state.clock.replayed(self._points)
+
+
+def _closure(work: Work) -> list[Any]:
+    """What the step's function reads but its arguments and globals."""
+    compute: Any = work.compute
+    defaults = getattr(compute, "__defaults__", None) or ()
+    cells = [cell.cell_contents for cell in getattr(compute, "__closure__", None) or ()]
+    return [getattr(compute, "__code__", compute), getattr(compute, "__self__", None), *cells, *defaults]
+
+
+def _identity(work: Work, clip: float, scaler: Any) -> tuple[Any, ...]:
+    """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
+    settings = (work.samples, work.total, work.divisor, work.weight, work.parts, clip, id(scaler))
+    return (*map(id, _closure(work)), *settings)

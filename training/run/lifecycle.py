@@ -1,0 +1,394 @@
+"""From the `with` statement of a run to its exit code: what is opened, resumed from the newest checkpoint, and ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.training.checkpoint import generators, store
+from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
+from lockstep.training.config import RunSettings
+from lockstep.training.contract import (
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    VERSION,
+    UserError,
+    user_errors,
+)  # fmt: skip
+from lockstep.training.files import keep_out_others
+from lockstep.training.launch import early
+from lockstep.training.launch.lifeline import end_with_launcher
+from lockstep.training.launch.lines import say
+from lockstep.training.models.arithmetic import float32_on_gpus
+from lockstep.training.observe import trackers
+from lockstep.training.observe.clock import step_clock
+from lockstep.training.observe.console import Console
+from lockstep.training.observe.exporter import Exporter
+from lockstep.training.observe.rundir import RunDirectory, begun_with
+from lockstep.training.parallel import memory
+from lockstep.training.parallel.agreement import failing_together, reduced
+from lockstep.training.parallel.exchange import broadcast_tree
+from lockstep.training.parallel.world import World, detect, joined, set_threads
+from lockstep.training.recording import Recorder, capture_stream, obstacle
+from lockstep.training.resilience import hang
+from lockstep.training.resilience.preempt import Signals
+from lockstep.training.run.attempt import Attempt, Ended, Ending, conclude, failed
+from lockstep.training.run.context import RunContext, note_corrupt_shard
+from lockstep.training.run.loop import Loop
+from lockstep.training.run.replica import Replica
+from lockstep.training.step import STEPS, Step
+from lockstep.training.sync.base import GradientSync
+from lockstep.training.sync.buckets import SentAlready
+
+
+class Lifecycle:
+    """One start of a run, in this process. All ranks call `open`, `begin` and `close`, in this order.
+
+    Args:
+        fresh: True renames an earlier run in `run_dir` first, but not at a restart by the launcher; a word does so unless the run
+            was begun with the same word; "" does not.
+        handle_signals: False where the script handles signals itself.
+        began: `time.perf_counter()` at the start of the process.
+        world: whose ranks have joined; None: `open` joins them.
+    """
+
+    def __init__(
+        self, run_dir: Path, settings: RunSettings, *, fresh: bool | str, handle_signals: bool, began: float,
+        world: World | None = None,
+    ) -> None:  # fmt: skip
+        self.run_dir, self.settings = run_dir, settings
+        self._fresh, self._handles, self.began, self._joined = fresh, handle_signals, began, world
+        self.loop: Loop | None = None
+        self.names_folder = False
+        """Whether the output says where the run is kept, since the script does not."""
+        self.source: int | None = None
+        """The rank whose disk has the checkpoint that the run resumes from; None: it begins."""
+        self.facts: dict[str, Any] = {}
+        """What run.yaml says of the run besides its settings: `global_batch_size` and `data`, of a run that is resumed at first."""
+
+    def open(self) -> World:
+        """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
+        end_with_launcher(os.environ)
+        keep_out_others()
+        with user_errors(), contextlib.ExitStack() as stack:
+            self._signals: Signals | None = None
+            if self._handles and threading.current_thread() is threading.main_thread():
+                self._signals = Signals(self.settings.preempt.signals, meeting=True)
+                stack.callback(self._signals.restore)
+            else:
+                early.give_back()
+            try:
+                world = self._joined or stack.enter_context(
+                    joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
+                )
+                if self._signals is not None:
+                    self._signals.meeting = False
+                self._world = world
+                stack.enter_context(capture_stream(self.settings, world.device))
+                self._opening = stack.enter_context(contextlib.ExitStack())
+                self._opening.enter_context(self._opened())
+            except Exception as error:
+                if not hang.is_collective(error):
+                    raise
+                raise _not_together(error) from error
+            self._stack = stack.pop_all()
+        # Alike on all ranks: an order that the script draws is the same one everywhere.
+        generators.seed(self.settings.seed)
+        return world
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Opens the run directory, serves the metrics, and finds the newest checkpoint. What is open stays so, unless the block
+        raises. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
+        world, settings = self._world, self.settings
+        restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+        fresh = self._fresh if isinstance(self._fresh, str) else self._fresh and not restarted
+        if "name" not in settings.sync.model_fields_set:
+            # What is `flat` today was `ddp` before: a run that was begun with it goes on with it.
+            begun = broadcast_tree(begun_with(self.run_dir, fresh) if world.leader else None, world)
+            settings.sync.name = "ddp" if begun == "ddp" else settings.sync.name
+        self.threads = set_threads(world, settings.threads, os.environ)
+        _arithmetic(settings)
+        if world.device.type == "cpu":
+            memory.keep_freed()
+        self.directory: RunDirectory | None = None
+        exporter: Exporter | None = None
+        try:
+            with failing_together(world):
+                if world.leader or (settings.checkpoint.write == "node" and world.local_rank == 0):
+                    self.directory = RunDirectory.open(self.run_dir, settings, fresh)
+            # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
+            for sweeps in (True, False):
+                with failing_together(world):
+                    if sweeps == (self.directory is not None):
+                        exporter = Exporter(settings.metrics, world, self.run_dir, os.environ, sweeps)
+            assert exporter is not None
+            self.exporter = exporter
+            with failing_together(world):
+                self._checkpoint = _newest_here(self.directory, world, exporter)
+            self.source = newest_of_all(self._checkpoint, world)
+            saved = self.directory.saved if self.directory else None
+            known = (saved.get("global_batch_size"), saved.get("data")) if saved else None
+            if (known := broadcast_tree(known, world)) is not None:
+                self.facts = {"global_batch_size": known[0], "data": known[1]}
+            yield
+        except BaseException as error:
+            code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+            if exporter is not None:
+                note_corrupt_shard(exporter.metrics, error)
+                exporter.close(code)
+            if self.directory is not None:
+                self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
+                self.directory.close()
+            raise
+
+    def begin(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:
+        """The loop from where the run directory says it stands. The model and its optimizers need not be among `things`.
+
+        Raises:
+            UserError: the checkpoint does not fit what the script keeps.
+            RuntimeError: there is no optimizer yet.
+            TypeError, ValueError: things that cannot be kept.
+        """
+        if not replica.optimizers:
+            raise RuntimeError(
+                "there is no optimizer: call run.optimizer(…) before keep() and before the loop; its state is kept, too"
+            )
+        ours = {id(replica.network), id(replica.model), *map(id, replica.optimizers.values())}
+        others = {name: thing for name, thing in things.items() if id(thing) not in ours}
+        run = self._resume(replica, others, of_rank)
+        self._opening.close()  # from here on the end of the attempt closes what it opened
+        if self.names_folder:
+            run.console.line(f"This run is kept in {self.run_dir}")
+        attempt = Attempt(run, self._signals, self.began)
+        step = Step(run, attempt, replica)
+        self.loop = Loop(run, attempt, step, self._saved_generators)
+        if self._signals is not None:
+            self._signals.on_second_signal = run.exporter.close
+        attempt.__enter__()
+        step.recorder = self._recorder(run, replica)
+        return self.loop
+
+    def _resume(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> RunContext:
+        settings, world, directory = self.settings, self._world, self.directory
+        first, *further = replica.optimizers.items()
+        losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+        clock = step_clock(world.device)
+        state = TrainState(world, replica.model, first[1], replica.sync, replica.ema, Cursor(), clock, losses, {})
+        with failing_together(world):
+            optimizers = {name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}
+            state.kept.add({**things, **optimizers})
+            state.kept.add(of_rank, of_rank=True)
+            _check_parameters(replica.model, replica.optimizers)
+        attempt = broadcast_tree(directory.attempt if directory else None, world)
+        if self.source is not None:
+            with failing_together(world):
+                mine = self._checkpoint is not None and world.rank == self.source
+                gathered = _load(self._checkpoint) if mine and self._checkpoint is not None else None
+            with failing_together(world), _misfits_explained():
+                scatter(gathered, state, self.source, resizable=self.resizable)
+        state.history["attempts"] = attempt
+        replica.model.train()
+        replica.sync.zero_grad()
+        self._saved_generators = generators.capture(world.device) if self.source is not None else None
+        by_step = settings.log.score_every > 0
+        run = RunContext(
+            config=settings, world=world, run=directory, attempt=attempt, state=state, exporter=self.exporter,
+            console=Console(settings.log, world, 0, 0, by_step),
+        )  # fmt: skip
+        run.metrics.describe(
+            recipe=settings.title, sync=settings.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
+            step=run.steps_done, planned=None, preemptions=state.history.get("preemptions", 0),
+        )  # fmt: skip
+        with failing_together(world):
+            if directory is not None:
+                directory.describe(settings, world, self.facts, self.threads)
+                if world.leader:
+                    trackers.attach(settings, directory, run.steps_done)
+        if directory is not None:
+            directory.status(None, "running", run.steps_done)
+            directory.listeners.append(run.console.on_event)
+        run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
+        if self.source is not None:
+            cursor = state.cursor
+            run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
+            run.console.line(
+                f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})"
+            )  # fmt: skip
+        return run
+
+    resizable = True
+    """Whether the run may resume at another number of ranks."""
+
+    def _recorder(self, run: RunContext, replica: Replica) -> Recorder | None:
+        """What records the steps as CUDA graphs, where the settings ask for it and that can be."""
+        if run.config.capture == "never":
+            return None
+        reason = obstacle(replica.sync, replica.optimizers, run.world)
+        if reason is not None:
+            run.console.line(f"Steps run eagerly: {reason}")
+            return None
+        (optimizer,) = replica.optimizers.values()
+        return Recorder(optimizer, replica.sync, run.world, run.console.warn)  # type: ignore[arg-type]
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        """Ends the run, after `error` where there is one. Raises `SystemExit` for any exit code but 0."""
+        with user_errors():
+            if isinstance(error, SystemExit) and not error.code:
+                kind = error = trace = None  # the script's own way to its end
+            if self._signals is not None:
+                # Where the process leaves now, one more signal must not change its exit code. A script that goes on has
+                # its handlers back, until its own end.
+                atexit.register(self._signals.ignore)
+            code = self._end(error)
+            if code is None:
+                self._stack.__exit__(kind, error, trace)
+                if self.loop is None and error is not None and hang.is_collective(error):
+                    raise _not_together(error) from error
+                if isinstance(error, UserError):
+                    raise error
+                return  # the error goes on
+            self._stack.close()
+        if code != EXIT_DONE:
+            raise SystemExit(code)
+
+    def _end(self, error: BaseException | None) -> int | None:
+        """Ends the attempt. Collective, but for errors of this rank alone.
+
+        Returns:
+            The exit code; None where `error` is to be raised.
+        """
+        if self.loop is None:
+            if error is not None:
+                return None  # what was opened is closed
+            self.exporter.close(EXIT_DONE)
+            if self.directory is not None:
+                self.directory.close()
+            return EXIT_DONE
+        run = self.loop.run
+        try:
+            return conclude(run, self._signals, _ending(self.loop, error))
+        except BaseException as raised:
+            code = failed(run, raised)
+            if code is None and raised is not error:
+                raise
+            return code
+        finally:
+            if run.run is not None:
+                run.run.close()
+
+
+def _not_together(error: BaseException) -> UserError:
+    """Before the first step a collective that fails has no step to be named with."""
+    lost = UserError(f"the ranks could not start together, one of them or the way to it was lost: {error}")
+    lost.code = EXIT_FAILED
+    return lost
+
+
+def _arithmetic(settings: RunSettings) -> None:
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.are_deterministic_algorithms_enabled() != settings.deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(settings.deterministic)
+    float32_on_gpus(settings.tf32)
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+
+
+_RANKS = 1 << 20
+"""More than there are. A step of 12 digits and a rank below it fit into one whole number of 64 bits."""
+
+
+def _newest_here(directory: RunDirectory | None, world: World, exporter: Exporter) -> Path | None:
+    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
+    if directory is None:
+        return None
+    store.clean(directory.checkpoints)
+
+    def warn(message: str) -> None:
+        exporter.metrics.corrupt_file("checkpoint")
+        directory.event("corrupt_checkpoint", message=message)
+        say(f"warning: rank {world.rank}: {message}", sys.stderr)
+
+    return store.newest_verified(directory.checkpoints, warn)
+
+
+def newest_of_all(checkpoint: Path | None, world: World) -> int | None:
+    """The lowest rank that has the newest checkpoint of all ranks; None without a checkpoint. Collective.
+
+    Args:
+        checkpoint: this rank's newest verified one; None if it has none.
+    """
+    # One number for each rank: the largest one is that of the newest step, on the lowest rank that has it.
+    number = 0 if checkpoint is None else (store.step_of(checkpoint) + 1) * _RANKS + (_RANKS - 1 - world.rank)
+    largest = int(reduced(torch.tensor(number), world, torch.maximum))
+    return _RANKS - 1 - largest % _RANKS if largest else None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The gathered state of a checkpoint that verifies. Raises `UserError` where it is not what a run saves."""
+    try:
+        return checked(store.load(path))
+    except (store.CorruptCheckpoint, ValueError) as error:
+        raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None
+
+
+@contextlib.contextmanager
+def _misfits_explained() -> Iterator[None]:
+    """Turns errors into `UserError`: a checkpoint verifies but does not fit the model, whose code has changed."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
+            "resume with the code that wrote it, or start over in another run directory"
+        ) from error
+
+
+def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Raises `ValueError` for a parameter that no checkpoint would have."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for name, optimizer in optimizers.items():
+        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
+
+
+def _ending(loop: Loop, error: BaseException | None) -> Ending:
+    """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.push(loop.attempt.__exit__)
+            if error is not None:
+                raise error
+            loop.step.check_used("run")
+            return loop.finish()
+    except Ended as ended:
+        return ended.ending
+    except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
+        raise RuntimeError(f"a backward() came whose step before had no run.update(): {STEPS}") from sent
+
+
+class _FurtherOptimizer:
+    """An optimizer beside the first one, in the form of what a script keeps."""
+
+    def __init__(self, sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+        self._sync, self._optimizer = sync, optimizer
+
+    def state_dict(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._sync.load_optimizer_state(self._optimizer, state)

@@ -1,0 +1,316 @@
+"""The loop of a run: its epochs, and the batches of each. Between two batches all ranks save, or end, together."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.training import contract, files
+from lockstep.training.checkpoint import generators
+from lockstep.training.config.types import LOGGED
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.training.data import order
+from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank
+from lockstep.training.data.trees import to_device
+from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
+from lockstep.training.parallel.world import World
+from lockstep.training.run.attempt import Attempt, Ending
+from lockstep.training.run.context import RunContext
+from lockstep.training.step import Step
+
+T = TypeVar("T")
+MOST_LOGGED = 100
+"""Names that a script may log: each is a series of Prometheus on every rank."""
+
+
+class Loop:
+    """The loop of one attempt. All ranks call the same methods in the same order.
+
+    Args:
+        saved_generators: this rank's generators as they were where the run resumes, until the loop is there again.
+    """
+
+    def __init__(
+        self, run: RunContext, attempt: Attempt, step: Step, saved_generators: dict[str, Any] | None
+    ) -> None:  # fmt: skip
+        self.run, self.attempt, self.step = run, attempt, step
+        self.saved_generators = saved_generators
+        self.epochs_planned = 0
+        self.steps_planned = 0
+        self._epoch_is_through = False
+        """The loop over the batches of the epoch under way has ended, in this attempt."""
+
+    # The epochs.
+
+    def complete(self, epochs: int) -> bool:
+        return self.run.state.cursor.epoch >= epochs
+
+    def epochs(self, count: int) -> Iterator[int]:
+        run, self.epochs_planned = self.run, count
+        if self.complete(count):
+            accuracy = run.state.history.get("accuracy")
+            reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
+            run.console.line(
+                f"The run is complete: {count} epochs, {run.steps_done} steps{reached}. Raise the number of epochs to continue, "
+                "or start over with --fresh"
+            )
+        while not self.complete(count):
+            self._begin_epoch()
+            yield run.state.cursor.epoch
+            self.step.check_used("epoch")
+            self._end_epoch(count)
+
+    def _begin_epoch(self) -> None:
+        """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
+        kept, cursor, device = self.run.kept, self.run.state.cursor, self.run.world.device
+        if cursor.step and kept.epoch_generators is not None:
+            generators.restore(kept.epoch_generators, device)
+            return
+        if self.saved_generators is not None and not cursor.step:
+            self._resume_generators()
+        kept.epoch_generators = generators.capture(device)
+
+    def _resume_generators(self) -> None:
+        """The loop is where the checkpoint was taken: what it draws from here on is what it would have drawn."""
+        self.run.kept.cursor_generators = None
+        if self.saved_generators is not None:
+            generators.restore(self.saved_generators, self.run.world.device)
+            self.saved_generators = None
+
+    def _end_epoch(self, epochs: int) -> None:
+        """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
+        run, state, kept, config = self.run, self.run.state, self.run.kept, self.run.config
+        state.clock.settle()
+        self.attempt.tell_readings(wait=True)
+        loss = self.attempt.epoch_loss()
+        unscored = bool(kept.logged_in_epoch) and not run.progressed  # the start before left during this evaluation
+        state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
+        kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
+        self._epoch_is_through = False
+        logged, kept.logged_in_epoch = kept.logged_in_epoch, {}
+        state.history.update(train_loss=loss)
+        run.event(
+            "epoch", epoch=state.cursor.epoch, step=kept.steps, trained_seconds=round(state.clock.trained, 4),
+            train_loss=loss, accuracy=logged.get("accuracy"), test_loss=logged.get("test_loss"), examples_seen=kept.samples,
+            images_per_second=kept.samples / max(state.clock.trained, 1e-9),
+        )  # fmt: skip
+        last, every_epoch = self.complete(epochs), config.checkpoint.every_steps == 0
+        if last or every_epoch or self.attempt.saver.due_by_step() or self._best_is_due() or unscored:
+            self.attempt.save()
+
+    def _best_is_due(self) -> bool:
+        """Whether rank 0 has been told of a score of these weights that is the best so far. Collective."""
+        return bool(broadcast_tree(self.run.scores.asks(self.run.steps_done), self.run.world))
+
+    # The batches of an epoch.
+
+    def batches(self, batches: Batches) -> Iterator[Any]:
+        """What is left of the epoch. Raises `UserError` where it was begun with other batches."""
+        self._expect_data(batches.division.describe())
+        cursor = self.run.state.cursor
+        if planned := self.epochs_planned * batches.division.steps:
+            self.run.metrics.planned(planned)
+            self.run.console.plan(planned)
+        return self._between_boundaries(batches.epoch(cursor.epoch, cursor.step), batches.division.steps)
+
+    def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
+        """What is left of the epoch: batches, or lists of up to `accumulate`. The cursor counts what is given. Collective.
+
+        Raises:
+            ValueError: the loaders of the ranks have different lengths.
+        """
+        if accumulate is not None and (type(accumulate) is not int or accumulate < 1):
+            raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
+        self._expect_data({} if accumulate is None else {"accumulate": accumulate})
+        _check_lengths(loader, self.run.world)
+        leave_signals_to_the_rank(loader)
+        passed, given = 0 if self.run.kept.has(loader) else self.run.state.cursor.step, iter(loader)
+        if accumulate is not None:
+            given = _lists(given, accumulate)
+        next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
+        return self._between_boundaries((item, None) for item in given)
+
+    def _expect_data(self, about: dict[str, Any]) -> None:
+        """Raises `UserError` where the epoch was begun with other batches, and the run resumes in its middle; `RuntimeError` for
+        a second loop in one epoch."""
+        if self._epoch_is_through:
+            raise RuntimeError(
+                "the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`, and go over the "
+                "loader of an evaluation itself, without run.batches() or run.iterate()"
+            )
+        before, step = self.run.kept.data, self.run.state.cursor.step
+        if step and before is not None and before != about:
+            different = [
+                f"{name}: {before.get(name)} → {about.get(name)}"
+                for name in sorted(before.keys() | about.keys())
+                if before.get(name) != about.get(name)
+            ]
+            raise UserError(
+                f"the run resumes after batch {step} of an epoch that was divided differently ({'; '.join(different)}): "
+                "undo the change, or start over in another run directory"
+            )
+        self.run.kept.data = about
+
+    def _between_boundaries(self, given: Iterator[tuple[T, Part | None]], count: int | None = None) -> Iterator[T]:
+        """`count`: batches of the epoch, where it is known: after the last one its end saves."""
+        run, step, clock = self.run, self.step, self.run.state.clock
+        self._resume_generators()
+        try:
+            while True:
+                if not step.pending and run.state.cursor.step != count:
+                    self.attempt.boundary()
+                clock.begin()
+                item, part = next(given, (self, None))
+                if item is self:
+                    # What is drawn from here on, in an evaluation, is drawn again after a resume.
+                    run.kept.cursor_generators = generators.capture(run.world.device)
+                    self._epoch_is_through = True
+                    return
+                if part is None and step.same_samples is None:
+                    step.same_samples = _same_samples(item, run.world)
+                clock.data_ready()
+                step.begin_batch(part)
+                yield to_device(item, run.world.device)
+                clock.between()
+                step.end_batch()
+        finally:
+            getattr(given, "close", lambda: None)()
+
+    def part(self, batch: T) -> T:
+        """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
+        world, count = self.run.world, len(batch)  # type: ignore[arg-type]
+        low, high = order.bounds(count, world.rank, world.size)
+        stand_in = (0, 1) if low == high else (low, high)
+        self.step.set_part(Part(high - low, count, float(high > low)))
+        return batch[slice(*stand_in)]  # type: ignore[index]
+
+    def boundary(self) -> None:
+        """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`."""
+        if self.attempt.poll().stop and not self.step.pending:
+            self.attempt.leave()
+
+    # What the run tells.
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for a value that is not a number."""
+        run, kept = self.run, self.run.kept
+        values = {}
+        for name, value in numbers.items():
+            if not re.fullmatch(LOGGED, name):
+                raise ValueError(f"log({name}=…): a name has letters, digits and _, at most 64")
+            try:
+                values[name] = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"log({name}=…) takes a number, got {type(value).__name__}") from None
+        if len(kept.logged.keys() | values.keys()) > MOST_LOGGED:
+            raise ValueError(f"more than {MOST_LOGGED} names are logged: keep numbers of a step in fewer names")
+        kept.logged |= values
+        kept.logged_in_epoch |= values
+        run.scores.note(values, run.steps_done)
+        run.state.history.update({name: values[name] for name in ("accuracy", "test_loss") if name in values})
+        for name, value in values.items():
+            run.metrics.logged(name, value)
+        if "accuracy" in values:
+            run.metrics.accuracy(values["accuracy"])
+        run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
+
+    def finish(self) -> Ending:
+        """The script has ended: the last save, and the summary. Raises `Ended`."""
+        run, saver = self.run, self.attempt.saver
+        if self._best_is_due() or saver.steps_since:
+            self.attempt.save()
+        trained, history = max(run.state.clock.trained, 1e-9), run.state.history
+        saved = saver.durable()
+        summary = {
+            "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
+            "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
+            "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
+            "best_accuracy": history.get("best_accuracy"), "images_per_second": run.kept.samples / trained,
+            "examples_seen": run.kept.samples, "trained_seconds": trained,
+            "wall_seconds": time.perf_counter() - self.attempt.began, "restarts": run.attempt - 1,
+            "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
+            "config_hash": run.config.hash(), "logged": run.kept.logged, **run.kept.summary,
+        }  # fmt: skip
+        if run.progressed or not self._stands():
+            if run.run is not None and run.world.leader:
+                run.run.summary(summary)
+            run.event("done", **summary)
+        if not saved:
+            return Ending(
+                EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)"
+            )
+        remark = run.kept.summary.get("remark")
+        return Ending(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
+
+    def _stands(self) -> bool:
+        """Whether summary.json is that of the run as it is: a start that adds nothing leaves it, and tells it to those who read
+        the lines. It is not where a kill came between the last save and the summary."""
+        run = self.run
+        if run.run is None:
+            return False
+        summary: Any = files.read_json(run.run.path / contract.SUMMARY_FILE)
+        now = (run.steps_done, run.state.cursor.epoch)
+        if not isinstance(summary, dict) or (summary.get("steps"), summary.get("epochs")) != now:
+            return False
+        if run.world.leader:
+            run.console.on_event({"event": "done", **summary})
+        return True
+
+
+def _check_lengths(loader: Any, world: World) -> None:
+    """Raises `ValueError` where the ranks' loaders have different lengths: the ranks would wait for one another. Collective."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        length = None
+    lengths = all_gather_trees(length, world)
+    if None not in lengths and len(set(lengths)) > 1:
+        said = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths[:8]))
+        raise ValueError(
+            f"the loaders of the ranks have different numbers of batches ({said}): give each rank the same number, for "
+            "example with torch's DistributedSampler and drop_last=True, or use run.batches()"
+        )
+
+
+def _same_samples(batch: Any, world: World) -> int:
+    """How many samples the batch has where all ranks were given the same one; 0 where they were not, or that cannot be seen.
+
+    Compared are the dense tensors and arrays of the batch, with their first values. Collective.
+    """
+    if world.size == 1:
+        return 0
+    try:
+        samples, digest = _digest(batch)
+    except Exception:  # noqa: BLE001 - tensors of some kinds have no bytes, and the batch is for the script to judge
+        samples, digest = 0, ""
+    return samples if len(set(all_gather_trees(digest, world))) == 1 else 0
+
+
+def _digest(batch: Any) -> tuple[int, str]:
+    """The length of the first tensor or array, and a hash of all; 0 where there is none."""
+    leaves, samples, found = [batch], 0, hashlib.sha256()
+    while leaves:
+        leaf = leaves.pop(0)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            first = leaf.detach().flatten()[:4096].cpu().resolve_conj().resolve_neg().contiguous()
+            values = first.view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            values = leaf.ravel()[:4096].tobytes()
+        else:
+            leaves += leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, (list, tuple)) else ()
+            continue
+        samples = samples or (len(leaf) if leaf.ndim else 1)
+        found.update(repr((str(leaf.dtype), tuple(leaf.shape))).encode() + values)
+    return samples, found.hexdigest()
+
+
+def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Lists of `size` items; the last one may be shorter."""
+    return iter(lambda: list(itertools.islice(items, size)), [])

@@ -1,0 +1,628 @@
+"""One optimizer step of any loop: forward and backward over this rank's part, the sum over the ranks, the look for NaN, the update.
+
+The gradient is that of the mean over the samples of all ranks. A rank backpropagates its mean loss times its number of
+samples, divided by that of the global batch; where that is not known yet, the sum over the ranks is divided by it.
+
+A step that is given as a function (`take`) can be computed again: in micro-batches, at half the scale where float16 overflowed,
+recorded (`recording.py`), and to name the rank and the parameter whose gradient is not finite. Before that the batch
+statistics are put back, and torch draws what it drew: its generators are seeded by (seed, step, rank) around the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.training.data import order, trees
+from lockstep.training.data.batches import Part
+from lockstep.training.models.stand_in import without_batch_statistics
+from lockstep.training.observe.reading import mean_loss
+from lockstep.training.parallel.agreement import raise_together
+from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.resilience import divergence
+from lockstep.training.run.attempt import Attempt
+from lockstep.training.run.context import RunContext
+from lockstep.training.run.replica import Replica
+from lockstep.training.sync.base import NotSummed
+from lockstep.training.sync.buckets import SentAlready
+
+T = TypeVar("T")
+Compute = Callable[..., torch.Tensor]
+STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
+LOWEST_SCALE = 2.0**-8
+"""Of a loss in float16. A gradient that overflows at this scale is not finite by itself."""
+_SALT = 12  # of the generators' seeds, apart from those of the data
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes: the loss of this rank's part."""
+
+    compute: Compute
+    batch: tuple[Any, ...]
+    samples: int
+    total: int | None
+    """Samples of all ranks; None: not known yet."""
+    divisor: float | None
+    """`compute` gives a sum of losses, to be divided by this; None: their mean."""
+    weight: float
+    parts: tuple[tuple[int, int], ...]
+    """Of the micro-batches: first and last + 1 sample; empty: the whole part at once."""
+
+    def of(self, batch: tuple[Any, ...]) -> Work:
+        """The same over other tensors."""
+        return Work(self.compute, batch, self.samples, self.total, self.divisor, self.weight, self.parts)
+
+
+class Total:
+    """Samples of all ranks in a step. Where the loader does not know them, they are summed while the step computes."""
+
+    def __init__(self, work: Work) -> None:
+        self._known, self._summed = work.total, None
+        if work.total is None:
+            self._sum = torch.tensor(work.samples)
+            self._summed = dist.all_reduce(self._sum, async_op=True)
+
+    @property
+    def value(self) -> int:
+        """Waits for the sum. Collective: every rank asks."""
+        if self._known is None:
+            if self._summed is not None:
+                self._summed.wait()
+            self._known = int(self._sum)
+        return self._known
+
+    @staticmethod
+    def of(samples: int) -> int:
+        """The sum over the ranks. Collective."""
+        total = torch.tensor(samples)
+        dist.all_reduce(total)
+        return int(total)
+
+
+class Step:
+    """The steps of one attempt, one after another. All ranks call the same methods in the same order."""
+
+    def __init__(self, run: RunContext, attempt: Attempt, replica: Replica) -> None:
+        self.run, self.attempt, self.replica = run, attempt, replica
+        self.looks = run.config.nonfinite != "ignore"
+        """Whether each gradient is looked at before it moves a weight."""
+        self.recorder: Any = None
+        """Replays steps that it has recorded (`recording.Recorder`)."""
+        self.pending = False
+        """Whether gradients have come that no update has used: no checkpoint could hold them."""
+        self.part: Part | None = None
+        """Of the batch under way, where it is known how much of the global batch is this rank's."""
+        self.same_samples: int | None = None
+        """Samples of a batch that all ranks were given alike, which is right only where each takes its part of them; 0: the ranks
+        were given different ones, or that cannot be seen. None: not looked yet."""
+        self._given = 0
+        """Batches of this attempt."""
+        self._begun = True
+        """Whether the batch under way has had a backward pass."""
+        self._counted_early = False
+        """Whether an update has counted the batch under way before it had one."""
+        self._micro_batches = False
+        """Backward passes run inside `accumulate`, before the last micro-batch: they send nothing."""
+        self._unsent = False
+        """Whether the last backward pass was one of these."""
+        self._counted = True
+        """Whether the cursor is beyond the batch under way."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """Samples of this rank and of all that each optimizer has stepped on since the batch was given."""
+        self._stand_in: contextlib.ExitStack | None = None
+        """Open while the batch is not this rank's."""
+        self._before: list[torch.Tensor] = []
+        """The batch statistics before the step, should its gradient not be finite."""
+        self._as_function = False
+        """The last step was given as a function, which keeps them itself."""
+        self._not_summed: NotSummed | None = None
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
+        """Of this rank's samples in the step under way."""
+        self._losses: list[torch.Tensor] = []
+        self._weighed = 0.0
+        """This rank's samples whose step has moved the weights."""
+        self._samples, self._accumulating, self._divided = 0, False, False
+
+    def _forget(self) -> None:
+        """What was added up of the step under way."""
+        self._samples, self._losses, self._weighed = 0, [], 0.0
+        self.loss_sum.zero_()
+
+    # The batch under way.
+
+    def begin_batch(self, part: Part | None) -> None:
+        """A batch is there.
+
+        Raises:
+            RuntimeError: the gradient of the batch before was not used, and a global batch is one step.
+        """
+        if self.pending and part is not None:
+            raise RuntimeError(
+                "a batch of run.batches() had a backward() and no update(): a global batch is one step. To accumulate, make "
+                "global_batch_size larger, and cut the batch into micro-batches with run.accumulate()"
+            )
+        if self.looks and not self.pending and not self._as_function:
+            self._before = self.statistics()
+        self._given += 1
+        self._seen.clear()
+        self._begun = self._counted = self._counted_early = False
+        self.set_part(part)
+
+    def set_part(self, part: Part | None) -> None:
+        """How much of the global batch is this rank's, where that is known."""
+        self.part = part
+        if not self._given:  # a loop without batches of ours: each part is a batch
+            self._seen.clear()
+        if part is not None and part.samples == 0 and not self._stand_in:
+            self._stand_in = contextlib.ExitStack()
+            self._stand_in.enter_context(without_batch_statistics(self.replica.model))
+
+    def end_batch(self) -> None:
+        """The script is done with it. No checkpoint is taken while its gradient is still to be used."""
+        self._count()
+        self.part = None
+        self._end_stand_in()
+
+    def _count(self) -> None:
+        """Moves the cursor: at the batch's update, so that a script that leaves there resumes after it."""
+        if not self._counted:
+            self._counted = True
+            self.run.state.cursor.step += 1
+
+    def check_used(self, what: str) -> None:
+        """At the end of an epoch, or of the run. Raises `RuntimeError` where gradients are left, since no checkpoint could hold
+        them, and where no step was ever made.
+
+        Args:
+            what: the epoch, or the run: it is named in the error.
+        """
+        if (self._given > 1 or self.run.state.cursor.epoch or what == "epoch") and not self.run.steps_done:
+            raise RuntimeError(
+                f"the {what} ends and no step was made: {STEPS}. What makes no step belongs before run.epochs()"
+            )
+        if self.pending:
+            raise RuntimeError(
+                f"the {what} ends with gradients that no update() has used, so it is not saved here: call run.update() after "
+                "the last batch, too. With run.iterate(loader, accumulate=k) the last step has fewer batches where k does "
+                "not divide their number"
+            )
+
+    def _end_stand_in(self) -> None:
+        if self._stand_in is not None:
+            self._stand_in.close()
+            self._stand_in = None
+
+    # A step that is given as a function.
+
+    def take(
+        self, compute: Compute, batch: tuple[Any, ...], optimizers: tuple[torch.optim.Optimizer, ...], *,
+        samples: int | None, divisor: float | None, clip: float, scaler: Any,
+    ) -> None:  # fmt: skip
+        """One step, `compute(*batch)` being the loss. Raises as `backward` and `update` do."""
+        if self.pending:
+            raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
+        work = self._work(compute, batch, samples, divisor)
+        optimizers = optimizers or tuple(self.replica.optimizers.values())
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        of = self._stepping(optimizers)
+        total = Total(work)
+        self._as_function = True
+        with self.replica.training(optimizers), self._drawing():
+            if self.recorder is not None:
+                self.recorder.prepare(self, work, optimizers, of, clip, scaler)
+            if self.recorder is not None and self.recorder.replays:
+                self._before = self.recorder.before
+            else:
+                self._before = self.statistics() if self.looks or scaler is not None else []
+            while True:
+                norm = self.gradients(work, total, of, scaler)
+                finite = norm is None or bool(torch.isfinite(norm))
+                if finite or self._accepts(scaler):
+                    norm = self.move(optimizers, of, clip, norm)
+                    self._moved(work.weight)
+                    self._scaled(scaler, optimizers, overflow=False)
+                    break
+                if not self._mended(work, optimizers, scaler):
+                    self._scaled(scaler, optimizers, overflow=None)
+                    break
+                self._redraw()
+        if self.recorder is not None:
+            self.recorder.finish()
+        self._end(optimizers, total.value, norm)
+
+    def _work(self, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: float | None) -> Work:
+        part, most = self.part, self.run.config.micro_batch_size
+        if samples is None and part is None:
+            raise TypeError(
+                "say how many samples the loss is of, step(function, *batch, samples=…): it is known only of batches of "
+                "run.batches() and run.part()"
+            )
+        if part is not None and samples not in (None, part.samples):
+            raise RuntimeError(
+                f"the loss was said to be of {samples} samples, but this rank's part of the batch has {part.samples}"
+            )
+        self._check_overlapped(part)
+        self._check_same_samples(part, samples or 0)
+        count = part.samples if part is not None else int(samples or 0)
+        multiple, weight = (part.multiple, part.weight) if part is not None else (1, 1.0)
+        parts: tuple[tuple[int, int], ...] = ()
+        if most and count > most:
+            number = -(-count // max(most // multiple * multiple, multiple))
+            ranges = (order.bounds(count, at, number, multiple) for at in range(number))
+            parts = tuple((low, high) for low, high in ranges if high > low)
+        return Work(compute, batch, count, part.total if part is not None else None, divisor, weight, parts)
+
+    def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
+        """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
+        nobody looks at it."""
+        if self.recorder is not None and self.recorder.replays:
+            return self.recorder.replay_gradients()
+        self.forward_backward(work, scaler)
+        with self.run.state.clock.synchronizing(self.replica.sync.watch):
+            self._synchronize()
+        if work.total is None and work.divisor is None:
+            self._divide_by(total.value)
+        return self.measure(of, scaler)
+
+    def forward_backward(self, work: Work, scaler: Any = None, scale: float | None = None) -> None:
+        """In micro-batches; the last one sends the gradients.
+
+        Args:
+            scale: multiplies the loss in place of `scaler`.
+        """
+        self._forget()
+        sync, count = self.replica.sync, work.samples
+        self._begun = True
+        for low, high in work.parts or ((0, count),):
+            sends = contextlib.nullcontext() if not work.parts or high == count else sync.accumulate()
+            batch = trees.cut(work.batch, low, high, count) if work.parts else work.batch
+            with sends:
+                loss = _checked(work.compute(*batch))
+                if work.divisor is not None:
+                    factor = work.weight * sync.loss_factor / work.divisor
+                else:
+                    factor = (high - low) * work.weight * sync.loss_factor / (work.total or 1)
+                scaled = loss * factor
+                if scale is not None:
+                    scaled = scaled * scale
+                # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
+                (scaled if scaler is None else scaler.scale(scaled)).backward()
+            self._add(loss, high - low, 1 if work.divisor is not None else high - low, work.weight)
+
+    def _add(self, loss: torch.Tensor, samples: int, times: int, weight: float) -> None:
+        with torch.no_grad():
+            self._losses.append(loss.detach())
+            self._samples += samples
+            if samples:
+                self.loss_sum += loss.detach().double() * (times * weight)
+
+    def replayed(self, work: Work) -> None:
+        """A recording has computed the gradients."""
+        self._samples, self._losses = work.samples, []
+
+    def measure(self, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
+        """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
+        the same and needs no further collective."""
+        if not self.looks and scaler is None:
+            return None
+        sync = self.replica.sync
+        norm = sync.grad_norm(of)
+        if scaler is not None:
+            inverse = scaler._scale.double().reciprocal().float()
+            norm = norm * inverse
+            sync.scale_gradients(inverse, of)
+        return norm
+
+    def move(
+        self, optimizers: Iterable[torch.optim.Optimizer], of: set[torch.Tensor] | None, clip: float,
+        norm: torch.Tensor | None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Clips the gradients and moves the weights. Returns the norm before."""
+        if self.recorder is not None and self.recorder.replays:
+            return self.recorder.replay_update()
+        if clip:
+            norm = self.replica.sync.clip(clip, norm, of)
+        if of is not None:
+            self.replica.sync.forget_nonfinite()
+        for optimizer in optimizers:
+            optimizer.step()
+        return norm
+
+    def _accepts(self, scaler: Any) -> bool:
+        """Whether a gradient that is not finite is used all the same."""
+        return not self.looks and (scaler is None or scaler.get_scale() <= LOWEST_SCALE)
+
+    def _moved(self, weight: float) -> None:
+        self.attempt.step_was_finite()
+        losses = self.run.state.losses
+        self._weighed = self._samples * weight
+        losses[0] += self.loss_sum
+        losses[1] += self._weighed
+
+    def _scaled(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool | None) -> None:
+        """The scaler makes of the step's overflow what it does; None: its scale is kept, since it was not the cause."""
+        if scaler is None:
+            return
+        sync, before = self.replica.sync, None
+        if overflow is None or sync.remembers:
+            before = scaler.get_scale()  # waits for the device
+        for optimizer in optimizers:
+            found = torch.full((), float(bool(overflow)), device=self.run.world.device)
+            scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+        scaler.update(before if overflow is None else None)
+        if sync.remembers and (after := scaler.get_scale()) != before:
+            sync.gradients_rescaled(after / before)
+
+    def _mended(self, work: Work, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
+        """The gradient is not finite: nothing has changed. Whether the step is to be taken again, at half the scale.
+
+        Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
+        """
+        self.replica.sync.abandon()
+        self.restore(self._before)
+        raise_together(self._not_summed, self.run.world)
+        if scaler is not None and scaler.get_scale() > LOWEST_SCALE and not self._ranks_with_bad_loss():
+            self._scaled(scaler, optimizers, overflow=True)
+            return True
+        if self.looks:
+            self._redraw()
+            scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
+            found = divergence.diagnose(self.run.state, self.replica.network, lambda: self._again(work, scale))
+            self.restore(self._before)
+            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {found}")
+        return False
+
+    def _again(self, work: Work, scale: float | None) -> list[torch.Tensor]:
+        """The step's losses; its gradients are not sent."""
+        self.forward_backward(work, scale=scale)
+        return self._losses
+
+    # What the function draws.
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Around the function: torch's generators are those of (seed, step, rank) inside, and the script's own after it."""
+        device = self.run.world.device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        before = [generator.get_state() for generator in generators]
+        self._generators = generators
+        self._redraw()
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+    def _redraw(self) -> None:
+        run = self.run
+        secret = order.key(run.config.seed, run.steps_done, run.world.rank, _SALT)
+        for generator in self._generators:
+            generator.manual_seed(secret)
+
+    # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
+
+    def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
+        every = list(parts)
+        for number, micro in enumerate(every):
+            self._accumulating = True
+            last = number == len(every) - 1
+            with contextlib.nullcontext() if last else self._sending_nothing():
+                yield micro
+
+    @contextlib.contextmanager
+    def _sending_nothing(self) -> Iterator[None]:
+        self._micro_batches = True
+        try:
+            with self.replica.sync.accumulate():
+                yield
+        finally:
+            self._micro_batches = False
+
+    def backward(self, loss: torch.Tensor, samples: int | None, divisor: float | None, scaler: Any) -> None:
+        """Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the strategy has sent the
+        gradient of this step; `RuntimeError` for a call out of its order."""
+        _checked(loss)
+        part = self.part
+        if self.run.config.micro_batch_size or self.run.config.capture != "never":
+            raise TypeError(
+                "micro_batch_size and capture need a step that can be called: run.step(lambda x, y: loss, x, y) in place of "
+                "run.step(loss)"
+            )
+        if samples is None:
+            if part is None or self._accumulating:
+                raise TypeError(
+                    "say how many samples the loss is the mean of, step(loss, samples=…): it is known only of whole "
+                    "batches of run.batches() and run.part()"
+                )
+            samples = part.samples
+        elif samples < 0:
+            raise ValueError(f"samples is the number of this rank's samples, got {samples}")
+        if part is not None and part.samples == 0:
+            samples = 0
+        self._check_overlapped(part)
+        if not self.pending:
+            self._forget()
+        if not self._begun and self._counted_early:
+            raise RuntimeError(
+                "update() was called for earlier batches before this batch's backward(): between two batches a gradient "
+                "would always be under way, and the run could never be saved there. Call update() after the backward() of "
+                "the last batch of a step"
+            )
+        self._begun, self._unsent = True, self._micro_batches
+        self._check_same_samples(part, samples)
+        weight = part.weight if part is not None else 1.0
+        if divisor is not None:
+            factor = weight * self.replica.sync.loss_factor / divisor
+        else:
+            factor = samples * weight * self.replica.sync.loss_factor / (part.total if part is not None else 1)
+        self.pending, self._divided, self._as_function = True, divisor is not None, False
+        scaled = loss * factor
+        try:
+            (scaled if scaler is None else scaler.scale(scaled)).backward()
+        except SentAlready as error:
+            raise self.replica.sync.refuse(
+                "has sent the gradient of this step's first backward()",
+                "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
+            ) from error
+        self._add(loss, samples, 1 if divisor is not None else samples, weight)
+
+    def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
+        """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
+        without a `backward`."""
+        optimizers = optimizers or tuple(self.replica.optimizers.values())
+        run, sync, part = self.run, self.replica.sync, self.part
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if not self.pending:
+            raise RuntimeError("update() was called without backward(): there is no gradient")
+        if self._unsent:
+            raise RuntimeError(
+                "update() was called before the last micro-batch of accumulate(), whose backward() sends the gradient: go "
+                "over all micro-batches, and call backward() for each"
+            )
+        self._counted_early = not self._begun
+        if part is not None and self._samples != part.samples:
+            raise RuntimeError(
+                f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}. "
+                "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
+            )
+        with run.state.clock.synchronizing(sync.watch):
+            self._synchronize()
+        total = part.total if part is not None else Total.of(self._samples)
+        if part is None and not self._divided:
+            self._divide_by(total)
+        of = self._stepping(optimizers)
+        norm = self.measure(of, scaler)
+        if norm is None or bool(torch.isfinite(norm)) or self._accepts(scaler):
+            norm = self.move(optimizers, of, clip, norm)
+            self._moved(part.weight if part is not None else 1.0)
+            self._scaled(scaler, optimizers, overflow=False)
+        else:
+            sync.abandon()
+            self.restore(self._before)
+            self._scaled(scaler, optimizers, overflow=True if self._scale_too_high(scaler) else None)
+        self._end(optimizers, total, norm)
+
+    def _scale_too_high(self, scaler: Any) -> bool:
+        """Why the step moves no weight: the scale of the loss, which is lowered then, or a step that is not finite by itself.
+
+        Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
+        """
+        raise_together(self._not_summed, self.run.world)
+        bad = self._ranks_with_bad_loss()
+        if scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE:
+            return True
+        said = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
+        reason = f"step {self.run.steps_done + 1}: {said or 'a gradient is not finite, though every loss is'}"
+        if self.looks:
+            self.attempt.skip_step(reason)
+        return False
+
+    # What both have in common.
+
+    def _synchronize(self) -> None:
+        try:
+            self.replica.sync.synchronize()
+        except NotSummed as error:
+            if not (error.reaches_all and self.looks):
+                raise
+            self._not_summed = error  # a rank that had another forward pass hears of it where it looks at the NaN
+
+    def _ranks_with_bad_loss(self) -> list[int]:
+        """Collective."""
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
+
+    def _end(self, optimizers: tuple[torch.optim.Optimizer, ...], total: int, norm: torch.Tensor | None) -> None:
+        """The step is over, whether it moved a weight or not."""
+        run = self.run
+        self.replica.zero_grad(optimizers)
+        self._end_stand_in()
+        run.kept.steps += 1
+        run.progressed = True
+        samples, new = self._new_samples(optimizers, total)
+        run.kept.samples += new
+        if self.replica.ema is not None:
+            self.replica.ema.update(run.steps_done)
+        self.pending, self._accumulating, self._not_summed, self._samples, self._losses = False, False, None, 0, []
+        self._count()
+        lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
+        self.attempt.step_done(lr, samples, norm)
+
+    def _new_samples(self, optimizers: tuple[torch.optim.Optimizer, ...], total: int) -> tuple[int, int]:
+        """Samples of this rank and of all that this update adds: those of a batch count once, however many networks learn of it."""
+        before = tuple(map(max, zip((0, 0), *self._seen.values(), strict=True)))
+        for optimizer in optimizers:
+            mine, everywhere = self._seen.get(id(optimizer), (0, 0))
+            if self.part is None:
+                self._seen[id(optimizer)] = mine + self._samples, everywhere + total
+            else:  # each update is of the whole part
+                self._seen[id(optimizer)] = self._samples, total
+        mine, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
+        return mine - before[0], everywhere - before[1]
+
+    def _stepping(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> set[torch.Tensor] | None:
+        """The parameters of these optimizers, whose gradients make the step; None: every one that is trained.
+
+        The others' gradients belong to no step: those of a second network, say, which this one's loss has gone through.
+        """
+        groups = itertools.chain.from_iterable(map(self.replica.sync.parameter_groups, optimizers))
+        of = set(itertools.chain.from_iterable(groups))
+        return None if all(p in of for p in self.replica.model.parameters() if p.requires_grad) else of
+
+    def _divide_by(self, total: int) -> None:
+        """The sum of the gradients, which were not divided by the size of the global batch before."""
+        if not total:
+            raise RuntimeError("a step without samples: every rank gave samples=0")
+        self.replica.sync.scale_gradients(torch.tensor(1.0 / total, device=self.run.world.device))
+
+    def last_loss(self) -> float | None:
+        """The mean loss of the last step, over all ranks; None where it moved no weight. Collective."""
+        losses = torch.tensor([float(self.loss_sum), self._weighed], dtype=torch.float64)
+        dist.all_reduce(losses)
+        return mean_loss(*losses.tolist())
+
+    def statistics(self) -> list[torch.Tensor]:
+        """Copies of the batch statistics: what a forward pass changes."""
+        return [buffer.clone() for buffer in self.replica.model.buffers()]
+
+    @torch.no_grad()
+    def restore(self, before: list[torch.Tensor]) -> None:
+        """Puts back what `statistics` gave."""
+        if before:
+            for buffer, kept in zip(self.replica.model.buffers(), before, strict=True):
+                buffer.copy_(kept)
+
+    def _check_overlapped(self, part: Part | None) -> None:
+        if part is None and getattr(self.replica.sync.options, "step", None) == "overlapped":
+            raise self.replica.sync.refuse(
+                "with sync.options.step=overlapped must know the size of the global batch before the backward pass",
+                "take the samples from run.batches() or run.part()",
+            )
+
+    def _check_same_samples(self, part: Part | None, samples: int) -> None:
+        """Warns where all ranks use all of the same batch."""
+        if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
+            self.same_samples = 0
+            if self.run.world.leader:
+                self.run.console.warn(
+                    "all ranks were given the same batch, and each has used all of it, so a step learns no more than one rank "
+                    "would: give each its own samples, with torch's DistributedSampler or run.batches(), or let it take its "
+                    "part with run.part()"
+                )
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    """Raises `TypeError` for anything but one number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
+    return loss
