@@ -34,7 +34,7 @@ def test_a_nan_stops_all_ranks_before_any_weight_is_changed(job: Job, undisturbe
 @pytest.mark.promise("not-finite")
 def test_a_step_that_is_left_out_leaves_no_trace(job: Job) -> None:
     """Its forward pass has been through batch norm and the loss: neither may keep a NaN, of no micro-batch."""
-    job.words += ["nonfinite=skip", "accumulate=2"]
+    job.words += ["nonfinite=skip", "micro_batch_size=6"]
     done = job.go(LOCKSTEP_TEST_FATE="1:5:NANINPUT")
     assert done.code == 0 and _finite(job, FINAL), done.output
     assert len(events(job.run_dir, "nonfinite")) == 1

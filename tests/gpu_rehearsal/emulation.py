@@ -42,17 +42,14 @@ TAKES_SEVERAL_DEVICES = {"copy_", "_to_copy", *INDEXED}
 IN_FLOAT32 = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_adaptive_avg_pool2d"}
 """Half precision: a GPU multiplies it and sums in float32. Which kernels a CPU has for that depends on the processor."""
 STEP = {
-    ("trainer.py", "step"),
-    ("cudagraph.py", "step"),
-    ("trainer.py", "update_average"),
+    ("loop.py", "step"),
     ("attempt.py", "step_done"),
-    ("recipe_attempt.py", "batches"),
-    # and of a loop of one's own
     ("batches.py", "epoch"),
-    ("batches.py", "to_device"),
-    ("own_step.py", "begin_batch"),
-    ("own_step.py", "backward"),
-    ("own_step.py", "update"),
+    ("trees.py", "to_device"),
+    ("step.py", "begin_batch"),
+    ("step.py", "take"),
+    ("step.py", "backward"),
+    ("step.py", "update"),
 }
 """The functions of the loop that belong to a step: what makes the host wait in one of them is paid at every step."""
 

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[int, int, dict[str, object]]] = {
         {"optim__name": "muon", "lr": 0.01, "optim__normalise_every": 3, **LONG},
     ),
     "clipping": (2, 8, {"optim__clip": 0.5}),
-    "micro-batches": (2, 8, {"accumulate": 2}),
+    "micro-batches": (2, 8, {"micro_batch_size": 6}),
     "batch statistics and average": (2, 8, {"model": "tests.nets:NormedConv", "ema__decay": 0.9, "ema__every": 3}),
     "from pinned memory": (2, 8, {"data__resident": "never"}),
     "bfloat16": (2, 8, {"precision": "bfloat16"}),
@@ -64,13 +64,13 @@ def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_r
 def _waits(graphs: int, looks_for_nan: bool) -> dict[str, int]:
     """Of the run's 8 steps in 2 epochs, of which 3 warm up and 5 are replayed; and the copies that nothing waits for."""
     waits = {
-        "cudaDeviceSynchronize by cudagraph.py:__call__": 2 * graphs,  # before each recording, ours and torch's own
-        "copy cpu->cuda pageable blocking by cudagraph.py:_copy_inputs": 2,  # the keys, once an epoch
-        "cudaStreamSynchronize by cudagraph.py:_copy_inputs": 2,
+        "cudaDeviceSynchronize by recording.py:__call__": 2 * graphs,  # before each recording, ours and torch's own
+        "copy cpu->cuda pageable blocking by data/batches.py:fill": 2,  # the keys, once an epoch
+        "cudaStreamSynchronize by data/batches.py:fill": 2,
         RESIDENT: 8,
-        "copy cpu->cuda pageable by optim/__init__.py:set_rates": 8,
+        "copy cpu->cuda pageable by optim/rates.py:publish_rates": 8,
     }
-    looks = {LOOK_FOR_NAN: 3, "cudaStreamSynchronize by cudagraph.py:compute_gradients": 5}
+    looks = {LOOK_FOR_NAN: 8}
     return waits | (looks if looks_for_nan else {})
 
 

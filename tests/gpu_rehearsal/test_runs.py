@@ -37,7 +37,7 @@ def test_a_float16_step_that_overflows_is_taken_again(
     _, found = trained(tmp_path, data_root, capture=capture, **changes)
     assert differing(found, on_cpu(**changes)) == []
     state = product.newest_checkpoint(tmp_path / "run")
-    assert state["shared"]["loss_scale"]["factor"] < product.first_loss_scale()
+    assert state["shared"]["kept"]["objects"]["scaler"]["scale"] < product.first_loss_scale()
 
 
 @pytest.mark.parametrize("late", ["", "oldest", "newest"])
@@ -45,8 +45,8 @@ def test_from_pinned_memory_come_the_same_samples(tmp_path: Path, data_root: Pat
     gang, found = trained(tmp_path, data_root, data__resident="never", options={"STANDIN_LATE": late})
     assert differing(found, on_cpu()) == []
     for rank in gang.ranks:
-        copies = {what for part in ("step", "else") for what in rank.found[part] if "loader.py" in what}
-        assert copies == {"copy cpu->cuda pinned by data/loader.py:<lambda>"}
+        copies = {what for part in ("step", "else") for what in rank.found[part] if "batches.py" in what}
+        assert copies == {"copy cpu->cuda pinned by data/batches.py:<lambda>"}
 
 
 def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:

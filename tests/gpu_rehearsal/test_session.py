@@ -14,8 +14,8 @@ from tests.processes import poll
 pytestmark = pytest.mark.promise("gpu-standin")
 
 OWN = ["-m", "tests.gpu_rehearsal.own"]
-LOOK_FOR_NAN = "cudaStreamSynchronize by run/own_step.py:update"
-STAGED = "copy cpu->cuda pageable by data/batches.py:to_device"
+LOOK_FOR_NAN = "cudaStreamSynchronize by step.py:update"
+STAGED = "copy cpu->cuda pageable by data/trees.py:to_device"
 SETTINGS = ["checkpoint.every_steps=2", "metrics.enabled=false", "log.report=false"]
 
 
@@ -64,9 +64,8 @@ def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_go_on_to_
 def _waits(finite: int, overflowed: int) -> dict[str, int]:
     """Of so many steps with a scaler, each of two micro-batches."""
     return {
-        "copy cpu->cuda pinned by data/batches.py:to_device": 2 * (finite + overflowed),  # images and labels
-        "cudaStreamSynchronize by run/own_step.py:_unscaled": 2 * (finite + overflowed),  # whether any rank overflowed
-        LOOK_FOR_NAN: 2 * finite,  # and torch's scaler asks once more
-        "cudaStreamSynchronize by run/own_step.py:<genexpr>": 2 * overflowed,  # the losses
-        "cudaStreamSynchronize by run/own_step.py:_scale_too_high": overflowed,  # the scale
+        "copy cpu->cuda pinned by data/trees.py:to_device": 2 * (finite + overflowed),  # images and labels
+        LOOK_FOR_NAN: finite + overflowed,
+        "cudaStreamSynchronize by step.py:<genexpr>": 2 * overflowed,  # the losses
+        "cudaStreamSynchronize by step.py:_scale_too_high": overflowed,  # the scale
     }

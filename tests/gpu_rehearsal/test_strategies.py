@@ -15,15 +15,15 @@ from tests.runs import LOSSY_START
 
 pytestmark = pytest.mark.promise("gpu-standin")
 
-LOOK_FOR_NAN = "cudaStreamSynchronize by trainer.py:compute_gradients"
+LOOK_FOR_NAN = "cudaStreamSynchronize by step.py:take"
 """Whether the gradient is finite, before it moves a weight: a step waits once for that (`nonfinite=ignore` does without)."""
 DDPS_OWN = {
-    "cudaEventSynchronize by trainer.py:forward_backward",  # torch's logger times its first steps
-    "copy cpu->cuda pageable by trainer.py:forward_backward",  # the order of the buckets, once
-    "copy cuda->cpu pageable blocking by trainer.py:forward_backward",
-    "cudaStreamSynchronize by trainer.py:forward_backward",
+    "cudaEventSynchronize by step.py:forward_backward",  # torch's logger times its first steps
+    "copy cpu->cuda pageable by step.py:forward_backward",  # the order of the buckets, once
+    "copy cuda->cpu pageable blocking by step.py:forward_backward",
+    "cudaStreamSynchronize by step.py:forward_backward",
 }
-RESIDENT = "copy cpu->cuda pageable by data/loader.py:resident_batch"
+RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""
 STRATEGIES = ["flat", "hooks", "allreduce", "ddp", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp"]
 

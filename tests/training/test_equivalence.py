@@ -21,9 +21,9 @@ SUMMED = [*UNEQUAL, "loss.reduction=sum", "optim.clip=3"]
 VARIANTS: dict[str, list[str]] = {
     "plain": [],
     "unequal parts": UNEQUAL,
-    "unequal parts in micro-batches": [*UNEQUAL, "accumulate=3"],
+    "unequal parts in micro-batches": [*UNEQUAL, "micro_batch_size=3"],
     "summed and clipped": SUMMED,
-    "summed and clipped in micro-batches": [*SUMMED, "accumulate=2"],
+    "summed and clipped in micro-batches": [*SUMMED, "micro_batch_size=5"],
     "nesterov": ["optim.name=nesterov", "optim.bias_lr_factor=4", "weight_decay=0.01"],
     "several buckets, not resident": ["sync.bucket_mb=0.001", "data.resident=never"],
 }

@@ -106,7 +106,7 @@ def test_another_world_size_goes_on_with_the_same_samples(strategy: str, tmp_pat
         "precision": "float64",
         "optim.name": "adam",
         "lr": 0.001,
-        "accumulate": 2,
+        "micro_batch_size": 6,
     }
     job, alone = (Job(tmp_path / name, data_root, 2, **changes, **{"sync.name": strategy}) for name in ("run", "whole"))
     assert job.go(LOCKSTEP_TEST_FATE="1:12:KILL").code == 1  # of two passes a step

@@ -16,7 +16,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,8 @@ class Batch:
     labels: torch.Tensor
     keys: Keys
     """What their augmentation is keyed by (`draw_keys` of the epoch)."""
+    filled: list[Keys] = field(default_factory=list)
+    """The keys that `fill` copied last: they change once an epoch, and a copy waits for the device."""
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         images, rows, ids, labels = map(function, (self.images, self.rows, self.ids, self.labels))
@@ -208,7 +210,9 @@ class Batch:
             mine.copy_(its)
         if self.images is not other.images:
             self.images.copy_(other.images)
-        self.keys.copy_(torch.as_tensor(other.keys))  # type: ignore[union-attr]
+        if self.filled != [other.keys]:
+            self.keys.copy_(torch.as_tensor(other.keys))  # type: ignore[union-attr]
+            self.filled[:] = [other.keys]
         return True
 
 

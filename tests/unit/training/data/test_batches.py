@@ -1,72 +1,69 @@
-"""Whatever a loader gives comes to the device, and stays what it was."""
+"""A rank's batches, resident or read ahead, and its own slices where `shuffle: shard` has some."""
 
 from __future__ import annotations
 
-from collections import UserDict, namedtuple
-from dataclasses import dataclass, field
+import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.training.data.batches import to_device
-
-META = torch.device("meta")
+from lockstep.training.data.batches import Batches
+from tests import product
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
-    """As transformers' BatchEncoding: its `to` moves what is in it, and gives itself back."""
-
-    def __init__(self, data: dict[str, Any], encodings: Any = None) -> None:
-        super().__init__(data)
-        self.encodings = encodings
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
-        self.data = {name: value.to(device=device, non_blocking=non_blocking) for name, value in self.data.items()}
-        return self
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    raw = product.source("synthetic", tmp_path, n=101, n_test=3, size=4)
+    return product.sharded(tmp_path / "shards", raw.train, raw.test, raw.classes, 5)
 
 
-class Graph:
-    """A `to` that takes nothing but a device, and gives nothing back."""
-
-    def __init__(self, nodes: torch.Tensor) -> None:
-        self.nodes = nodes
-
-    def to(self, device: torch.device) -> None:
-        self.nodes = self.nodes.to(device)
-
-
-@dataclass(frozen=True)
-class Sample:
-    x: torch.Tensor
-    name: str
-    count: int = field(init=False, default=3)
+def test_resident_and_prefetched_batches_are_the_same(made: Any) -> None:
+    one, other = (product.batches(made, 24, 1, 2, resident=resident, prefetch=1) for resident in ("always", "never"))
+    assert one.source.resident and not other.source.resident
+    batches = list(zip(one.epoch(3, 1), other.epoch(3, 1)))
+    assert len(batches) == 3
+    for (a, part), (b, same) in batches:
+        assert torch.equal(a.ids, b.ids) and torch.equal(a.labels, b.labels) and part == same and part.total == 24
+        assert torch.equal(a.images[a.rows], b.images[b.rows])
 
 
-Pair = namedtuple("Pair", "x y")
+def test_an_epoch_can_be_left_early_and_errors_reach_the_caller(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = product.batches(made, 24, resident="never")
+    batches = loader.epoch(0)
+    next(batches)
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+    monkeypatch.setattr(type(loader.source.samples), "take", lambda self, ids: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(loader.epoch(0))
 
 
-def x() -> torch.Tensor:
-    return torch.ones(2)
+@pytest.mark.promise("samplers")
+@pytest.mark.parametrize(("uneven", "steps"), [("drop", 5), ("weight", 11), ("pad", 11)])
+def test_own_slices_are_disjoint_and_of_one_length_in_steps(made: Any, uneven: str, steps: int) -> None:
+    """A rank that ended its epoch earlier would leave the others waiting in their next collective for ever."""
+    loaders: list[Batches] = [product.batches(made, 12, rank, 3, shuffle="shard", uneven=uneven) for rank in range(3)]
+    slices = loaders[0].division.describe_slices()
+    assert all(loader.division.describe_slices() == slices for loader in loaders)
+    assert [mine["samples"] for mine in slices] == [20, 40, 41]
+    seen: list[list[int]] = [[], [], []]
+    taken = 0
+    for parts in zip(*(loader.epoch(0) for loader in loaders), strict=True):
+        taken += 1
+        assert len({part.total for _, part in parts}) == 1
+        for rank, (batch, _) in enumerate(parts):
+            low = sum(mine["samples"] for mine in slices[:rank])
+            assert all(low <= number < low + slices[rank]["samples"] for number in batch.ids.tolist()), rank
+            seen[rank] += batch.ids.tolist()
+        if uneven == "weight":  # who has nothing left takes part all the same, and adds nothing
+            assert sum(len(batch) * part.weight for batch, part in parts) == parts[0][1].total
+    assert taken == steps == loaders[0].division.steps
+    for ids, mine in zip(seen, slices):
+        assert mine["samples"] - mine["left_out"] == len(set(ids))
 
 
-ITEMS: dict[str, tuple[Any, Any]] = {
-    "a packed sequence": (
-        lambda: pack_sequence([torch.ones(3), torch.ones(2)]),
-        lambda p: [p.data] if p.batch_sizes.device.type == "cpu" else [],  # torch wants these on the CPU
-    ),
-    "an encoding": (lambda: Encoding({"x": x()}, "kept"), lambda e: [e["x"]] if e.encodings == "kept" else []),
-    "a graph": (lambda: Graph(x()), lambda g: [g.nodes]),
-    "a dictionary": (lambda: {"x": x(), "text": ["a"]}, lambda d: [d["x"]] if d["text"] == ["a"] else []),
-    "a named tuple": (lambda: Pair(x(), [x()]), lambda p: [p.x, p.y[0]]),
-    "a shape": (lambda: (x(), torch.Size([1, 2])), lambda p: [p[0]] if type(p[1]) is torch.Size else []),
-    "a dataclass": (lambda: Sample(x(), "a"), lambda s: [s.x] if (s.name, s.count) == ("a", 3) else []),
-}
-
-
-def test_whatever_is_given_comes_to_the_device_and_stays_what_it_was() -> None:
-    for name, (make, tensors) in ITEMS.items():
-        item = make()
-        moved = to_device(item, META)
-        found = tensors(moved)
-        assert type(moved) is type(item) and found and all(tensor.device == META for tensor in found), name
+def test_more_ranks_than_files(made: Any) -> None:
+    with pytest.raises(product.UserError, match="data.num_shards=6"):
+        product.batches(made, 24, 0, 6, shuffle="shard")

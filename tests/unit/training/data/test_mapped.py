@@ -38,7 +38,7 @@ def test_what_was_read_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         after.append(_resident(made.directory))
 
     monkeypatch.setattr(mapped.Kept, "look", looked)
-    for batch in product.loader(made, 16, resident="never").epoch(0):
+    for batch, _ in product.batches(made, 16, resident="never").epoch(0):
         assert np.array_equal(batch.images[batch.rows], images[batch.ids]) and np.array_equal(
             batch.labels, labels[batch.ids]
         )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training import cudagraph
+from lockstep.training import recording
 from lockstep.training.parallel.world import World
 from tests.product import RunBegun
 from tests.ranks import on_ranks
@@ -32,7 +32,7 @@ CASES = {
         "optim.name=muon", "lr=0.01", "optim.groups={head: {lr: 0.02, momentum: 0.5}}", "optim.normalise_every=3",
         "data.options={n: 241, n_test: 10, size: 8}",  # no eager step between the recordings of its two kinds
     ],
-    "micro-batches": ["accumulate=2"],
+    "micro-batches": ["micro_batch_size=6"],
     "not looking": ["nonfinite=ignore"],
     "not resident": ["data.resident=never"],
     "float16": ["precision=float16"],
@@ -46,11 +46,7 @@ def _begun(world: World, root: str, folder: Path, name: str) -> RunBegun:
 
 
 def _recorded(run: RunBegun, say: Any, record: Any) -> None:
-    config, loader = run.prepared.config, run.loader
-    run.trainer = cudagraph.CapturedTrainer(
-        config, run.state, run.prepared.network, say, record, batch_multiple=loader.multiple,
-        steps_per_epoch=loader.steps_per_epoch,
-    )  # fmt: skip
+    run.loop.step.recorder = recording.Recorder(run.recipe.optimizer, run.state.sync, run.state.world, say, record)
 
 
 def _state(run: RunBegun) -> list[torch.Tensor]:
@@ -74,7 +70,7 @@ def _both_ways(world: World, root: str, folder: str) -> dict[str, tuple[Found, F
                 for number in range(25):  # the last one of each epoch has one sample
                     run.step(number)
                 both.append((_state(run), record.replays, points))
-                full = 25 - 25 // run.loader.steps_per_epoch
+                full = 25 - 25 // run.division.steps
         found[name] = both[0], both[1], full
     return found
 
@@ -88,7 +84,7 @@ def test_a_replayed_step_computes_what_an_eager_one_does(tmp_path: Path, data_ro
             again = len(marked) // 2 - 25  # where float16 overflowed
             assert (again > 0) == (name == "float16"), place
             parts = 1 if name == "not looking" else 2
-            assert 0 <= replays - (full - cudagraph.WARM_UP) * parts <= again, place
+            assert 0 <= replays - (full - recording.WARM_UP) * parts <= again, place
             assert marked == also_marked == ["grad_ready", "synced"] * (25 + again), place
             for a, b in zip(eager, replayed, strict=True):  # rates are float32 on the device
                 torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6, msg=place)
@@ -122,16 +118,16 @@ def _poisoned(world: World, root: str, folder: str) -> tuple[str, bool]:
     with _begun(world, root, Path(folder), "batch statistics") as run:
         _recorded(run, print, OperatorRecorder())
         for epoch in range(5):
-            run.step(epoch * run.loader.steps_per_epoch)
+            run.step(epoch * run.division.steps)
         with torch.no_grad():
             run.model.head.weight[0] = torch.finfo(torch.float64).max
         before, ended = _state(run), ""
         try:
-            run.step(6 * run.loader.steps_per_epoch)
-        except Exception as error:
+            run.step(6 * run.division.steps)
+        except BaseException as error:
             ended = type(error).__name__
         return ended, all(map(torch.equal, before, _state(run)))
 
 
 def test_a_replay_with_an_infinite_gradient_changes_nothing(tmp_path: Path, data_root: Path) -> None:
-    assert on_ranks(_poisoned, 2, str(data_root), str(tmp_path / "run")) == [("NonFinite", True)] * 2
+    assert on_ranks(_poisoned, 2, str(data_root), str(tmp_path / "run")) == [("Ended", True)] * 2

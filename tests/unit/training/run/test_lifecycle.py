@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lockstep.training.run import context
+from lockstep.training.run import lifecycle
 from tests import product
 
 
@@ -22,7 +22,7 @@ def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None
     changed = ["tf32=true", "cudnn_benchmark=true"]
     try:
         for words, expected in ((changed, [fast, fast, True]), ([], [exact, exact, False])):
-            context._arithmetic(product.recipe("smoke", *words))
+            lifecycle._arithmetic(product.recipe("smoke", *words))
             assert [getattr(owner, name) for owner, name in flags] == expected
     finally:
         for (owner, name), value in zip(flags, before):
@@ -32,7 +32,7 @@ def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None
 def test_deterministic_switches_torchs_deterministic_algorithms_on_and_off() -> None:
     try:
         for wanted in (True, False):
-            context._deterministic(product.recipe("smoke", f"deterministic={wanted}"))
+            lifecycle._arithmetic(product.recipe("smoke", f"deterministic={wanted}"))
             assert torch.are_deterministic_algorithms_enabled() is wanted
     finally:
         torch.use_deterministic_algorithms(False)

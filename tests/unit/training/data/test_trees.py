@@ -1,0 +1,72 @@
+"""Whatever a loader gives comes to the device, and stays what it was."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from lockstep.training.data.trees import to_device
+
+META = torch.device("meta")
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As transformers' BatchEncoding: its `to` moves what is in it, and gives itself back."""
+
+    def __init__(self, data: dict[str, Any], encodings: Any = None) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
+        self.data = {name: value.to(device=device, non_blocking=non_blocking) for name, value in self.data.items()}
+        return self
+
+
+class Graph:
+    """A `to` that takes nothing but a device, and gives nothing back."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> None:
+        self.nodes = self.nodes.to(device)
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    name: str
+    count: int = field(init=False, default=3)
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def x() -> torch.Tensor:
+    return torch.ones(2)
+
+
+ITEMS: dict[str, tuple[Any, Any]] = {
+    "a packed sequence": (
+        lambda: pack_sequence([torch.ones(3), torch.ones(2)]),
+        lambda p: [p.data] if p.batch_sizes.device.type == "cpu" else [],  # torch wants these on the CPU
+    ),
+    "an encoding": (lambda: Encoding({"x": x()}, "kept"), lambda e: [e["x"]] if e.encodings == "kept" else []),
+    "a graph": (lambda: Graph(x()), lambda g: [g.nodes]),
+    "a dictionary": (lambda: {"x": x(), "text": ["a"]}, lambda d: [d["x"]] if d["text"] == ["a"] else []),
+    "a named tuple": (lambda: Pair(x(), [x()]), lambda p: [p.x, p.y[0]]),
+    "a shape": (lambda: (x(), torch.Size([1, 2])), lambda p: [p[0]] if type(p[1]) is torch.Size else []),
+    "a dataclass": (lambda: Sample(x(), "a"), lambda s: [s.x] if (s.name, s.count) == ("a", 3) else []),
+}
+
+
+def test_whatever_is_given_comes_to_the_device_and_stays_what_it_was() -> None:
+    for name, (make, tensors) in ITEMS.items():
+        item = make()
+        moved = to_device(item, META)
+        found = tensors(moved)
+        assert type(moved) is type(item) and found and all(tensor.device == META for tensor in found), name
