@@ -154,39 +154,44 @@ class Session:
         resumed. Change it before `keep()`."""
         return self._lifecycle.facts
 
-    def replicate(self, model: nn.Module, example: Any = None) -> nn.Module:
+    def replicate(self, model: nn.Module, example: Any = None, name: str = "model") -> nn.Module:
         """Returns the network to call. It is on the rank's device and has rank 0's weights; its gradients are summed over the ranks.
 
+        Several models are replicated one by one, each with a name. A step, which must be a function then, trains those whose
+        optimizers it steps.
+
         Args:
-            model: has at least one parameter that requires a gradient. One model per run: put several networks into one module.
+            model: has at least one parameter that requires a gradient.
             example: a batch that the network accepts; `powersgd` needs one.
+            name: in checkpoints, of several models.
 
         Raises:
-            UserError: the strategy (`sync=…`) does not support the model.
+            UserError: the strategy (`sync=…`) does not support the model, or several.
 
         Examples:
             >>> model = run.replicate(Net())
         """
         self._not_yet("replicate()")
-        if self._replica is not None:
-            raise RuntimeError("replicate() was called before: put the networks into one module")
-        self._replica = Replica.wrap(model, self.settings.sync, self.world, example)
-        return self._replica.network
+        if self._replica is None:
+            self._replica = Replica(self.settings.sync, self.world)
+        return self._replica.add(model, example, name)
 
     def optimizer(
-        self, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], name: str = "optimizer"
-    ) -> torch.optim.Optimizer:
+        self, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], name: str = "optimizer",
+        model: nn.Module | None = None,
+    ) -> torch.optim.Optimizer:  # fmt: skip
         """The optimizer over the replicated model's parameters; `zero1` and `fsdp` shard its state.
 
         Args:
             build: makes the optimizer for the parameters that it gets, or for some of them.
             name: needed if there are several optimizers.
+            model: of several, the one whose parameters they are, as `replicate` returned it.
 
         Examples:
             >>> optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=run.config["lr"]))
         """
         self._not_yet("optimizer()")
-        return self._replicated().add_optimizer(build, name)
+        return self._replicated().add_optimizer(build, name, model)
 
     def average(self, decay: float, every: int = 1) -> None:
         """Keeps an exponential moving average of the weights, which `for_evaluation` returns.
@@ -284,6 +289,24 @@ class Session:
     def loss(self) -> float | None:
         """The mean loss of the last step over the samples of all ranks; None where it was left out. Collective."""
         return self._started().step.last_loss()
+
+    @property
+    def best(self) -> float | None:
+        """The best of the numbers that `checkpoint.keep_best` names (`accuracy`, if it names none) so far; None: none was logged.
+
+        Examples:
+            >>> improved = run.best is None or 0.93 > run.best
+        """
+        return self._started().run.scores.best
+
+    def stop(self, reason: str) -> None:
+        """Ends the run for good, with exit code 0: the loops of all ranks end before their next batch, and a later start says that
+        the run is complete. One rank may call it alone. Where a script leaves its loops by `break`, the next start goes on.
+
+        Args:
+            reason: for status.json, such as "no better for 5 epochs".
+        """
+        self._started().stop(reason)
 
     def event(self, kind: str, **values: Any) -> None:
         """Appends a line to events.jsonl in the run directory (rank 0)."""
@@ -504,14 +527,17 @@ class Session:
         """
         return all_gather_trees(value, self.world)
 
-    def for_evaluation(self) -> nn.Module:
+    def for_evaluation(self, model: nn.Module | None = None) -> nn.Module:
         """A copy of the model in evaluation mode, with full weights (the average, if there is one) and the mean of the ranks'
         batch statistics. Each rank may use the copy by itself. Collective.
+
+        Args:
+            model: of several, the one to be copied, as `replicate` returned it.
 
         Examples:
             >>> run.log(accuracy=evaluate(run.for_evaluation()))
         """
-        return self._replicated().for_evaluation(self.world)
+        return self._replicated().for_evaluation(model)
 
     def _replicated(self) -> Replica:
         if self._replica is None:

@@ -31,6 +31,7 @@ from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
+from lockstep.training.sync.several import Several
 
 T = TypeVar("T")
 Compute = Callable[..., torch.Tensor]
@@ -233,6 +234,7 @@ class Step:
                     self._scaled(scaler, optimizers, overflow=None)
                     break
                 self._redraw()
+            self.replica.sync.zero_grad()
         if self.recorder is not None:
             self.recorder.finish()
         self._end(optimizers, total.value, norm)
@@ -432,6 +434,11 @@ class Step:
         gradient of this step; `RuntimeError` for a call out of its order."""
         _checked(loss)
         part = self.part
+        if isinstance(self.replica.sync, Several):
+            raise TypeError(
+                "several models need a step that can be called, so that one learns and the others do not: "
+                "run.step(lambda x: loss, x, optimizer=…) in place of run.step(loss)"
+            )
         if self.run.config.micro_batch_size or self.run.config.capture != "never":
             raise TypeError(
                 "micro_batch_size and capture need a step that can be called: run.step(lambda x, y: loss, x, y) in place of "
@@ -509,6 +516,7 @@ class Step:
             sync.abandon()
             self.restore(self._before)
             self._scaled(scaler, optimizers, overflow=True if self._scale_too_high(scaler) else None)
+        sync.zero_grad()
         self._end(optimizers, total, norm)
 
     def _scale_too_high(self, scaler: Any) -> bool:
@@ -544,7 +552,6 @@ class Step:
     def _end(self, optimizers: tuple[torch.optim.Optimizer, ...], total: int, norm: torch.Tensor | None) -> None:
         """The step is over, whether it moved a weight or not."""
         run = self.run
-        self.replica.zero_grad(optimizers)
         self._end_stand_in()
         run.kept.steps += 1
         run.progressed = True

@@ -44,7 +44,8 @@ IN_FLOAT32 = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backw
 STEP = {
     ("loop.py", "step"),
     ("attempt.py", "step_done"),
-    ("batches.py", "epoch"),
+    ("batches.py", "_loaded"),
+    ("batches.py", "_read"),
     ("trees.py", "to_device"),
     ("step.py", "begin_batch"),
     ("step.py", "take"),

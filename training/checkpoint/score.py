@@ -59,6 +59,16 @@ class Scores:
         if rule.better(value, self._history.get(f"{which}_{rule.name}")):
             self._history[f"{which}_{rule.name}"] = value
 
+    @property
+    def best_name(self) -> str:
+        """As `history` and summary.json have it."""
+        return f"best_{self.rule.name}"
+
+    @property
+    def best(self) -> float | None:
+        """The best score of the run so far; None: none was noted."""
+        return self._history.get(self.best_name)
+
     def asks(self, step: int) -> bool | None:
         """Whether the state after `step` is to be saved for its score. None: no score came since the last call."""
         new, self._new = self._new, False

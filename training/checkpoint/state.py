@@ -174,7 +174,11 @@ def _check_optimizer(optimizer: Any, shapes: set[torch.Size] | None) -> None:
 
 def _check_history(history: Any) -> None:
     _expect(
-        isinstance(history, dict) and all(_count(v) or name == "class_accuracy" for name, v in history.items()),
+        isinstance(history, dict)
+        and all(
+            _count(v) or name == "class_accuracy" or (name == "stopped" and type(v) is str)
+            for name, v in history.items()
+        ),
         "history",
     )
     by_class = history.get("class_accuracy")

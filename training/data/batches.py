@@ -274,11 +274,13 @@ class Batches:
         steps = range(first_step, self.division.steps)
         if not isinstance(self.source, Stored):
             return self._loaded(self.source, epoch, steps)
-        stored = self.source
-        read = (
-            (stored.batch(ids, epoch), part) for ids, part in (self.division.part(epoch, step) for step in steps)
-        )  # fmt: skip
-        return read if stored.resident else _ahead(read, stored.ahead, self._pins)
+        read = self._read(self.source, epoch, steps)
+        return read if self.source.resident else _ahead(read, self.source.ahead, self._pins)
+
+    def _read(self, stored: Stored, epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
+        for step in steps:
+            ids, part = self.division.part(epoch, step)
+            yield stored.batch(ids, epoch), part
 
     def _loaded(self, dataset: Dataset[Any], epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()

@@ -7,6 +7,8 @@ than 0, which have no events, print theirs, too.
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,29 +18,41 @@ from lockstep.training.files import json_text
 from lockstep.training.launch.lines import say
 from lockstep.training.parallel.world import World
 
+PROGRESS_SECONDS = 60.0
+"""Between two lines of progress, where there is no terminal with a bar."""
+MOST_COLUMNS = 6
+"""Of what is logged, in the table of epochs."""
+
 
 class Console:
     """Rank 0 prints; the others only warnings, and sentences with `log.verbose`.
 
     Args:
         by_step: lines of `score` events (`log.score_every`) stand in place of the table of epochs.
+        columns: what is measured after each epoch; None: what is logged, as far as it is known after the first one.
     """
 
-    def __init__(self, log: Log, world: World, epochs: int, steps_per_epoch: int, by_step: bool = False) -> None:
-        self.log, self.world = log, world
-        self._by_step = by_step
+    def __init__(
+        self, log: Log, world: World, by_step: bool = False, columns: list[str] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.log, self.world, self._now = log, world, now
+        self._by_step, self._columns = by_step, columns
         self._prints = world.leader or log.verbose
         self._header = False
+        self._planned = 0
+        self._told: tuple[float, int] | None = None
+        """When progress was last printed, or the first step came, and how far it was."""
         self._bar: Progress | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
-            columns = (
+            shown = (
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
-            self._bar = Progress(*columns, transient=True, redirect_stdout=True)
-            self._task = self._bar.add_task("train", total=epochs * steps_per_epoch or None, epoch=1)
+            self._bar = Progress(*shown, transient=True, redirect_stdout=True)
+            self._task = self._bar.add_task("train", total=None, epoch=1)
             self._bar.start()
 
     def line(self, text: str) -> None:
@@ -46,25 +60,31 @@ class Console:
         if self._prints and self.log.format == "table":
             say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
 
-    def per_class(self, accuracies: dict[str, float | None]) -> None:
-        for name, accuracy in accuracies.items():
-            self.line(
-                f"Accuracy of {name:12}: " + ("no test sample" if accuracy is None else f"{100 * accuracy:6.2f} %")
-            )
-
     def warn(self, text: str) -> None:
         """Always on stderr, whatever the format."""
         say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
 
     def plan(self, steps: int) -> None:
-        """Optimizer steps of the whole run, where they become known later."""
+        """Optimizer steps of the whole run are known."""
+        self._planned = steps
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
     def step(self, epoch: int, done: int) -> None:
-        """Moves the progress bar. `epoch` counts from 0, `done` are the steps of the whole run."""
+        """Moves the progress bar; without one, prints a line a minute. `epoch` counts from 0, `done` are the steps of the whole run."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, epoch=epoch + 1)
+            return
+        now = self._now()
+        since, before = self._told or (now, done)
+        if now - since >= PROGRESS_SECONDS:
+            rate = (done - before) / (now - since)
+            left = (
+                f" of {self._planned}, about {(self._planned - done) / rate / 60:.0f} min left" if self._planned else ""
+            )
+            self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s")
+        if self._told is None or now - since >= PROGRESS_SECONDS:
+            self._told = now, done
 
     def on_event(self, event: dict[str, Any]) -> None:
         """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
@@ -77,13 +97,22 @@ class Console:
                 f" | test_loss {event['test_loss']:7.4f} | step time {1000 * event['step_seconds']:7.2f} ms"
             )
         elif event["event"] == "epoch" and not self._by_step:
-            if not self._header:
-                self._header = True
-                say("epoch    batch    train time [sec]    validation accuracy    train loss [epoch]    images/s [run]")
-            say(
-                f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f} {'':9}"
-                f"{_number(event['accuracy'], 13)} {_number(event['train_loss'], 21)} {event['images_per_second']:17.0f}"
-            )
+            self._epoch(event)
+
+    def _epoch(self, event: dict[str, Any]) -> None:
+        """A line of the table of epochs: what was logged, between the time and the loss."""
+        values = {**event["logged"], "validation accuracy": event["accuracy"]}
+        if self._columns is None:
+            self._columns = list(event["logged"])[:MOST_COLUMNS]
+        if not self._header:
+            self._header = True
+            columns = "".join(f"    {name:>10}" for name in self._columns)
+            say(f"epoch    batch    train time [sec]{columns}    train loss [epoch]    samples/s [run]")
+        numbers = "".join(_number(values.get(name), 4 + max(len(name), 10)) for name in self._columns)
+        say(
+            f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f}{numbers}"
+            f"{_number(event['train_loss'], 22)}{event['images_per_second']:19.0f}"
+        )
 
     def close(self) -> None:
         if self._bar is not None:

@@ -136,10 +136,12 @@ class Decision:
     save: bool = False
     best: bool = False
     """The weights of this boundary have the best score so far."""
+    final: bool = False
+    """The run is over: some rank has called `stop`."""
 
 
-_STOP, _SAVE, _BEST, _NONE = 1, 2, 4, 8
-_FLAGS = 4
+_STOP, _SAVE, _BEST, _NONE, _FINAL = 1, 2, 4, 8, 16
+_FLAGS = 5
 """Bits of these wishes; a fingerprint of 56 bits is behind them."""
 _MASK = (1 << 56) - 1
 
@@ -157,6 +159,8 @@ class Consensus:
     ) -> None:
         self.world, self.signals, self.stop_file, self._now = world, signals, stop_file, now
         self.reason: str | None = None
+        self.final: str | None = None
+        """Why the script ends the run for good, on this rank."""
         self.fingerprint = 0
         """Of this rank's replica: compared with those of the others by the next `poll`, which forgets it. 0: there is none."""
         self.replicas_differ = False
@@ -190,8 +194,8 @@ class Consensus:
         best, none = bool(score) and self.world.leader, score is None
         stop = self._wants_stop()
         if self.world.size == 1:
-            return Decision(stop, save_due, best)
-        flags = stop * _STOP | save_due * _SAVE | best * _BEST | none * _NONE
+            return Decision(stop, save_due, best, self.final is not None)
+        flags = stop * _STOP | save_due * _SAVE | best * _BEST | none * _NONE | (self.final is not None) * _FINAL
         # Two numbers: with more of them, gloo's messages grow with the square of the ranks.
         wishes = torch.tensor([flags | mine << _FLAGS, ~mine & _MASK if mine else 0])
         before, self._pending = self._pending, None
@@ -204,7 +208,7 @@ class Consensus:
             best = bool(wished & _BEST) and not wished & _NONE
             self.some_without_score |= bool(wished & _BEST) and bool(wished & _NONE)
         wished = 0 if before is None else self._read(before)
-        return Decision(bool(wished & _STOP), bool(wished & _SAVE), best)
+        return Decision(bool(wished & _STOP), bool(wished & _SAVE), best, bool(wished & _FINAL))
 
     def _read(self, pending: tuple[torch.Tensor, dist.Work]) -> int:
         pending[1].wait()

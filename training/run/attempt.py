@@ -8,8 +8,7 @@
         attempt.step_done(lr, samples, grad_norm)
     code = conclude(context, signals, ending)       # or `failed`, where an error came
 
-A recipe's run (`lockstep.training.run.recipe`) and a loop of one's own (`lockstep.training.session`) stand on it. All ranks call the same
-methods in the same order.
+All ranks call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -133,8 +132,12 @@ class Attempt:
             self._naming.__exit__(None, None, None)
             self.saver.close()  # whatever happened, the save under way is finished
 
-    def boundary(self) -> None:
-        """Between two steps: leaves, or saves, where the ranks agreed to. Raises `Ended`."""
+    def boundary(self) -> bool:
+        """Between two steps: leaves, or saves, where the ranks agreed to. Raises `Ended`.
+
+        Returns:
+            Whether the script has ended the run for good, on any rank.
+        """
         decision = self.poll(self.saver.due_by_time(), self.context.scores.asks(self.context.steps_done))
         if decision.stop:
             self.leave()
@@ -142,6 +145,7 @@ class Attempt:
         agreed, self._save_agreed = self._save_agreed, False
         if self.saver.due_by_step() or (agreed and self.saver.steps_since > 1) or decision.best:
             self.save()
+        return decision.final
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep.training.checkpoint import generators, store
 from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
-from lockstep.training.config import RunSettings
+from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
     ENV_RESTARTS,
     EXIT_DONE,
@@ -166,7 +166,7 @@ class Lifecycle:
             raise RuntimeError(
                 "there is no optimizer: call run.optimizer(…) before keep() and before the loop; its state is kept, too"
             )
-        ours = {id(replica.network), id(replica.model), *map(id, replica.optimizers.values())}
+        ours = {*map(id, replica.networks), id(replica.model), *map(id, replica.optimizers.values())}
         others = {name: thing for name, thing in things.items() if id(thing) not in ours}
         run = self._resume(replica, others, of_rank)
         self._opening.close()  # from here on the end of the attempt closes what it opened
@@ -206,7 +206,7 @@ class Lifecycle:
         by_step = settings.log.score_every > 0
         run = RunContext(
             config=settings, world=world, run=directory, attempt=attempt, state=state, exporter=self.exporter,
-            console=Console(settings.log, world, 0, 0, by_step),
+            console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         run.metrics.describe(
             recipe=settings.title, sync=settings.sync.name, world_size=world.size, version=VERSION, attempt=attempt,

@@ -49,17 +49,30 @@ class Loop:
 
     # The epochs.
 
+    @property
+    def stopped(self) -> str | None:
+        """Why the script has ended the run for good, in this start or an earlier one."""
+        reason = self.run.state.history.get("stopped")
+        return reason if isinstance(reason, str) else None
+
     def complete(self, epochs: int) -> bool:
-        return self.run.state.cursor.epoch >= epochs
+        return self.stopped is not None or self.run.state.cursor.epoch >= epochs
+
+    def stop(self, reason: str) -> None:
+        """Ends the run for good, on all ranks, at the next boundary. Raises `TypeError` for a reason that is no text."""
+        if not isinstance(reason, str) or not reason:
+            raise TypeError(f"stop() takes the reason, a text for status.json; got {reason!r}")
+        self.attempt.consensus.final = reason
 
     def epochs(self, count: int) -> Iterator[int]:
         run, self.epochs_planned = self.run, count
         if self.complete(count):
             accuracy = run.state.history.get("accuracy")
             reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
+            epochs, more = run.state.cursor.epoch, "Raise the number of epochs to continue, or start over with --fresh"
             run.console.line(
-                f"The run is complete: {count} epochs, {run.steps_done} steps{reached}. Raise the number of epochs to continue, "
-                "or start over with --fresh"
+                f"The run is complete: {epochs} epochs, {run.steps_done} steps{reached}. "
+                + (f"It was stopped: {self.stopped}" if self.stopped else more)
             )
         while not self.complete(count):
             self._begin_epoch()
@@ -91,6 +104,9 @@ class Loop:
         self.attempt.tell_readings(wait=True)
         loss = self.attempt.epoch_loss()
         unscored = bool(kept.logged_in_epoch) and not run.progressed  # the start before left during this evaluation
+        reasons = all_gather_trees(self.attempt.consensus.final, run.world)
+        if (reason := next(filter(None, reasons), None)) is not None:
+            state.history["stopped"] = reason
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
         self._epoch_is_through = False
@@ -98,7 +114,8 @@ class Loop:
         state.history.update(train_loss=loss)
         run.event(
             "epoch", epoch=state.cursor.epoch, step=kept.steps, trained_seconds=round(state.clock.trained, 4),
-            train_loss=loss, accuracy=logged.get("accuracy"), test_loss=logged.get("test_loss"), examples_seen=kept.samples,
+            train_loss=loss, accuracy=logged.get("accuracy"), test_loss=logged.get("test_loss"), logged=logged,
+            examples_seen=kept.samples,
             images_per_second=kept.samples / max(state.clock.trained, 1e-9),
         )  # fmt: skip
         last, every_epoch = self.complete(epochs), config.checkpoint.every_steps == 0
@@ -164,10 +181,9 @@ class Loop:
         self._resume_generators()
         try:
             while True:
-                if not step.pending and run.state.cursor.step != count:
-                    self.attempt.boundary()
+                stopped = not step.pending and run.state.cursor.step != count and self.attempt.boundary()
                 clock.begin()
-                item, part = next(given, (self, None))
+                item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
                     # What is drawn from here on, in an evaluation, is drawn again after a resume.
                     run.kept.cursor_generators = generators.capture(run.world.device)
@@ -232,7 +248,8 @@ class Loop:
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
             "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
-            "best_accuracy": history.get("best_accuracy"), "images_per_second": run.kept.samples / trained,
+            "best_accuracy": history.get("best_accuracy"), run.scores.best_name: run.scores.best,
+            "images_per_second": run.kept.samples / trained,
             "examples_seen": run.kept.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - self.attempt.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
@@ -247,6 +264,12 @@ class Loop:
                 EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)"
             )
         remark = run.kept.summary.get("remark")
+        if self.stopped is not None:
+            return Ending(EXIT_DONE, f"stopped: {self.stopped}")
+        if self.epochs_planned and not self.complete(self.epochs_planned):
+            reason = f"left after {run.state.cursor.epoch} of {self.epochs_planned} epochs: another start goes on"
+            run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
+            return Ending(EXIT_DONE, reason)
         return Ending(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
 
     def _stands(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,26 +16,59 @@ from lockstep.training.config import Sync
 from lockstep.training.optim.ema import Ema
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, GradientSync
+from lockstep.training.sync.several import Several
 
 
-@dataclass(slots=True)
 class Replica:
-    model: nn.Module
-    network: nn.Module
-    sync: GradientSync
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    ema: Ema | None = None
+    """The models of a run: one, or several that are trained in turn or together.
 
-    @classmethod
-    def wrap(cls, model: nn.Module, settings: Sync, world: World, example: Any) -> Replica:
-        """On the rank's device, with rank 0's weights. Raises `UserError` for a model that the strategy does not support."""
+    `model`, `network` and `sync` are those of the one model. Of several, `model` holds them by their names.
+    """
+
+    def __init__(self, settings: Sync, world: World) -> None:
+        self._settings, self._world = settings, world
+        self._parts: dict[str, GradientSync] = {}
+        self._networks: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.ema: Ema | None = None
+        self.model: nn.Module
+        self.network: nn.Module
+        self.sync: GradientSync
+
+    def add(self, model: nn.Module, example: Any, name: str) -> nn.Module:
+        """The network to call: on the rank's device, with rank 0's weights.
+
+        Raises:
+            UserError: the strategy does not support the model, or does not support several.
+            TypeError, ValueError: it is no model, or its name is taken.
+        """
         if not isinstance(model, nn.Module):
             raise TypeError(f"replicate() takes a model, an instance of torch.nn.Module; got {_what(model)}")
-        model.to(world.device)
-        strategy = strategies.build(settings)
-        return cls(model, strategy.wrap(model, world, example), strategy)
+        if name in self._parts:
+            raise ValueError(
+                f'replicate() was called twice with the name "{name}": give the second model another, replicate(model, name="…")'
+            )
+        if self.optimizers:
+            raise RuntimeError("replicate() comes before optimizer(): replicate all models first")
+        model.to(self._world.device)
+        strategy = strategies.build(self._settings)
+        parts = {**self._parts, name: strategy}
+        strategy.model = model
+        several = Several(self._settings, parts) if len(parts) > 1 else None  # refuses before it wraps
+        network = strategy.wrap(model, self._world, example)
+        if several is not None:
+            several = Several(self._settings, parts)
+        self._parts, self._networks[name] = parts, network
+        self.sync = several or strategy
+        self.model, self.network = self.sync.model, network
+        return network
 
-    def add_optimizer(self, build: BuildOptimizer, name: str) -> torch.optim.Optimizer:
+    @property
+    def networks(self) -> list[nn.Module]:
+        return list(self._networks.values())
+
+    def add_optimizer(self, build: BuildOptimizer, name: str, network: nn.Module | None) -> torch.optim.Optimizer:
+        """Over the parameters of `network`, or of all models."""
         if isinstance(build, torch.optim.Optimizer) or not callable(build):
             raise TypeError(
                 "optimizer() takes a function that makes the optimizer for the parameters that it gets, such as "
@@ -53,7 +85,10 @@ class Replica:
                 raise TypeError(f"the function of optimizer() returns a torch.optim.Optimizer; got {_what(optimizer)}")
             return optimizer
 
-        self.optimizers[name] = self.sync.make_optimizer(checked)
+        parts = [part for known, part in self._parts.items() if network in (self._networks[known], part.model)]
+        if network is not None and not parts:
+            raise ValueError(f"optimizer(model=…) takes a network that replicate() returned; got {_what(network)}")
+        self.optimizers[name] = (parts[0] if parts else self.sync).make_optimizer(checked)
         return self.optimizers[name]
 
     def averaged(self, decay: float, every: int) -> None:
@@ -61,19 +96,25 @@ class Replica:
             raise ValueError(f"average() takes a decay in (0, 1) and every from 1, got {decay} and {every}")
         self.ema = Ema(self.model, decay, every, self.sync.duplicate())
 
-    def training(self, optimizers: Iterable[torch.optim.Optimizer]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+    def training(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> contextlib.AbstractContextManager[None]:
         """Inside, a step of these optimizers is computed."""
-        return contextlib.nullcontext()
-
-    def zero_grad(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:  # noqa: ARG002
-        self.sync.zero_grad()
+        return self.sync.step_of(optimizers) if isinstance(self.sync, Several) else contextlib.nullcontext()
 
     @torch.no_grad()
-    def for_evaluation(self, world: World) -> nn.Module:
-        """A copy with full weights (the average, where there is one) and mean batch statistics. Collective."""
+    def for_evaluation(self, network: nn.Module | None) -> nn.Module:
+        """A copy with full weights (the average, where there is one) and mean batch statistics. Collective.
+
+        Raises:
+            ValueError: there are several models, and `network` is none of them.
+        """
         source = self.ema.average if self.ema else self.model
+        if isinstance(self.sync, Several):
+            names = [name for name, part in self._parts.items() if network in (self._networks[name], part.model)]
+            if not names:
+                raise ValueError("for_evaluation(model) takes one of the networks that replicate() returned")
+            source = source[names[0]]  # type: ignore[index]
         model = self.sync.full_module(source)
-        buffers = averaged_buffers(model, world)
+        buffers = averaged_buffers(model, self._world)
         model = copy.deepcopy(model) if model is source else model
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
