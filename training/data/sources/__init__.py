@@ -1,4 +1,5 @@
-"""Where samples come from. A source of ours is one function (root, download, options) → Raw, and one row in `SOURCES`.
+"""Where samples come from. A source of ours is one function → Raw, and one row in `SOURCES`; of one that reads files, (root,
+download, **options), and a row in `FILES`; of one that generates its samples, (**options).
 
 What reads a user's own data (`OWN`) has settings of its own (`data.options`) and gives a `Stream`: its samples need not
 fit into the memory.
@@ -103,7 +104,8 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any], split: 
 
 def _load_ours(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
     source = SOURCES[name]
-    known = dict(list(inspect.signature(source).parameters.items())[2:])
+    where = (root, download) if name in FILES else ()
+    known = dict(list(inspect.signature(source).parameters.items())[len(where) :])
     for option, value in options.items():
         if option not in known:
             raise UserError(f"data.options: {name} has no option {option!r}{settings.nearest(option, known)}")
@@ -111,7 +113,7 @@ def _load_ours(name: str, root: Path, download: bool, options: dict[str, Any]) -
         if not isinstance(value, expected) and not (expected is float and type(value) is int):
             raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
     try:
-        return source(root, download, **options)
+        return source(*where, **options)
     except PermissionError as error:
         raise UserError(
             f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) permission to read it"

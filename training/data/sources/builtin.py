@@ -37,7 +37,7 @@ _MOST_BYTES = 256 << 20
 """Of one file, unpacked; the official ones have 47 MB at most. A packed file of 260 KB can hold as much."""
 
 
-def digits(root: Path, download: bool) -> Raw:  # noqa: ARG001 - bundled with scikit-learn, so neither is needed
+def digits() -> Raw:
     """The 1797 handwritten digits bundled with scikit-learn, 8×8 upscaled to 3×32×32; every fifth image tests.
 
     The file lists writers one after the other; taking every fifth image puts each writer into both splits.
@@ -54,8 +54,6 @@ def digits(root: Path, download: bool) -> Raw:  # noqa: ARG001 - bundled with sc
 
 
 def synthetic(
-    root: Path,  # noqa: ARG001
-    download: bool,  # noqa: ARG001
     n: int = 4096,
     n_test: int = 1024,
     size: int = 32,
@@ -88,8 +86,6 @@ def synthetic(
 
 
 def classification(
-    root: Path,  # noqa: ARG001
-    download: bool,  # noqa: ARG001
     n: int = 10_000,
     features: int = 1024,
     informative: int = 512,

@@ -14,15 +14,13 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, Field
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.training.config.settings import Section
 from lockstep.training.config.types import Items
@@ -37,7 +35,7 @@ KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 _DROPPINGS = frozenset({"thumbs.db", "desktop.ini"})
 """What file managers leave, beside names with a leading dot."""
 _PROGRESS_SECONDS = 10.0
-"""Between two lines."""
+"""Between two lines about how far the decoding is."""
 
 
 def _size(value: int | list[int]) -> list[int]:
@@ -135,12 +133,12 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
             for entry in entries[split]
         )
         pixels, labels = bytearray(), []
-        with (
-            _progress(f"decoding {split} images", len(entries[split])) as one_more,
-            Decoders(height, width, workers or cores()) as decoders,
-        ):
-            for item, result in decoders.decode(items):
-                one_more()
+        next_line = time.monotonic() + _PROGRESS_SECONDS
+        with Decoders(height, width, workers or cores()) as decoders:
+            for number, (item, result) in enumerate(decoders.decode(items), 1):
+                if time.monotonic() > next_line:
+                    say(f"decoding {split} images: {number} of {len(entries[split])}", sys.stderr)
+                    next_line = time.monotonic() + _PROGRESS_SECONDS
                 if isinstance(result, str):
                     left_out[item.name] = result
                     _check_broken(left_out, total, options.max_broken)
@@ -168,27 +166,6 @@ def _check_broken(left_out: dict[str, str], total: int, share: float) -> None:
             f"{len(left_out)} of {total} image files cannot be used, and data.options.max_broken={share:g} "
             f"allows {int(share * total)}: {', '.join(first)}{' …' if len(left_out) > 5 else ''}"
         )
-
-
-@contextlib.contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Gives a function to be called for each of `total` things that are done. On stderr: a bar, or a line every few seconds in a log."""
-    if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=total)
-            yield lambda: bar.advance(task)
-        return
-    done, next_line = 0, time.monotonic() + _PROGRESS_SECONDS
-
-    def one_more() -> None:
-        nonlocal done, next_line
-        done += 1
-        if time.monotonic() > next_line:
-            next_line = time.monotonic() + _PROGRESS_SECONDS
-            say(f"{title}: {done} of {total}", sys.stderr)
-
-    yield one_more
 
 
 def files_of(root: Path, options: Options) -> list[Path]:
@@ -238,41 +215,33 @@ def _listed(folder: Path, classes: list[str] | None = None) -> _Listing:
         if Path(entry.name).suffix.lower() in KINDS and entry.name not in class_names:
             listing.refused[_shown(entry.name)] = "it is not in a class folder"
     for name in class_names:
-        if not _add(name, listing.classes.index(name), listing):
+        if not (files := _files_below(inside / name)):
             raise UserError(f"{folder / name} has no images: remove the folder, or put images into it")
+        for path in files:
+            _add(path, listing.classes.index(name), listing)
     listing.entries.sort()
     listing.refused = dict(sorted(listing.refused.items()))
     return listing
 
 
-def _add(name: str, label: int, listing: _Listing) -> int:
-    """Adds what is below a class folder, and returns how many files that is.
+def _files_below(top: Path) -> list[Path]:
+    """Raises `UserError` for a folder that is a link, which may lead anywhere and in a circle, or that cannot be read."""
 
-    Raises `UserError` for a folder that is a link, which may lead anywhere and in a circle, or that cannot be read.
-    """
-    left, count = [name], 0
-    while left:
-        folder = left.pop()
-        path = listing.folder / folder
-        if path.is_symlink():
-            raise UserError(f"{path} is a link to a folder: replace it by the folder itself")
-        try:
-            entries = list(os.scandir(path))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name.lower() in _DROPPINGS:
-                continue
-            if entry.is_dir():
-                left.append(f"{folder}/{entry.name}")
-            else:
-                count += 1
-                _add_file(f"{folder}/{entry.name}", label, listing)
-    return count
+    def refused(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}")
+
+    files: list[Path] = []
+    for folder, inner, names in os.walk(top, onerror=refused):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        for path in (Path(folder), *(Path(folder, name) for name in inner)):
+            if path.is_symlink():
+                raise UserError(f"{path} is a link to a folder: replace it by the folder itself")
+        files += [Path(folder, name) for name in names if not name.startswith(".") and name.lower() not in _DROPPINGS]
+    return files
 
 
-def _add_file(name: str, label: int, listing: _Listing) -> None:
-    path = listing.folder / name
+def _add(path: Path, label: int, listing: _Listing) -> None:
+    name = path.relative_to(listing.folder).as_posix()
     expected_format = KINDS.get(path.suffix.lower())
     if expected_format is None:
         listing.refused[_shown(name)] = f"its name does not end in one of {', '.join(KINDS)}"
