@@ -25,7 +25,7 @@ from benchmarks.measure import Run, figure, forget, interleaved, options, ratios
 from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.data import shards, sources
-from lockstep.training.data.decoder import decoded
+from lockstep.training.data.decoders import decoded
 from lockstep.training.data.loader import Loader
 from lockstep.training.data.shards import Manifest
 from lockstep.training.parallel.world import World

@@ -178,7 +178,7 @@ PEERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
 def prepare(args: argparse.Namespace, work: Path) -> str:
     """Writes the same images for all; returns what they are."""
     from lockstep.training.data import shards, sources
-    from lockstep.training.data.sources import Raw
+    from lockstep.training.data.sources.raw import Raw
 
     count = args.batch * args.ranks * (args.warm_up + args.steps)
     if args.data_root:

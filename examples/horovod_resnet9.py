@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.training.contract import user_errors
-from lockstep.training.data.dataset import SourceDataset
+from lockstep.training.data.sources import SourceDataset
 from lockstep.training.models.resnet9 import ResNet9
 from lockstep.training.sync.horovod import (
     DistributedOptimizer,

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.promise("gpu-standin")
 LOOK_FOR_NAN = "cudaStreamSynchronize by step.py:take"
 """Whether the gradient is finite, before it moves a weight: a step waits once for that (`nonfinite=ignore` does without)."""
 DDPS_OWN = {
-    "cudaEventSynchronize by step.py:forward_backward",  # torch's logger times its first steps
-    "copy cpu->cuda pageable by step.py:forward_backward",  # the order of the buckets, once
-    "copy cuda->cpu pageable blocking by step.py:forward_backward",
-    "cudaStreamSynchronize by step.py:forward_backward",
+    "cudaEventSynchronize by recipe/loop.py:loss",  # torch's logger times its first steps
+    "copy cpu->cuda pageable by recipe/loop.py:loss",  # the order of the buckets, once
+    "copy cuda->cpu pageable blocking by recipe/loop.py:loss",
+    "cudaStreamSynchronize by recipe/loop.py:loss",
 }
 RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""

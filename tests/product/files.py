@@ -92,7 +92,7 @@ def _source(path: Path, of: str, **options: Any) -> Any:
 
 
 def _idx(path: Path, dimensions: int = 1) -> Any:
-    from lockstep.training.data.sources.fashion_mnist import read_idx
+    from lockstep.training.data.sources.builtin import read_idx
 
     return read_idx(path.parent, path.name, dimensions)
 

@@ -209,14 +209,12 @@ def stop_at_poll(number: int) -> None:
 
 def mlp_exercise() -> tuple[Any, Any, Any]:
     """Features and labels of the recipe `mlp`, and the network that it begins with, of seed 0."""
-    from pathlib import Path
-
     import torch
 
     from lockstep.training import models
     from lockstep.training.checkpoint import generators
     from lockstep.training.data.sources import SOURCES
 
-    features, labels = SOURCES["classification"](Path(), False).train
+    features, labels = SOURCES["classification"]().train
     generators.seed(0)
     return torch.from_numpy(features), torch.from_numpy(labels), models.build("mlp", {}, 32, (1024,))

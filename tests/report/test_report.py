@@ -56,7 +56,7 @@ def test_a_run_writes_its_report_with_the_numbers_of_its_files(runs: tuple[Path,
     assert set(charts) == {
         "Loss", "Test accuracy", "Throughput", "Progress, checkpoints, restarts and preemptions", "Where a step goes, by rank",
     }  # fmt: skip
-    assert charts["Test accuracy"]["lines"][0]["points"][-1] == [4, summary["accuracy"]]
+    assert charts["Test accuracy"]["lines"][0]["points"][-1] == [64, summary["accuracy"]]
     assert len(charts["Loss"]["lines"][0]["points"]) == 32  # every second of 64 steps
     moments = [point[2] for point in charts["Progress, checkpoints, restarts and preemptions"]["lines"][0]["points"]]
     assert [moment for moment in moments if moment in ("start", "preempted", "restart", "done")] == [

@@ -1,36 +1,56 @@
 """Image files decoded by several processes, in their order, whatever a file does to its process.
 
-with Decoders(224, 224, workers=8) as decoders:
-    for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none
-        …
+    with Decoders(224, 224, workers=8) as decoders:
+        for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none
+            …
+
+What an image file may do to a process – take its memory, crash it, never end – it does to one of these. A library's pool
+breaks as a whole when one of its processes dies, and tells nobody which file it was. Here a process has one file at a time,
+a deadline for it, and a bound on the bytes that it answers.
+
+The process is this module, too: python -m lockstep.training.data.decoders HEIGHT WIDTH. It writes R. Then it reads a line
+of JSON for each image, {"path": …, "kind": …, "inside": …}, until stdin ends. It answers P and the pixels, uint8 RGB
+[h, w, 3], or E, the length of a reason (2 bytes) and the reason. It imports Pillow and nothing of ours but `files`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
+import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from lockstep.training import extras
-from lockstep.training.parallel.world import cores
+from PIL import Image, ImageOps
+
+from lockstep.training import files
 
 SECONDS = 60.0
 """For one image. There are small files that take hours."""
+MOST_PIXELS = 100_000_000
+"""Of one image. A file of a few kilobytes can unpack to gigabytes."""
+MOST_BYTES = 256 << 20
+"""Of one file."""
+FORMATS = ("JPEG", "PNG", "WEBP")
 _START_SECONDS = 120.0
 _BATCH = 16
+"""Images that a thread has its process decode before it comes back."""
 _ROOT = Path(__file__).parents[3]
+_PROGRAM = ["-m", "lockstep.training.data.decoders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +71,22 @@ Result: TypeAlias = bytes | str
 
 
 class Decoders:
-    """Some decoder processes, each asked by a thread.
+    """`workers` decoder processes, each asked by a thread."""
 
-    Args:
-        workers: 0: one for each core that this process may use.
-
-    Raises:
-        UserError: Pillow is not installed.
-    """
-
-    def __init__(self, height: int, width: int, workers: int = 0) -> None:
-        extras.require("PIL")
-        self.workers = workers or cores()
-        self._size = height, width
-        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="decoder")
-        self._local = threading.local()
-        self._processes: list[_Process] = []
-        self._lock = threading.Lock()
+    def __init__(self, height: int, width: int, workers: int) -> None:
+        self._processes = [_Process(height, width) for _ in range(workers)]
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()  # those that run already are the first to be taken
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decoder")
 
     def __enter__(self) -> Decoders:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends all processes, also in the middle of their work."""
-        with self._lock:
-            for process in self._processes:
-                process.close()
+        for process in self._processes:
+            process.close()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.stop()
@@ -88,33 +98,21 @@ class Decoders:
 
         Raises `RuntimeError` where no process can be started.
         """
-        waiting: deque[tuple[list[Item], Future[list[Result]]]] = deque()
+        left = iter(items)
+        waiting: deque[Future[list[tuple[Item, Result]]]] = deque()
+        while batch := list(itertools.islice(left, _BATCH)):
+            waiting.append(self._threads.submit(self._decode, batch))
+            if len(waiting) > 2 * len(self._processes):
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+    def _decode(self, batch: list[Item]) -> list[tuple[Item, Result]]:
+        process = self._idle.get()
         try:
-            for batch in _batches(items):
-                waiting.append((batch, self._threads.submit(self._decode, batch)))
-                if len(waiting) > 2 * self.workers:
-                    asked, future = waiting.popleft()
-                    yield from zip(asked, future.result())
-            while waiting:
-                asked, future = waiting.popleft()
-                yield from zip(asked, future.result())
+            return [(item, process.decode(item)) for item in batch]
         finally:
-            for _, future in waiting:
-                future.cancel()
-
-    def _decode(self, batch: list[Item]) -> list[Result]:
-        process: _Process | None = getattr(self._local, "process", None)
-        if process is None:
-            process = self._local.process = _Process(*self._size)
-            with self._lock:
-                self._processes.append(process)
-        return process.decode(batch)
-
-
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    left = iter(items)
-    while batch := list(itertools.islice(left, _BATCH)):
-        yield batch
+            self._idle.put(process)
 
 
 class _LostError(Exception):
@@ -122,89 +120,60 @@ class _LostError(Exception):
 
 
 class _Process:
+    """A decoder process, which is started when it is needed, and again after a file has ended it."""
+
     def __init__(self, height: int, width: int) -> None:
-        self._command = [sys.executable, "-m", "lockstep.training.data.decoder", str(height), str(width)]
+        self._command = [sys.executable, *_PROGRAM, str(height), str(width)]
         self._bytes = height * width * 3
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
 
-    def decode(self, batch: list[Item]) -> list[Result]:
-        """A result for each item. If an item ends the process, a new process continues with that item.
-
-        Only an item that ends two processes counts as broken: a machine without memory may kill any process.
-        """
-        results: list[Result] = []
-        suspect = -1
-        while len(results) < len(batch) and not self._closed:
-            left = batch[len(results) :]
+    def decode(self, item: Item) -> Result:
+        """Only an item that ends two processes counts as broken: a machine without memory may kill any process."""
+        reason = ""
+        for _ in range(2):
             try:
-                process = self._started()
-                self._ask(process, left)
-                for _ in left:
-                    results.append(self._answer(process))
+                return self._asked(item)
             except _LostError as error:
+                reason = str(error)
                 self.stop()
-                if len(results) == suspect:
-                    results.append(str(error))
-                else:
-                    suspect = len(results)
-        return results
+        return reason
+
+    def _asked(self, item: Item) -> Result:
+        process = self._started()
+        inside = None if item.inside is None else str(item.inside)
+        question = {"path": os.path.abspath(item.file), "kind": item.expected_format, "inside": inside}
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+        except OSError:
+            raise _LostError(_ending(process)) from None
+        deadline = time.monotonic() + SECONDS
+        if _read(process, 1, deadline) == b"P":
+            return _read(process, self._bytes, deadline)
+        size = int.from_bytes(_read(process, 2, deadline), "little")
+        return _read(process, size, deadline).decode("utf-8", "replace")
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None:
-            return self._process
         with self._lock:
             if self._closed:
                 raise _LostError("nobody waits for it any more")
+            if self._process is not None:
+                return self._process
             # There, no folder of the user's called `training` stands before ours.
             process = self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
             )
         try:
-            self._read(process, 1, _START_SECONDS)
+            _read(process, 1, time.monotonic() + _START_SECONDS)
         except _LostError as error:
             raise RuntimeError(f"a decoder process does not start: {error}") from None
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], items: list[Item]) -> None:
-        asked = [
-            {
-                "path": os.path.abspath(item.file),
-                "kind": item.expected_format,
-                "inside": None if item.inside is None else str(item.inside),
-            }
-            for item in items
-        ]
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            raise _LostError(_ending(process)) from None
-
-    def _answer(self, process: subprocess.Popen[bytes]) -> Result:
-        if self._read(process, 1, SECONDS) == b"P":
-            return self._read(process, self._bytes, SECONDS)
-        size = int.from_bytes(self._read(process, 4, SECONDS), "little")
-        return self._read(process, size, SECONDS).decode("utf-8", "replace")
-
-    def _read(self, process: subprocess.Popen[bytes], size: int, seconds: float) -> bytes:
-        assert process.stdout is not None
-        data, deadline, descriptor = bytearray(), time.monotonic() + seconds, process.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        while len(data) < size:
-            if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
-                raise _LostError(f"decoding it takes longer than {seconds:.0f} s")
-            piece = os.read(descriptor, size - len(data))
-            if not piece:
-                raise _LostError(_ending(process))
-            data += piece
-        return bytes(data)
-
     def stop(self) -> None:
-        """Ends the process and takes it away. The next batch gets a new one."""
+        """Ends the process and takes it away. The next image gets a new one."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
@@ -215,17 +184,97 @@ class _Process:
                     stream.close()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Ends the process from another thread; a thread that waits for an answer gets an error."""
+        """Ends the process from another thread, for good; a thread that waits for an answer gets an error."""
         with self._lock:
             self._closed = True
             if self._process is not None:
                 self._process.kill()
 
 
+def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+    """That many bytes of the process' answer. Raises `_LostError` where they do not come by the deadline, or at all."""
+    assert process.stdout is not None
+    data, descriptor, poll = bytearray(), process.stdout.fileno(), select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while len(data) < size:
+        if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
+            raise _LostError(f"decoding it takes longer than {SECONDS:.0f} s")
+        piece = os.read(descriptor, size - len(data))
+        if not piece:
+            raise _LostError(_ending(process))
+        data += piece
+    return bytes(data)
+
+
 def _ending(process: subprocess.Popen[bytes]) -> str:
     code = process.wait()
-    return (
-        f"it ended its decoder process (signal {-code})"
-        if code < 0
-        else f"it ended its decoder process (exit code {code})"
-    )
+    return f"it ended its decoder process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+
+
+# What follows runs in the decoder process.
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def decoded(data: bytes, expected_format: str | None, height: int, width: int) -> bytes:
+    """The pixels of an image file, uint8 RGB [h, w, 3]: upright, scaled to cover h × w, cut at the centre.
+
+    Args:
+        expected_format: `JPEG`, `PNG` or `WEBP`, where the content must be in that format.
+    """
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        image_format = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
+        if expected_format is not None and image_format != expected_format:
+            raise _RefusedError(f"its name ends in {expected_format}, but its content is {image_format}")
+        if image.width * image.height > MOST_PIXELS:
+            raise _RefusedError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
+        if image.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
+            raise _RefusedError(f"it has more than 8 bits a channel (mode {image.mode}): save it with 8")
+        most = 2 * max(height, width)
+        image.draft(None, (most, most))  # a large JPEG is unpacked at a half, quarter or eighth
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    return ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR).tobytes()
+
+
+def _content(path: Path, inside: str | None) -> bytes:
+    """Of a file that is below the folder `inside` as it is opened: since it was listed, a link may have taken its place."""
+    with files.regular(path) as file:
+        opened = Path(f"/proc/self/fd/{file.fileno()}")
+        if inside is None or not opened.exists():  # a system without /proc
+            return files.read(path, MOST_BYTES)
+        if not Path(os.readlink(opened)).is_relative_to(inside):
+            raise _RefusedError("it is a link that leads out of the folder")
+        return files.read(opened, MOST_BYTES)
+
+
+def _answer(question: dict[str, str | None], height: int, width: int) -> bytes:
+    try:
+        content = _content(Path(str(question["path"])), question["inside"])
+        return b"P" + decoded(content, question["kind"], height, width)
+    except Image.DecompressionBombError:
+        reason = f"it has more than {MOST_PIXELS} pixels"
+    except Image.UnidentifiedImageError:
+        reason = "it is not a JPEG, PNG or WebP image"
+    except Exception as error:  # noqa: BLE001 - a damaged file makes the library raise nearly anything
+        reason = files.reason_of(error)
+    text = reason.encode("utf-8", "backslashreplace")
+    return b"E" + len(text).to_bytes(2, "little") + text
+
+
+def _main(height: int, width: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
+    warnings.simplefilter("ignore")
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS
+    files.write_all(sys.stdout.fileno(), b"R")
+    while line := sys.stdin.buffer.readline():
+        files.write_all(sys.stdout.fileno(), _answer(json.loads(line), height, width))
+
+
+if __name__ == "__main__":
+    try:
+        _main(*map(int, sys.argv[1:]))
+    except BrokenPipeError:
+        os._exit(1)  # the reader is gone

@@ -12,32 +12,39 @@ import contextlib
 import hashlib
 import itertools
 import json
+import mmap
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import filelock
 import safetensors
 import torch
+from pydantic import AfterValidator, Field
 
 from lockstep.training import files
 from lockstep.training import manifest as manifests
-from lockstep.training.config import Data
+from lockstep.training.config import Data, settings
+from lockstep.training.config.settings import Section
 from lockstep.training.contract import UserError
-from lockstep.training.data import sources, statistics
-from lockstep.training.data.mapped import Kept, Mapped
+from lockstep.training.data import sources
+from lockstep.training.data.sources.raw import Piece, Raw, Stream, numbered
 from lockstep.training.data.spool import Spool
 from lockstep.training.launch.lines import say
+from lockstep.training.parallel.memory import mapped_bytes
 
 MANIFEST = "manifest.json"
 MADE_FROM = "made-from.json"
 """Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
-_FORMAT = 1
 _SPLITS = ("train", "test")
+MAPPED_BYTES = 128 << 20
+"""Bytes of mapped files that `Samples.take` may add to a process' memory, about; one batch more is possible."""
+_NEAR = 0.02
+"""Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
 
 
@@ -45,27 +52,39 @@ class CorruptShard(UserError):
     """A shard file is not what its manifest says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    file: str
-    count: int
-    sha256: str
+class Shard(Section):
+    file: str = Field(pattern=r"^[\w-]+\.safetensors$")
+    count: int = Field(ge=1)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a folder of shards holds. `shape` is a sample's: (height, width, channels) of an image, (features,) of a vector."""
+def _shape(value: tuple[int, ...]) -> tuple[int, ...]:
+    if len(value) not in (1, 3) or not all(0 < size < 1 << 16 for size in value):
+        raise ValueError(f"must be [height, width, channels] or [features], got {list(value)}")
+    return value
+
+
+def _splits(value: dict[str, list[Shard]]) -> dict[str, list[Shard]]:
+    if set(value) != set(_SPLITS) or not all(value.values()):
+        raise ValueError(f"must have files for {' and '.join(_SPLITS)}")
+    return value
+
+
+class Manifest(Section):
+    """What a folder of shards holds."""
 
     directory: Path
+    format: Literal[1]
     source: str
-    classes: list[str]
-    shape: tuple[int, ...]
-    splits: dict[str, list[Shard]]
-    mean: list[float] | None = None
-    """Of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: an earlier version's."""
-    std: list[float] | None = None
+    classes: list[str] = Field(min_length=1)
+    shape: Annotated[tuple[int, ...], Field(strict=False), AfterValidator(_shape)]
+    """Of a sample: (height, width, channels) of an image, (features,) of a vector."""
+    splits: Annotated[dict[str, list[Shard]], AfterValidator(_splits)]
+    mean: list[float] | None = Field(default=None, min_length=1)
+    """Of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
+    std: list[float] | None = Field(default=None, min_length=1)
     """The same of their standard deviation."""
-    left_out: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = Field(default_factory=dict)
     """Name of each of the source's files that could not be used (the first 100), and why."""
     num_left_out: int = 0
 
@@ -83,53 +102,48 @@ class Manifest:
         hashes = "".join(shard.sha256 for split in _SPLITS for shard in self.splits[split])
         return hashlib.sha256(hashes.encode()).hexdigest()
 
+    def left_out_message(self) -> str:
+        """A line about the files that could not be used."""
+        first = [f"{name} ({reason})" for name, reason in self.left_out.items()][:10]
+        more = f" and {self.num_left_out - len(first)} more" if self.num_left_out > len(first) else ""
+        return f"{self.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"
+
+    def fits(self, data: Data) -> bool:
+        """Whether mean and deviation that a recipe normalises with are near those of the samples."""
+        return all(
+            len(configured) in (1, len(measured))
+            and all(abs(a - b) < _NEAR for a, b in zip(configured * (len(measured) // len(configured)), measured))
+            for configured, measured in ((data.mean, self.mean or []), (data.std, self.std or []))
+        )
+
+    def statistics(self, data: Data) -> str:
+        """One line with mean and deviation; where the recipe's values do not fit, it says how to set these.
+
+        They are not set silently: they are part of what a run is.
+        """
+        mean, std = (f"[{','.join(f'{number:.4f}' for number in numbers or [])}]" for numbers in (self.mean, self.std))
+        measured = f"mean {mean}, standard deviation {std} of the training samples"
+        if self.fits(data):
+            return measured
+        recipe = "gives none" if (data.mean, data.std) == ([0.0], [1.0]) else f"has {data.mean} and {data.std}"
+        return f"{measured}; the recipe {recipe}: set data.mean={mean} data.std={std}"
+
     @classmethod
     def read(cls, directory: Path) -> Manifest:
         """Raises `UserError` where the manifest is missing or malformed."""
         path = directory / MANIFEST
         try:
-            return manifests.read(path, 16 << 20, lambda value: cls._checked(directory, value))
+            return manifests.read(
+                path, 16 << 20, lambda value: settings.build(cls, {**value, "directory": directory}, "a manifest")
+            )
         except OSError as error:
             raise UserError(f"no shards in {directory}: cannot read {MANIFEST} ({error.strerror})") from None
         except manifests.Malformed as error:
-            raise UserError(
-                f"{path} is malformed ({error}): make the shards again (python -m lockstep.training shard)"
-            ) from None
-
-    @classmethod
-    def _checked(cls, directory: Path, value: Any) -> Manifest:
-        if value["format"] != _FORMAT:
-            raise ValueError(f"format {value['format']!r}, expected {_FORMAT}")
-        shape = tuple(value["shape"])
-        classes, source = value["classes"], value["source"]
-        if len(shape) not in (1, 3) or not all(isinstance(size, int) and 0 < size < 1 << 16 for size in shape):
-            raise ValueError(f"shape {value['shape']!r}")
-        if not isinstance(source, str) or not isinstance(classes, list) or not classes:
-            raise ValueError("no source or no classes")
-        splits = {}
-        for split in _SPLITS:
-            splits[split] = [Shard(**entry) for entry in value["splits"][split]]
-            for shard in splits[split]:
-                if not isinstance(shard.file, str) or not re.fullmatch(r"[\w-]+\.safetensors", shard.file):
-                    raise ValueError(f"file name {shard.file!r}")
-                if type(shard.count) is not int or shard.count < 1 or not re.fullmatch("[0-9a-f]{64}", shard.sha256):
-                    raise ValueError(f"entry of {shard.file}")
-            if not splits[split]:
-                raise ValueError(f"no {split} files")
-        names = [str(name) for name in classes]
-        mean, std = (_numbers(value.get(key)) for key in ("mean", "std"))
-        left_out = {str(name): str(reason) for name, reason in value.get("left_out", {}).items()}
-        return cls(directory, source, names, shape, splits, mean, std, left_out, int(value.get("num_left_out", 0)))
-
-
-def _numbers(value: Any) -> list[float] | None:
-    if value is not None and not (value and all(type(number) in (int, float) for number in value)):
-        raise ValueError(f"mean or std {value!r}")
-    return value
+            raise UserError(f"{path} is malformed ({error}): {_MEND}") from None
 
 
 def write(
-    raw: sources.Raw | sources.Stream, directory: Path, source: str, num_shards: int,
+    raw: Raw | Stream, directory: Path, source: str, num_shards: int,
     made_from: sources.Stamps | None = None, split: str = "honest",
 ) -> Manifest:  # fmt: skip
     """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
@@ -142,26 +156,19 @@ def write(
     """
     if directory.exists():
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
-    stream = raw.stream() if isinstance(raw, sources.Raw) else raw
+    stream = raw.stream() if isinstance(raw, Raw) else raw
     try:
         _write(stream, directory, source, num_shards, made_from, split)
     except OSError as error:
         raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
     manifest = Manifest.read(directory)
     if manifest.num_left_out:
-        say(f"warning: {left_out_message(manifest)}", sys.stderr)
+        say(f"warning: {manifest.left_out_message()}", sys.stderr)
     return manifest
 
 
-def left_out_message(manifest: Manifest) -> str:
-    """A line about the files that could not be used."""
-    first = [f"{name} ({reason})" for name, reason in manifest.left_out.items()][:10]
-    more = f" and {manifest.num_left_out - len(first)} more" if manifest.num_left_out > len(first) else ""
-    return f"{manifest.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"
-
-
 def _write(
-    stream: sources.Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
+    stream: Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
 ) -> None:
     with files.replacing(directory, durable=False) as staging, contextlib.ExitStack() as spools:
         staging.mkdir(parents=True)
@@ -177,7 +184,12 @@ def _write(
                 f"{source} has training samples of {train.dtype} {list(train.shape)} and test samples of "
                 f"{test.dtype} {list(test.shape)}: both must be of the same kind"
             )
-        classes = _classes(stream, source, max(int(train.labels.max()), int(test.labels.max())))
+        most = max(int(train.labels.max()), int(test.labels.max()))
+        classes = stream.classes if stream.classes is not None else numbered(most + 1)
+        if most >= len(classes):
+            raise UserError(
+                f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
+            )
         tenth = max((len(train) + len(test)) // 10, 1)
         splits = {}
         if split == "exercise":
@@ -187,7 +199,7 @@ def _write(
             splits["test"] = test.cut(staging, "test", 1, len(test))
         splits["train"] = train.cut(staging, "train", num_shards, tenth if split == "exercise" else len(train))
         about: dict[str, Any] = {
-            "format": _FORMAT, "source": source, "classes": classes, "shape": list(train.shape),
+            "format": 1, "source": source, "classes": classes, "shape": list(train.shape),
             "splits": {name: splits[name] for name in _SPLITS},
         }  # fmt: skip
         if split == "honest":  # else it is not these samples that were measured
@@ -201,25 +213,13 @@ def _write(
         (staging / MANIFEST).write_bytes(manifests.text(about))
 
 
-def _readable_pieces(pieces: Iterator[sources.Piece], source: str) -> Iterator[sources.Piece]:
+def _readable_pieces(pieces: Iterator[Piece], source: str) -> Iterator[Piece]:
     """The same pieces. An `OSError` of the source becomes a `UserError`, so that it is not reported as a write error."""
-    while True:
-        try:
-            piece = next(pieces, None)
-        except OSError as error:
-            raise UserError(f"the source {source} failed: {error}") from error
-        if piece is None:
-            return
-        yield piece
-
-
-def _classes(stream: sources.Stream, source: str, most: int) -> list[str]:
-    classes = stream.classes if stream.classes is not None else sources.numbered(most + 1)
-    if most >= len(classes):
-        raise UserError(
-            f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
-        )
-    return classes
+    try:
+        while (piece := next(pieces, None)) is not None:
+            yield piece
+    except OSError as error:
+        raise UserError(f"the source {source} failed: {error}") from error
 
 
 def cache_directory(data: Data) -> Path:
@@ -227,7 +227,7 @@ def cache_directory(data: Data) -> Path:
 
     Raises `UserError` for a user's function that cannot be found.
     """
-    parts = [_FORMAT, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
+    parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
     name = re.sub(r"[^\w.]+", "-", data.source)
     return (
         Path(data.root)
@@ -264,9 +264,8 @@ def prepare(data: Data) -> Path:
                     shutil.rmtree(directory)  # who trains on it has its files mapped
                 # Of a source that has just been downloaded there are stamps only now.
                 made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
-                comparable = data.source not in sources.SOURCES and made.mean is not None and made.std is not None
-                if comparable and not statistics.fits(made.mean or [], made.std or [], data):
-                    say(f"warning: {statistics.comparison(made.mean or [], made.std or [], data)}", sys.stderr)
+                if data.source not in sources.SOURCES and made.mean is not None and not made.fits(data):
+                    say(f"warning: {made.statistics(data)}", sys.stderr)
     except filelock.Timeout:
         raise UserError(
             f"another process has held {lock} for {data.prepare_timeout:.0f} s: check that process, "
@@ -286,10 +285,51 @@ def _stamps(data: Data) -> sources.Stamps:
 
 def _usable(directory: Path, data: Data) -> bool:
     """Whether shards are there, made from the source's files as they are. Without these files they are all there is."""
-    if not (directory / MANIFEST).exists():
-        return False
-    stamps, before = _stamps(data), files.read_json(directory / MADE_FROM)
-    return not stamps or before is None or before == stamps  # an earlier version has kept none
+    stamps = _stamps(data) if (directory / MANIFEST).exists() else None
+    return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
+
+
+class _Mapped:
+    """The tensor `name` of a safetensors file, which is known to be sound.
+
+    Raises `OSError`; `ValueError` or `KeyError` for a file that was replaced since.
+    """
+
+    def __init__(self, path: Path, name: str, dtype: torch.dtype) -> None:
+        with files.regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            about = json.loads(file.read(size))[name]
+            # Copy-on-write: torch has no read-only tensors. Nothing here writes, so no page is copied.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        low, high = about["data_offsets"]
+        count = (high - low) // dtype.itemsize
+        self.tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=8 + size + low).view(about["shape"])
+
+    def give_back(self) -> None:
+        """The pages that were read. They are read again, mostly from the kernel's cache, when they are needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class Kept:
+    """Gives the pages of some mapped files back when the process has more of mapped files in its memory than `MAPPED_BYTES`.
+
+    How many pages a read brings in is the kernel's choice (up to a megabyte around it), so it is asked.
+    """
+
+    def __init__(self, maps: list[_Mapped]) -> None:
+        self._maps = maps
+        self._floor = mapped_bytes() or 0
+
+    def look(self) -> None:
+        """To be called after some samples have been read."""
+        mapped = mapped_bytes() or 0
+        if mapped - self._floor > MAPPED_BYTES:
+            for mapped_file in self._maps:
+                mapped_file.give_back()
+            mapped = mapped_bytes() or 0
+            self._floor = mapped
+        self._floor = min(self._floor, mapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +413,7 @@ def _verify(path: Path, shard: Shard) -> None:
         raise CorruptShard(f"{path} {different}: {_MEND}")
 
 
-def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped, torch.Tensor]:
+def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[_Mapped, torch.Tensor]:
     path, mend = manifest.directory / shard.file, _MEND
     if verify:
         _verify(path, shard)
@@ -391,4 +431,4 @@ def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[Mapped,
     if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
         raise CorruptShard(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
     with files.reading(path, CorruptShard, f": {mend}"):
-        return Mapped(path, "images", manifest.dtype), labels
+        return _Mapped(path, "images", manifest.dtype), labels

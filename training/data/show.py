@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from lockstep.training.config import Data
-from lockstep.training.data import statistics
-from lockstep.training.data.shards import Manifest, Samples, left_out_message
+from lockstep.training.data.shards import Manifest, Samples
 
 SHEET = "contact-sheet.png"
 _CLASSES, _EACH = 20, 10
@@ -29,7 +28,7 @@ def described(manifest: Manifest, data: Data) -> Iterator[str]:
     layout = "uint8 [height, width, channels]" if len(manifest.shape) == 3 else "float32 [features]"
     yield f"each {list(manifest.shape)}, {layout}"
     if manifest.num_left_out:
-        yield left_out_message(manifest)
+        yield manifest.left_out_message()
     counts = {
         split: np.bincount(_labels(manifest, split), minlength=len(manifest.classes)) for split in manifest.splits
     }
@@ -37,8 +36,8 @@ def described(manifest: Manifest, data: Data) -> Iterator[str]:
     yield f"{'class':{width}} {'train':>9} {'test':>9}"
     for number, name in enumerate(manifest.classes):
         yield f"{name:{width}} {counts['train'][number]:9d} {counts['test'][number]:9d}"
-    if manifest.mean is not None and manifest.std is not None:
-        yield statistics.comparison(manifest.mean, manifest.std, data)
+    if manifest.mean is not None:
+        yield manifest.statistics(data)
 
 
 def contact_sheet(manifest: Manifest) -> bytes | None:

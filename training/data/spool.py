@@ -20,6 +20,7 @@ import numpy as np
 
 from lockstep.training.contract import UserError
 from lockstep.training.data.order import bounds
+from lockstep.training.data.sources.raw import checked
 
 _CHUNK = 4 << 20
 _KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
@@ -143,38 +144,3 @@ class Spool:
         """Closes and removes the spool's file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
-
-
-def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """(uint8 images [n, h, w, c] or float32 vectors [n, f], int64 labels [n]) of a piece.
-
-    Raises `UserError`, which begins with `where`, for one that is neither.
-    """
-    if not isinstance(samples, np.ndarray) or not isinstance(labels, np.ndarray):
-        kinds = f"({type(samples).__name__}, {type(labels).__name__})"
-        raise UserError(f"{where} is {kinds}, expected two numpy arrays (samples, labels)")
-    if samples.dtype == np.uint8 and samples.ndim == 4:
-        if samples.shape[3] > 4 and samples.shape[1] in (1, 3):
-            raise UserError(
-                f"{where} has images of shape {list(samples.shape)}: give them as [n, h, w, c], channels last"
-            )
-    elif samples.dtype.kind == "f" and samples.ndim == 2:
-        samples = samples.astype(np.float32, copy=False)
-        if not np.isfinite(samples).all():
-            row = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
-            raise UserError(f"{where} has a value that is not a finite float32 number, in its sample {row}")
-    else:
-        raise UserError(
-            f"{where} has samples of {samples.dtype} {list(samples.shape)}, "
-            "expected uint8 images [n, h, w, c] or float feature vectors [n, f]"
-        )
-    if 0 in samples.shape[1:] or max(samples.shape[1:]) >= 1 << 16:
-        raise UserError(f"{where} has samples of shape {list(samples.shape[1:])}, expected 1 … 65535 in each dimension")
-    if labels.dtype.kind not in "iu" or labels.shape != samples.shape[:1]:
-        raise UserError(
-            f"{where} has labels of {labels.dtype} {list(labels.shape)} for {len(samples)} samples, "
-            "expected whole numbers, one for each sample"
-        )
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 1 << 16:  # before a cast can wrap them
-        raise UserError(f"{where} has labels {labels.min()} … {labels.max()}, expected 0 … 65535")
-    return samples, labels.astype(np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from lockstep.training.contract import EXIT_DONE, SUMMARY_FILE
-from lockstep.training.data.sources.cifar10 import files_of
+from lockstep.training.data.sources.builtin import cifar10_files
 from lockstep.training.doctor.outside import Program
 from lockstep.training.doctor.table import Outcome
 
@@ -17,7 +17,7 @@ ON_A_GPU = ("precision=float16", "capture=auto", "nonfinite=ignore")
 def train(program: Program, bound: float) -> Outcome:
     if program.rehearsal:
         return Outcome("not tried", "takes a GPU that computes")
-    if not files_of(program.data_root):
+    if not cifar10_files(program.data_root):
         return Outcome("not tried", f"no CIFAR-10 below {program.data_root} (--data-root)")
     run = program.folder / "speedrun"
     arguments = [

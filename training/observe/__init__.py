@@ -11,12 +11,10 @@ appends a line to events.jsonl and hands the same mapping to its listeners:
 Metrics are no events: every rank has its own, read while it runs.
 
     metrics.py    the table of all metrics, and a rank's values
-    server.py     /metrics and /healthz over HTTP
-    exporter.py   where a rank's metrics go: the server, its address in files, textfiles
+    exporter.py   where a rank's metrics go: /metrics and /healthz over HTTP, its address in files, textfiles
 
 What is measured:
 
     clock.py      seconds of each phase of a step
     reading.py    mean loss and gradient norm, without a wait
-    watch.py      between two steps: equality of the replicas, and a score every N steps
 """

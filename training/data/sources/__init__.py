@@ -1,4 +1,5 @@
-"""Where samples come from. A source of ours is one function (root, download, options) → Raw, and one row in `SOURCES`.
+"""Where samples come from. A source of ours is one function → Raw, and one row in `SOURCES`; of one that reads files, (root,
+download, **options), and a row in `FILES`; of one that generates its samples, (**options).
 
 What reads a user's own data (`OWN`) has settings of its own (`data.options`) and gives a `Stream`: its samples need not
 fit into the memory.
@@ -6,45 +7,35 @@ fit into the memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import filelock
+import torch
+from torch.utils.data import Dataset
 
 from lockstep.training.config import Data, settings
 from lockstep.training.contract import UserError
-from lockstep.training.data.sources import arrays, function, images
-from lockstep.training.data.sources.cifar10 import cifar10
-from lockstep.training.data.sources.cifar10 import files_of as cifar10_files
-from lockstep.training.data.sources.fashion_mnist import fashion_mnist
-from lockstep.training.data.sources.fashion_mnist import files_of as fashion_mnist_files
-from lockstep.training.data.sources.generated import classification, digits, synthetic
-from lockstep.training.data.sources.raw import Piece, Raw, Stream, numbered
-
-__all__ = [
-    "GENERATED", "OWN", "SOURCES", "Piece", "Raw", "Stamps", "Stream", "code_of", "load", "load_once", "needs_root", "numbered",
-    "ours", "stamps", "stream",
-]  # fmt: skip
+from lockstep.training.data.sources import arrays, builtin, function, images
+from lockstep.training.data.sources.raw import Raw, Stream
 
 SOURCES: dict[str, Callable[..., Raw]] = {
-    "digits": digits, "synthetic": synthetic, "classification": classification,
-    "cifar10": cifar10, "fashion_mnist": fashion_mnist,
+    "digits": builtin.digits, "synthetic": builtin.synthetic, "classification": builtin.classification,
+    "cifar10": builtin.cifar10, "fashion_mnist": builtin.fashion_mnist,
 }  # fmt: skip
 OWN: dict[str, Any] = {"images": images, "arrays": arrays}
 """Each a module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
 FILES: dict[str, Callable[[Path], list[Path]]] = {
-    "cifar10": cifar10_files, "fashion_mnist": fashion_mnist_files,
+    "cifar10": builtin.cifar10_files, "fashion_mnist": builtin.fashion_mnist_files,
 }  # fmt: skip
-"""The files that a source of ours reads, where it reads some."""
-GENERATED = frozenset({"digits", "synthetic", "classification"})
-"""Sources that need no folder of their own."""
-Stamps: TypeAlias = dict[str, list[Any]]
-"""Size and time of a source's files. If they change, the shards are made again."""
-_MOST_STAMPS = 64
+"""The files that a source of ours reads. The other ones are generated, and need no folder."""
+Stamps: TypeAlias = list[Any]
+"""[number of a source's files, their bytes, a hash of each one's name, size and time]. If it changes, the shards are made again."""
 
 
 def ours(name: str) -> bool:
@@ -53,7 +44,7 @@ def ours(name: str) -> bool:
 
 
 def needs_root(name: str) -> bool:
-    return name not in GENERATED and ours(name)
+    return name in FILES or name in OWN
 
 
 def code_of(name: str) -> list[str]:
@@ -81,24 +72,19 @@ def _options(name: str, options: dict[str, Any]) -> Any:
 
 
 def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
-    """Name → [size, mtime in ns] of each of the source's files, or one entry for all of many.
-
-    Empty if the source is generated, or if the files are gone.
-    """
+    """Those of the source's files as they are; empty if it is generated, or if the files are gone."""
     paths: list[Path] = FILES[name](root) if name in FILES else []
     if name in OWN:
         paths = OWN[name].files_of(root, _options(name, options))
-    entries: Stamps = {}
+    entries = []
     for path in paths:
-        try:
+        with contextlib.suppress(OSError):  # of a broken link: reading it raises the error
             about = path.stat()
-        except OSError:  # a broken link: reading it raises the error
-            continue
-        entries[os.path.relpath(path, root)] = [about.st_size, about.st_mtime_ns]
-    if len(entries) <= _MOST_STAMPS:
-        return entries
-    digest = hashlib.sha256(repr(sorted(entries.items())).encode("utf-8", "backslashreplace"))
-    return {f"{len(entries)} files": [sum(size for size, _ in entries.values()), digest.hexdigest()]}
+            entries.append((os.path.relpath(path, root), about.st_size, about.st_mtime_ns))
+    if not entries:
+        return []
+    digest = hashlib.sha256(repr(sorted(entries)).encode("utf-8", "backslashreplace"))
+    return [len(entries), sum(size for _, size, _ in entries), digest.hexdigest()]
 
 
 def load(name: str, root: Path, download: bool, options: dict[str, Any], split: str = "honest") -> Raw:
@@ -118,10 +104,8 @@ def load(name: str, root: Path, download: bool, options: dict[str, Any], split: 
 
 def _load_ours(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
     source = SOURCES[name]
-    known = {
-        parameter.name: parameter
-        for parameter in list(inspect.signature(source).parameters.values())[2:]
-    }  # fmt: skip
+    where = (root, download) if name in FILES else ()
+    known = dict(list(inspect.signature(source).parameters.items())[len(where) :])
     for option, value in options.items():
         if option not in known:
             raise UserError(f"data.options: {name} has no option {option!r}{settings.nearest(option, known)}")
@@ -129,21 +113,56 @@ def _load_ours(name: str, root: Path, download: bool, options: dict[str, Any]) -
         if not isinstance(value, expected) and not (expected is float and type(value) is int):
             raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
     try:
-        return source(root, download, **options)
+        return source(*where, **options)
     except PermissionError as error:
         raise UserError(
             f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) permission to read it"
         ) from None
 
 
-def load_once(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
+class SourceDataset(Dataset[tuple[Any, int]]):
+    """(sample, label) of a source by its name: `SourceDataset("cifar10", "train", "data", download=True)`.
+
+    A sample is a float32 image [c, h, w] in 0 … 1, or a float32 feature vector [f], after `transform`. `classes` are the
+    names of the labels. Where several processes of a node begin at once, one of them downloads.
+
+    Args:
+        source: a value of `data.source`, e.g. `digits`, `cifar10`, `images` or `package.module:function`, which is called.
+        root: folder of the data, of the sources that need one.
+        options: of the source, e.g. `{"n": 100}`.
+        transform: is called with each sample.
+
+    Raises:
+        UserError: there is no such source, or its data is missing or damaged.
+    """
+
+    def __init__(
+        self, source: str, split: Literal["train", "test"] = "train", root: Path | str = "data", download: bool = False,
+        options: dict[str, Any] | None = None, transform: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:  # fmt: skip
+        if not ours(source) and ":" not in source:
+            raise UserError(f"unknown source {source!r}{settings.nearest(source, [*SOURCES, *OWN])}")
+        raw = _load_once(source, Path(root), download, options or {})
+        samples, labels = raw.train if split == "train" else raw.test
+        self.samples, self.labels = torch.as_tensor(samples), torch.as_tensor(labels)
+        self.classes, self.transform = raw.classes, transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        sample = self.samples[index]
+        if sample.ndim == 3:
+            sample = sample.permute(2, 0, 1).float() / 255
+        return (self.transform(sample) if self.transform else sample), int(self.labels[index])
+
+
+def _load_once(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
     """`load` for every process of a node at once: one of them downloads while the others wait. Raises `UserError`."""
-    if name not in SOURCES and name not in OWN and ":" not in name:
-        raise UserError(f"unknown source {name!r}{settings.nearest(name, [*SOURCES, *OWN])}")
     try:
         return load(name, root, False, options)
     except UserError:
-        if not download or name in GENERATED or name not in SOURCES:
+        if not download or name not in FILES:
             raise
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,7 @@ from lockstep.training.config.settings import Section
 from lockstep.training.config.types import Items
 from lockstep.training.contract import UserError
 from lockstep.training.data.order import mix
-from lockstep.training.data.sources.decoding import Share
-from lockstep.training.data.sources.raw import Piece, Stream, rows_of_a_piece
+from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
 
 MOST_SAMPLES = 1 << 28
 MOST_SAMPLE = 256 << 20

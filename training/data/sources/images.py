@@ -1,19 +1,58 @@
-"""`source: images`: a user's own images in class folders, decoded by several processes."""
+"""`source: images`: a user's own images in class folders, decoded by several processes.
+
+    train/cat/001.jpg   train/cat/more/002.png   train/dog/001.webp
+
+A class is a folder, the classes are sorted by name. The order within a split is that of a hash of each file's relative
+name: it mixes the classes, and neither the file system nor other files change it. Links are followed where they lead to
+a file below the same folder; links to folders are not. Files that are broken are named and counted, up to a bound.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import sys
+import time
 from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import numpy as np
+from pydantic import AfterValidator, Field
+
+from lockstep.training.config.settings import Section
+from lockstep.training.config.types import Items
 from lockstep.training.contract import UserError
-from lockstep.training.data.decoders import Item
-from lockstep.training.data.progress import progress
-from lockstep.training.data.sources.class_folders import listed, shown
-from lockstep.training.data.sources.decoding import Bound, Decoding, Share, decoded_pieces
-from lockstep.training.data.sources.raw import Piece, Stream
+from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
+from lockstep.training.launch.lines import say
+from lockstep.training.parallel.world import cores
+
+MOST_SIDE = 4096
+KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
+"""Suffix → the format that the content must have."""
+_DROPPINGS = frozenset({"thumbs.db", "desktop.ini"})
+"""What file managers leave, beside names with a leading dot."""
+_PROGRESS_SECONDS = 10.0
+"""Between two lines about how far the decoding is."""
 
 
-class Options(Decoding):
+def _size(value: int | list[int]) -> list[int]:
+    sides = value if isinstance(value, list) else [value, value]
+    if len(sides) != 2 or not all(1 <= side <= MOST_SIDE for side in sides):
+        raise ValueError(f"must be a number of pixels, or [height, width], of 1 … {MOST_SIDE}, got {value}")
+    return sides
+
+
+Size = Annotated[int | Items[int], AfterValidator(_size)]
+
+
+class Options(Section):
+    size: Size = Field(default=32, validate_default=True)
+    """Pixels that an image is scaled to, by its shorter side, and then cut to at its centre: a number, or `[height, width]`."""
+    max_broken: Share = 0.01
+    """Share of the files that may be broken; they are named and left out. Above it, the data is refused."""
     train: str = "train"
     """Folder with one folder for each class, below `data.root` or absolute."""
     test: str | None = None
@@ -22,43 +61,111 @@ class Options(Decoding):
     """Share of the images that test where there is no test folder, chosen by a hash of each one's relative name."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Entry:
+    """One file, sorted by the hash of its name."""
+
+    digest: bytes
+    name: str
+    """Relative to the folder, with slashes."""
+    label: int = field(compare=False)
+    path: Path = field(compare=False)
+    expected_format: str = field(compare=False)
+
+    @property
+    def share(self) -> float:
+        """In 0 … 1, drawn from the name alone: those below `held_out` test."""
+        return int.from_bytes(self.digest[:8], "big") / 2**64
+
+
+@dataclass(slots=True)
+class _Listing:
+    folder: Path
+    """Without links."""
+    classes: list[str]
+    entries: list[_Entry] = field(default_factory=list)
+    """In their order."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Name → why it is not even opened."""
+
+    def __len__(self) -> int:
+        return len(self.entries) + len(self.refused)
+
+
 def open_stream(root: Path, options: Options, workers: int) -> Stream:
-    """Raises `UserError` where the folders are not what is expected; while it is read, for too many broken files."""
+    """Raises `UserError` where the folders are not what is expected; while it is read, for too many broken files.
+
+    Args:
+        workers: processes that decode; 0: one for each core that this process may use.
+    """
     folder = _folder(root, options.train)
-    training = listed(folder)
-    total = len(training.entries) + len(training.refused)
-    refused = dict(training.refused)
-    folders = {"train": training.folder, "test": training.folder}
+    training = _listed(folder)
+    left_out, total = dict(training.refused), len(training)
     if options.test is None:
-        splits = {
+        entries = {
             "train": [entry for entry in training.entries if entry.share >= options.held_out],
             "test": [entry for entry in training.entries if entry.share < options.held_out],
         }
-        if not splits["test"] or not splits["train"]:
+        insides, prefixes = {"train": training.folder, "test": training.folder}, {"train": "", "test": ""}
+        if not entries["test"] or not entries["train"]:
             raise UserError(
                 f"{folder}: held_out={options.held_out} of {total} images leaves none for "
-                f"{'testing' if splits['train'] else 'training'}: change data.options.held_out, or name a folder in data.options.test"
+                f"{'testing' if entries['train'] else 'training'}: change data.options.held_out, or name a folder in data.options.test"
             )
     else:
-        other = _folder(root, options.test)
-        testing = listed(other, training.classes)
-        splits = {"train": training.entries, "test": testing.entries}
-        folders["test"] = testing.folder
-        total += len(testing.entries) + len(testing.refused)
-        refused |= {f"{options.test}/{name}": reason for name, reason in testing.refused.items()}
-    bound = Bound(options.max_broken, total, refused)
+        testing = _listed(_folder(root, options.test), training.classes)
+        entries = {"train": training.entries, "test": testing.entries}
+        insides, prefixes = (
+            {"train": training.folder, "test": testing.folder},
+            {"train": "", "test": f"{options.test}/"},
+        )
+        left_out |= {f"{options.test}/{name}": reason for name, reason in testing.refused.items()}
+        total += len(testing)
+    _check_broken(left_out, total, options.max_broken)
 
     def pieces(split: str) -> Generator[Piece, None, None]:
-        entries = splits[split]
-        prefix = f"{options.test}/" if split == "test" and options.test is not None else ""
-        with progress(f"decoding {split} images", len(entries)) as one_more:
-            items = (
-                Item(entry.path, entry.label, shown(prefix + entry.name), entry.expected_format, folders[split])
-                for entry in entries
-            )
-            yield from decoded_pieces(items, options, workers, bound, one_more)
+        from lockstep.training.data.decoders import Decoders, Item  # imports Pillow, which few runs need
 
-    return Stream(pieces, training.classes, bound.left_out)
+        height, width = options.size  # type: ignore[misc]
+        most = rows_of_a_piece(height * width * 3)
+        items = (
+            Item(entry.path, entry.label, _shown(prefixes[split] + entry.name), entry.expected_format, insides[split])
+            for entry in entries[split]
+        )
+        pixels, labels = bytearray(), []
+        next_line = time.monotonic() + _PROGRESS_SECONDS
+        with Decoders(height, width, workers or cores()) as decoders:
+            for number, (item, result) in enumerate(decoders.decode(items), 1):
+                if time.monotonic() > next_line:
+                    say(f"decoding {split} images: {number} of {len(entries[split])}", sys.stderr)
+                    next_line = time.monotonic() + _PROGRESS_SECONDS
+                if isinstance(result, str):
+                    left_out[item.name] = result
+                    _check_broken(left_out, total, options.max_broken)
+                    continue
+                pixels += result
+                labels.append(item.label)
+                if len(labels) == most:
+                    yield _piece(pixels, labels, height, width)
+                    pixels, labels = bytearray(), []
+            if labels:
+                yield _piece(pixels, labels, height, width)
+
+    return Stream(pieces, training.classes, left_out)
+
+
+def _piece(pixels: bytearray, labels: list[int], height: int, width: int) -> Piece:
+    return np.frombuffer(pixels, np.uint8).reshape(-1, height, width, 3), np.array(labels, np.int64)
+
+
+def _check_broken(left_out: dict[str, str], total: int, share: float) -> None:
+    """Raises `UserError` where more than a share of all files cannot be used."""
+    if len(left_out) > share * total:
+        first = [f"{name} ({reason})" for name, reason in list(left_out.items())[:5]]
+        raise UserError(
+            f"{len(left_out)} of {total} image files cannot be used, and data.options.max_broken={share:g} "
+            f"allows {int(share * total)}: {', '.join(first)}{' …' if len(left_out) > 5 else ''}"
+        )
 
 
 def files_of(root: Path, options: Options) -> list[Path]:
@@ -66,10 +173,8 @@ def files_of(root: Path, options: Options) -> list[Path]:
     paths: list[Path] = []
     for name in (options.train, options.test):
         if name is not None:
-            try:
-                paths += [entry.path for entry in listed(_folder(root, name)).entries]
-            except UserError:
-                continue
+            with contextlib.suppress(UserError):
+                paths += [entry.path for entry in _listed(_folder(root, name)).entries]
     return paths
 
 
@@ -81,3 +186,72 @@ def _folder(root: Path, name: str) -> Path:
             f"{folder} is the folder where shards are cached (data.root={root}): set data.root to its parent folder"
         )
     return folder
+
+
+def _listed(folder: Path, classes: list[str] | None = None) -> _Listing:
+    """All images below the class folders of `folder`.
+
+    Args:
+        classes: those of the training folder, whose labels a test folder shares.
+
+    Raises:
+        UserError: it is missing, cannot be read, has no class folder, an empty one, or one that `classes` has not.
+    """
+    try:
+        inside = folder.resolve(strict=True)
+        found = list(os.scandir(inside))
+        class_names = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {folder} ({reason}): expected a folder with one folder for each class") from None
+    if not class_names:
+        raise UserError(f"{folder} has no folders: expected one for each class, with its images")
+    if classes is not None and (unknown := sorted(set(class_names) - set(classes))):
+        raise UserError(f"{folder} has a class {_shown(unknown[0])}, which the training folder does not have")
+    if bad := [name for name in class_names if not name.isprintable()]:
+        raise UserError(f"{folder} has a class folder {_shown(bad[0])}: rename it, its name cannot be printed")
+    listing = _Listing(inside, classes if classes is not None else class_names)
+    for entry in found:
+        if Path(entry.name).suffix.lower() in KINDS and entry.name not in class_names:
+            listing.refused[_shown(entry.name)] = "it is not in a class folder"
+    for name in class_names:
+        if not (files := _files_below(inside / name)):
+            raise UserError(f"{folder / name} has no images: remove the folder, or put images into it")
+        for path in files:
+            _add(path, listing.classes.index(name), listing)
+    listing.entries.sort()
+    listing.refused = dict(sorted(listing.refused.items()))
+    return listing
+
+
+def _files_below(top: Path) -> list[Path]:
+    """Raises `UserError` for a folder that is a link, which may lead anywhere and in a circle, or that cannot be read."""
+
+    def refused(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}")
+
+    files: list[Path] = []
+    for folder, inner, names in os.walk(top, onerror=refused):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        for path in (Path(folder), *(Path(folder, name) for name in inner)):
+            if path.is_symlink():
+                raise UserError(f"{path} is a link to a folder: replace it by the folder itself")
+        files += [Path(folder, name) for name in names if not name.startswith(".") and name.lower() not in _DROPPINGS]
+    return files
+
+
+def _add(path: Path, label: int, listing: _Listing) -> None:
+    name = path.relative_to(listing.folder).as_posix()
+    expected_format = KINDS.get(path.suffix.lower())
+    if expected_format is None:
+        listing.refused[_shown(name)] = f"its name does not end in one of {', '.join(KINDS)}"
+    elif path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(listing.folder):
+        listing.refused[_shown(name)] = "it is a link that leads out of the folder"
+    else:
+        digest = hashlib.sha256(os.fsencode(name)).digest()
+        listing.entries.append(_Entry(digest, name, label, path, expected_format))
+
+
+def _shown(name: str) -> str:
+    """A name as an error or a manifest shows it: one line, whatever it is made of."""
+    return name if name.isprintable() else ascii(name)

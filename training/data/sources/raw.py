@@ -1,21 +1,22 @@
-"""What a source gives, in memory or in pieces, and how one is downloaded."""
+"""What a source gives, in memory or in pieces, and what a shard can hold of it."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+from pydantic import Field
 
+from lockstep.training.config.types import Number
 from lockstep.training.contract import UserError
-from lockstep.training.data.spool import checked
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 """(samples, labels [n]): some of a split, in its order."""
+Share: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
+"""The type of an option."""
 PIECE_BYTES = 4 << 20
 """Of samples that a source hands over at once, about."""
 
@@ -77,16 +78,36 @@ def rows_of_a_piece(sample_bytes: int) -> int:
     return max(PIECE_BYTES // max(sample_bytes, 1), 1)
 
 
-def download(dataset: Callable[..., Any], name: str, root: Path, files: str) -> None:
-    """Lets a class of torchvision download its files to `root`. Raises `UserError` that says where to put `files` instead."""
-    previous = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(30)
-    try:
-        dataset(str(root), download=True)
-    except (OSError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """(uint8 images [n, h, w, c] or float32 vectors [n, f], int64 labels [n]) of a piece.
+
+    Raises `UserError`, which begins with `where`, for one that is neither.
+    """
+    if not isinstance(samples, np.ndarray) or not isinstance(labels, np.ndarray):
+        kinds = f"({type(samples).__name__}, {type(labels).__name__})"
+        raise UserError(f"{where} is {kinds}, expected two numpy arrays (samples, labels)")
+    if samples.dtype == np.uint8 and samples.ndim == 4:
+        if samples.shape[3] > 4 and samples.shape[1] in (1, 3):
+            raise UserError(
+                f"{where} has images of shape {list(samples.shape)}: give them as [n, h, w, c], channels last"
+            )
+    elif samples.dtype.kind == "f" and samples.ndim == 2:
+        samples = samples.astype(np.float32, copy=False)
+        if not np.isfinite(samples).all():
+            row = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
+            raise UserError(f"{where} has a value that is not a finite float32 number, in its sample {row}")
+    else:
         raise UserError(
-            f"no {name} below {root}, and the download failed ({reason}): put {files} there, or set data.root to their folder"
-        ) from None
-    finally:
-        socket.setdefaulttimeout(previous)
+            f"{where} has samples of {samples.dtype} {list(samples.shape)}, "
+            "expected uint8 images [n, h, w, c] or float feature vectors [n, f]"
+        )
+    if 0 in samples.shape[1:] or max(samples.shape[1:]) >= 1 << 16:
+        raise UserError(f"{where} has samples of shape {list(samples.shape[1:])}, expected 1 … 65535 in each dimension")
+    if labels.dtype.kind not in "iu" or labels.shape != samples.shape[:1]:
+        raise UserError(
+            f"{where} has labels of {labels.dtype} {list(labels.shape)} for {len(samples)} samples, "
+            "expected whole numbers, one for each sample"
+        )
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 1 << 16:  # before a cast can wrap them
+        raise UserError(f"{where} has labels {labels.min()} … {labels.max()}, expected 0 … 65535")
+    return samples, labels.astype(np.int64)

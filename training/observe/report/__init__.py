@@ -5,30 +5,34 @@ numbers. The file holds all it needs, its charting library too, and asks no netw
 
     record.py         what a run directory holds, read
     charts.py         the lines of each chart
-    tables.py         final numbers, config and environment of the runs, side by side
     template.html.j2  the page
     assets/           its style and its script, and Chart.js with its licence
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jinja2
 
 from lockstep.training import contract, files
+from lockstep.training.config import settings
 from lockstep.training.contract import UserError
-from lockstep.training.observe.report import charts, record, tables
+from lockstep.training.observe.report import charts, record
+from lockstep.training.observe.report.charts import Row, Table
 from lockstep.training.observe.report.record import RunRecord, number_of
 
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'
 """Stands near the beginning of every report. A file without it is somebody else's, and is not replaced."""
+_ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
+"""Parts of run.yaml."""
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
@@ -60,11 +64,15 @@ def page(runs: Sequence[RunRecord]) -> str:
     return _environment().get_template("template.html.j2").render(
         mark=MARK,
         names=names,
-        verdicts=[_verdict(run, name) for run, name in zip(runs, names)],
-        final=tables.final(runs, names),
+        verdicts=[(name, *_verdict(run)) for run, name in zip(runs, names)],
         charts=charts.of(runs, names),
-        config=tables.config(runs, names),
-        environment=tables.environment(runs, names),
+        final=_compared([_final(run.summary) for run in runs], names, mark=False),
+        about={
+            "Config": _compared([settings.dotted(run.part("config")) for run in runs], names),
+            "Environment": _compared(
+                [settings.dotted({part: run.about.get(part) for part in _ENVIRONMENT}) for run in runs], names
+            ),
+        },
         version=contract.VERSION,
         written=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         asset=lambda name: (FOLDER / "assets" / name).read_text(encoding="utf-8"),
@@ -84,26 +92,51 @@ def _environment() -> jinja2.Environment:
 
 def _distinct(runs: Sequence[RunRecord]) -> list[str]:
     """The runs' names; with the folder before them where two have the same one, and a number where that does not help."""
-    names = [run.name for run in runs]
+    names = [run.path.name for run in runs]
     if len(set(names)) < len(names):
-        names = [f"{run.path.parent.name}/{run.name}" for run in runs]
+        names = [f"{run.path.parent.name}/{run.path.name}" for run in runs]
     return [f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
-class Verdict(NamedTuple):
+def _verdict(run: RunRecord) -> tuple[str, str]:
     """How a run ended, and what it was."""
-
-    name: str
-    ending: str
-    facts: str
-
-
-def _verdict(run: RunRecord, name: str) -> Verdict:
     code, reason = number_of(run.status.get("code")), run.status.get("reason", "")
     ending = "running" if code is None else {0: "complete", 2: "wrong usage", 75: "preempted"}.get(int(code), "failed")
     why = f": {reason}" if reason and reason not in (ending, "complete", "running") else ""
     began = f"{datetime.fromtimestamp(run.began, timezone.utc):%Y-%m-%d %H:%M} UTC, " if run.began else ""
-    size = run.part("world").get("size", "?")
-    of = run.part("config").get("recipe")  # a user's own loop has none
-    facts = f"{f'{of} ' if of else ''}on {size} rank{'' if size == 1 else 's'}"
-    return Verdict(name, ending + why, began + facts)
+    size, recipe = run.part("world").get("size", "?"), run.part("config").get("recipe")  # a user's own loop has none
+    return ending + why, f"{began}{f'{recipe} ' if recipe else ''}on {size} rank{'' if size == 1 else 's'}"
+
+
+def _final(summary: dict[str, Any]) -> dict[str, Any]:
+    """Final numbers for people, by their names; those of each class and of a loop of one's own, too."""
+    final = {}
+    for group, value in summary.items():
+        for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+            if number is not None:
+                title = f"{group} {name}".replace("_", " ").strip()
+                final[title] = f"{number:,.4f}" if isinstance(number, float) else number
+    return final
+
+
+def _compared(columns: list[dict[str, Any]], names: list[str], mark: bool = True) -> Table:
+    """Values side by side. With `mark`, rows that differ come first, and say so in words, too.
+
+    Variables of the environment are not marked: many are other ones at every start.
+    """
+    first: list[Row] = []
+    rest: list[Row] = []
+    for key in dict.fromkeys(key for column in columns for key in column):
+        cells = [_shown(column.get(key)) for column in columns]
+        differs = mark and len(set(cells)) > 1 and not key.startswith("environment.")
+        (first if differs else rest).append(Row(f"{key} (differs)" if differs else key, cells, differs))
+    return Table(["", *names], [*first, *rest])
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "–"
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # YAML has dates, sets and bytes, too
+        return str(value)

@@ -1,20 +1,25 @@
 """Reads a run directory for the report: run.yaml, status.json, summary.json, events.jsonl and the ranks' textfiles.
 
-Every file may be missing, cut off or damaged, and may hold anything: what can be read is used, the rest is left out.
+Every file may be missing, cut off or damaged, and may hold anything: what can be read is used, the rest is left out. A run
+of a million steps has a hundred thousand readings. As mappings they would take a kilobyte each, in columns 24 bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import re
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.training import contract, files
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
-from lockstep.training.observe.report.series import Reading, Series
 
 _EVENT_BYTES = 128 << 20
 """Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""
@@ -26,20 +31,21 @@ _READINGS = 4000
 _NAMES = 100
 """Most names of such values, and kinds of events."""
 _OTHERS = 20_000
-"""Most events of each other kind: from there on every second one is left out, again and again."""
+"""Most events of each other kind: every second one is dropped when there are so many, again and again."""
 _LARGEST = 1e15
 """A count or a number of seconds from here on is damaged."""
 _LATEST = 253_402_300_800.0
 """Unix time at the end of the year 9999, beyond which there are no dates."""
-_OF_PHASES = re.compile(r"(?m)^training_\w+_seconds_(?:sum|count)[ {].*\n")
+_SECONDS = re.compile(r"(?m)^training_(\w+_seconds_(?:sum|count))(?:\{.*\})? (\S+)$")
+"""In Prometheus' text: of a hundred lines those that count."""
 PHASES = ("data_wait", "grad_ready", "sync_wait")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class RunRecord:
     """What one run directory holds. Times are Unix seconds."""
 
-    name: str
     path: Path
     about: dict[str, Any]
     """run.yaml as it stands."""
@@ -47,17 +53,11 @@ class RunRecord:
     summary: dict[str, Any]
     events: list[dict[str, Any]]
     ranks: list[dict[str, float]]
-    """By rank: mean seconds a step of each phase, `rest`, `step_duration`, and `steps` of the last attempt."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Settings by their dotted names."""
-        return settings.dotted(self.part("config"))
+    """By rank: mean seconds a step of each phase and of the `rest`, in the last attempt."""
 
     def part(self, name: str) -> dict[str, Any]:
         """A mapping within run.yaml; empty where there is none."""
-        value = self.about.get(name)
-        return value if isinstance(value, dict) else {}
+        return _mapping(self.about.get(name))
 
     @property
     def began(self) -> float:
@@ -75,98 +75,13 @@ def read(path: Path) -> RunRecord:
     if not run_file.is_file():
         raise UserError(f"{path} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
     path = path.resolve()
-    return RunRecord(
-        path.name, path, settings.read_yaml(run_file), _mapping(path / contract.STATUS_FILE),
-        _mapping(path / contract.SUMMARY_FILE), _events(path / contract.EVENTS_FILE), _ranks(path / contract.METRICS),
-    )  # fmt: skip
+    status, summary = (_mapping(files.read_json(path / name)) for name in (contract.STATUS_FILE, contract.SUMMARY_FILE))
+    events, ranks = _events(path / contract.EVENTS_FILE), _ranks(path / contract.METRICS)
+    return RunRecord(path, settings.read_yaml(run_file), status, summary, events, ranks)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    value = files.read_json(path)
+def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    """The events in order. Of what an attempt lost and a later one took again, the later one's."""
-    events: list[dict[str, Any]] = []
-    losses, logged = Series(), dict[str, Series]()
-    counts, strides = dict[str, int](), dict[str, int]()
-    try:
-        with files.regular(path) as file:
-            for _ in range(_EVENT_LINES):
-                if file.tell() >= _EVENT_BYTES or not (line := file.readline(_LINE_BYTES)):
-                    break
-                if not line.startswith(b"{"):
-                    continue
-                try:
-                    value = files.parsed(line)
-                except ValueError:
-                    continue  # cut off by a kill
-                if isinstance(value, dict) and isinstance(value.get("event"), str):
-                    at = number_of(value.get("time"))
-                    if at is None or not 0 < at < _LATEST:
-                        continue
-                    if value["event"] == "step":
-                        losses.add(*_where(value), at, number_of(value.get("train_loss")))
-                    elif value["event"] == "log":
-                        _log(value, at, logged)
-                    else:
-                        events = _kept(value, events, counts, strides)
-    except OSError:
-        return []
-    last = {_place(event): index for index, event in enumerate(events)}
-    events = [event for index, event in enumerate(events) if event["event"] != "epoch" or last[_place(event)] == index]
-    events += [_event("step", reading, train_loss=reading.value) for reading in losses.fewer(_READINGS)]
-    events += [
-        _event("log", reading, values={name: reading.value})
-        for name, series in logged.items()
-        for reading in series.fewer(_READINGS)
-    ]
-    return sorted(events, key=lambda event: float(event["time"]))
-
-
-def _where(event: dict[str, Any]) -> tuple[float | None, float | None]:
-    return number_of(event.get("step")), number_of(event.get("epoch"))
-
-
-def _log(event: dict[str, Any], at: float, logged: dict[str, Series]) -> None:
-    values = event.get("values")
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if name in logged or len(logged) < _NAMES:
-            logged.setdefault(name, Series()).add(*_where(event), at, number_of(value))
-
-
-def _kept(
-    event: dict[str, Any], events: list[dict[str, Any]], counts: dict[str, int], strides: dict[str, int]
-) -> list[dict[str, Any]]:
-    """`events` with the event added. Of a kind that has very many events, only every second, fourth, … is kept."""
-    kind = event["event"]
-    if kind not in counts and len(counts) >= _NAMES:
-        return events
-    counts[kind] = number = counts.get(kind, 0) + 1
-    stride = strides.setdefault(kind, 1)
-    if number % stride:
-        return events
-    events.append(event)
-    if number // stride >= _OTHERS:
-        strides[kind], counts[kind] = 2 * stride, 0
-        seen = 0
-        rest = []
-        for other in events:
-            seen += other["event"] == kind
-            if other["event"] != kind or seen % 2:
-                rest.append(other)
-        return rest
-    return events
-
-
-def _event(kind: str, reading: Reading, **more: Any) -> dict[str, Any]:
-    about = {"event": kind, "time": reading.time, "step": reading.step, "epoch": reading.epoch, **more}
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in about.items()}
-
-
-def _place(event: dict[str, Any]) -> tuple[str, float | None]:
-    return event["event"], number_of(event.get("step"))
 
 
 def number_of(value: Any) -> float | None:
@@ -179,27 +94,101 @@ def number_of(value: Any) -> float | None:
         return None
 
 
-def _ranks(folder: Path) -> list[dict[str, float]]:
-    from prometheus_client.parser import text_string_to_metric_families
+def thinned(points: Sequence[T], most: int, height: Callable[[T], float] = lambda _: 0.0) -> list[T]:
+    """At most `most` (4 or more) of the points, in their order: the first, the last, the lowest and the highest of each stretch.
 
+    A chart that is 500 pixels wide shows no more than the least and the greatest of each pixel's.
+
+    Args:
+        height: of a point; infinite where it has none.
+    """
+    if len(points) <= most:
+        return list(points)
+    inner, stretches = len(points) - 2, (most - 2) // 2
+    chosen = [points[0]]
+    for number in range(stretches):
+        low, high = 1 + number * inner // stretches, 1 + (number + 1) * inner // stretches
+        known = [(value, at) for at in range(low, high) if math.isfinite(value := height(points[at]))] or [(0.0, low)]
+        chosen += [points[at] for at in sorted({min(known)[1], max(known)[1]})]  # of equal ones the first and the last
+    return [*chosen, points[-1]]
+
+
+class _Series:
+    """Readings of one number, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._step, self._time, self._value = array("d"), array("d"), array("d")
+
+    def add(self, event: dict[str, Any], value: Any) -> None:
+        for column, number in zip((self._step, self._time, self._value), (event.get("step"), event["time"], value)):
+            known = number_of(number)
+            column.append(-math.inf if known is None else known)  # NaN would have no place in an order
+
+    def events(self, kind: str, name: str | None = None) -> Iterator[dict[str, Any]]:
+        """Some of them by step, the least and the greatest among them; of what was read again at the same step, the last."""
+        steps = self._step
+        order = sorted(range(len(steps)), key=steps.__getitem__)
+        pairs = itertools.zip_longest(order, order[1:])
+        last = array("q", (one for one, other in pairs if other is None or steps[one] != steps[other]))
+        for at in thinned(last, _READINGS, self._value.__getitem__):
+            step, value = number_of(steps[at]), number_of(self._value[at])
+            content = {"train_loss": value} if name is None else {"values": {name: value}}
+            yield {"event": kind, "time": self._time[at], "step": step, **content}
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The events by time. Of what an attempt lost and a later one took again, the later one's."""
+    losses = _Series()
+    logged: dict[str, _Series] = defaultdict(_Series)
+    others: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in _lines(path):
+        kind = event["event"]
+        if kind == "step":
+            losses.add(event, event.get("train_loss"))
+        elif kind == "log":
+            for name, value in _mapping(event.get("values")).items():
+                if name in logged or len(logged) < _NAMES:
+                    logged[name].add(event, value)
+        elif kind in others or len(others) < _NAMES:
+            others[kind].append(event)
+            if len(others[kind]) >= _OTHERS:
+                del others[kind][::2]
+    epochs = {number_of(event.get("step")): event for event in others.pop("epoch", [])}
+    events = [event for kept in others.values() for event in kept]
+    events += [*epochs.values(), *losses.events("step")]
+    events += [event for name, series in logged.items() for event in series.events("log", name)]
+    return sorted(events, key=lambda event: float(event["time"]))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of the file that have a kind and a time."""
+    try:
+        with files.regular(path) as file:
+            for _ in range(_EVENT_LINES):
+                if file.tell() >= _EVENT_BYTES or not (line := file.readline(_LINE_BYTES)):
+                    return
+                event: dict[str, Any] = {}
+                if line.startswith(b"{"):
+                    with contextlib.suppress(ValueError):  # cut off by a kill
+                        event = _mapping(files.parsed(line))
+                if isinstance(event.get("event"), str) and 0 < (number_of(event.get("time")) or 0) < _LATEST:
+                    yield event
+    except OSError:
+        return
+
+
+def _ranks(folder: Path) -> list[dict[str, float]]:
     rows = []
     for path in sorted(folder.glob("rank-*.prom")):
         try:
-            text = "".join(
-                _OF_PHASES.findall(files.read(path, 1 << 20).decode())
-            )  # of a hundred lines the five that count
-            families = list(text_string_to_metric_families(text))
-        except Exception:  # noqa: BLE001, S112 - the parser raises whatever a damaged file makes it trip over
+            values = {name: float(value) for name, value in _SECONDS.findall(files.read(path, 1 << 20).decode())}
+        except (OSError, ValueError):
             continue
-        values = {
-            s.name.removeprefix("training_"): s.value for f in families for s in f.samples if "le" not in s.labels
-        }
-        # Counts and seconds below zero, infinite or NaN are damaged. (A loss may be NaN; it is not read here.)
-        values = {name: float(value) for name, value in values.items() if 0 <= value < _LARGEST}
+        # Counts and seconds below zero, infinite or NaN are damaged.
+        values = {name: value for name, value in values.items() if 0 <= value < _LARGEST}
         steps, spent = values.get("step_duration_seconds_count", 0.0), values.get("step_duration_seconds_sum", 0.0)
         digits = path.stem.removeprefix("rank-")
         if steps >= 1 and spent > 0 and digits.isascii() and digits.isdigit():
             row = {phase: values.get(f"{phase}_seconds_sum", 0.0) / steps for phase in PHASES}
-            row |= {"rest": max(0.0, spent / steps - sum(row.values())), "step_duration": spent / steps}
-            rows.append({"rank": float(digits), "steps": steps, **row})
+            rows.append({"rank": float(digits), **row, "rest": max(0.0, spent / steps - sum(row.values()))})
     return rows

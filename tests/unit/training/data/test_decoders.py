@@ -18,18 +18,17 @@ from tests.processes import ROOT, clean_env, poll, processes
 
 def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next ones get a new process, and so does one whose process ended once."""
-    (tmp_path / "lockstep/training/data").mkdir(parents=True)
-    for package in ("lockstep", "lockstep/training", "lockstep/training/data"):
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "lockstep/training/data/decoder.py").write_text(
+    program = tmp_path / "decoder.py"
+    program.write_text(
         "import os, sys, time, json\nos.write(1, b'R')\n"
         "for line in sys.stdin.buffer:\n"
-        "    for item in json.loads(line):\n"
-        "        if 'kill' in item['path']: os.kill(os.getpid(), 11)\n"
-        "        if 'once' in item['path'] and not os.path.exists('seen'): open('seen', 'w'); os.kill(os.getpid(), 9)\n"
-        "        if 'wait' in item['path']: time.sleep(600)\n"
-        "        os.write(1, b'P' + bytes(12))\n"
+        "    path = json.loads(line)['path']\n"
+        "    if 'kill' in path: os.kill(os.getpid(), 11)\n"
+        "    if 'once' in path and not os.path.exists('seen'): open('seen', 'w'); os.kill(os.getpid(), 9)\n"
+        "    if 'wait' in path: time.sleep(600)\n"
+        "    os.write(1, b'P' + bytes(12))\n"
     )
+    monkeypatch.setattr(decoders, "_PROGRAM", [str(program)])
     monkeypatch.setattr(decoders, "_ROOT", tmp_path)
     monkeypatch.setattr(decoders, "SECONDS", 0.5)
     items = [Item(Path(name), 0, name) for name in ("a", "kill", "b", "wait", "once", "c")]

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts of the report. Runs differ by mark and by dash, test from training by hollow marks and short dashes,
-// phases by hatching: colour only helps.
+// phases by their order: colour only helps.
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const COLOURS = { light: ["#0b62c4", "#b3440a", "#157a3c", "#8a2fb0", "#8a6500", "#b01b52"], dark: ["#6db3ff", "#ff9f66", "#6fdc94", "#d79bf5", "#f0c84a", "#ff85ae"] };
@@ -11,33 +11,17 @@
   const MARKS = 12; // about so many on a line
   const MOMENTS = {
     start: ["triangle", 6], restart: ["triangle", 9], resumed: ["triangle", 7], checkpoint: ["rect", 4], "checkpoint failed": ["crossRot", 8],
-    preempted: ["rectRot", 9], "NaN or infinite": ["star", 9], "corrupt checkpoint": ["crossRot", 9], done: ["circle", 7],
+    preempted: ["rectRot", 9], nonfinite: ["star", 9], "corrupt checkpoint": ["crossRot", 9], done: ["circle", 7],
   };
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const drawn = [];
 
-  function hatched(colour, ink, number) {
-    const tile = document.createElement("canvas");
-    tile.width = tile.height = 10;
-    const pen = tile.getContext("2d");
-    pen.fillStyle = colour;
-    pen.fillRect(0, 0, 10, 10);
-    pen.strokeStyle = pen.fillStyle = ink;
-    pen.lineWidth = 1.4;
-    pen.globalAlpha = 0.55;
-    const line = (a, b, c, d) => { pen.beginPath(); pen.moveTo(a, b); pen.lineTo(c, d); pen.stroke(); };
-    if (number === 0) { line(-2, 12, 12, -2); line(-7, 7, 7, -7); line(3, 17, 17, 3); }
-    if (number === 2) { line(5, 0, 5, 10); }
-    if (number === 3) { pen.beginPath(); pen.arc(5, 5, 1.5, 0, 7); pen.fill(); }
-    return pen.createPattern(tile, "repeat");
-  }
-
   function line(chart, item, number, theme, panel) {
     const timeline = chart.kind === "timeline";
-    const colour = COLOURS[theme][item.run % 6];
-    const round = Math.floor(item.run / 6); // from the seventh run on, marks come with another dash
-    const dash = (item.dashed ? SHORT : DASHES)[(item.run + (timeline ? 0 : round)) % 6];
-    const [shape, turned] = SHAPES[item.run % 6];
+    const colour = COLOURS[theme][item.number % 6];
+    const round = Math.floor(item.number / 6); // from the seventh run on, marks come with another dash
+    const dash = (item.dashed ? SHORT : DASHES)[(item.number + (timeline ? 0 : round)) % 6];
+    const [shape, turned] = SHAPES[item.number % 6];
     // Marks of lines that run together stand beside one another.
     const every = Math.max(1, Math.round(item.points.length / MARKS));
     const first = Math.floor((every * number) / chart.lines.length);
@@ -46,27 +30,8 @@
       label: item.label, data: item.points.map(([x, y]) => ({ x, y })), borderColor: colour, backgroundColor: item.dashed ? panel : colour,
       borderDash: dash, borderWidth: timeline ? 1.5 + 1.5 * round : item.dashed ? 1.5 : 2, tension: 0, rotation: timeline ? 0 : turned,
       pointStyle: item.points.map((p, i) => mark(p, i)[0]), pointRadius: item.points.map((p, i) => mark(p, i)[1]), pointBorderColor: colour, pointBorderWidth: 1.5,
-      sample: timeline ? false : shape, moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
+      moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
     };
-  }
-
-  // Chart.js draws legend lines solid: these samples have the dash and the point of their lines.
-  function sampled(chart) {
-    return Chart.defaults.plugins.legend.labels.generateLabels(chart).map((label) => {
-      const set = chart.data.datasets[label.datasetIndex];
-      const tile = document.createElement("canvas");
-      [tile.width, tile.height] = [44, 14];
-      const pen = tile.getContext("2d");
-      [pen.strokeStyle, pen.fillStyle, pen.lineWidth] = [set.borderColor, set.backgroundColor, set.borderWidth];
-      pen.setLineDash(set.borderDash);
-      pen.beginPath();
-      pen.moveTo(1, 7);
-      pen.lineTo(43, 7);
-      pen.stroke();
-      pen.setLineDash([]);
-      if (set.sample) { Chart.helpers.drawPoint(pen, { pointStyle: set.sample, rotation: set.rotation, radius: 4.5, borderWidth: 1.5 }, 22, 7); }
-      return { ...label, pointStyle: tile, rotation: 0 };
-    });
   }
 
   function settings(chart) {
@@ -78,12 +43,12 @@
     const [x, y] = [axis(chart.x), axis(chart.y)];
     if (!stack) { x.type = "linear"; }
     x.beginAtZero = stack || chart.kind === "timeline";
-    y.beginAtZero = Boolean(chart.zero);
+    y.beginAtZero = Boolean(chart.from_zero);
     if (chart.log) { y.type = "logarithmic"; y.beginAtZero = false; }
     x.stacked = y.stacked = stack;
     const labels = stack ? chart.lines[0].points.map(([name]) => name) : undefined;
     const datasets = chart.lines.map((item, number) => (stack
-      ? { label: item.label, data: item.points.map(([, value]) => value), backgroundColor: hatched(PHASES[theme][item.run], theme === "dark" ? "#000" : "#fff", item.run), borderColor: panel, borderWidth: 1, maxBarThickness: 30 }
+      ? { label: item.label, data: item.points.map(([, value]) => value), backgroundColor: PHASES[theme][item.number], borderColor: panel, borderWidth: 1, maxBarThickness: 30 }
       : line(chart, item, number, theme, panel)));
     return {
       type: stack ? "bar" : "line", data: { labels, datasets },
@@ -92,7 +57,7 @@
         font: { family: getComputedStyle(document.body).fontFamily }, interaction: { mode: stack ? "index" : "nearest", axis: stack ? "y" : "xy", intersect: false },
         scales: { x, y },
         plugins: {
-          legend: { position: "bottom", labels: { color: ink, boxWidth: 34, boxHeight: 12, ...(stack ? {} : { usePointStyle: true, pointStyleWidth: 44, generateLabels: sampled }) } },
+          legend: { position: "bottom", labels: { color: ink, boxWidth: 34, boxHeight: 8, usePointStyle: chart.kind === "line" } },
           tooltip: { callbacks: { afterLabel: (at) => (at.dataset.moments ? at.dataset.moments[at.dataIndex].filter(Boolean) : []) } },
         },
       },

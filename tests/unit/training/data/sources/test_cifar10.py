@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.training.data.sources.cifar10 import _read_batch
+from lockstep.training.data.sources.builtin import _read_batch
 from tests import product
 from tests.product import UserError
 
