@@ -17,7 +17,7 @@ from tests.product.ranks import *
 
 PUBLIC = {
     "lockstep.training.sync.teaching.horovod",
-    "lockstep.training.sync.teaching.hooks",
+    "lockstep.training.sync.teaching.strategies",
     "lockstep.training.parallel.world",
     "lockstep.training.resilience.closeness",
     "lockstep.training.exercises.collectives",

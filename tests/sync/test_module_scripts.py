@@ -17,7 +17,7 @@ from lockstep.training.exercises.collectives import gather_objects
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import check_parameter_closeness
 from lockstep.training.sync.teaching import horovod
-from lockstep.training.sync.teaching.hooks import HookedDataParallel
+from lockstep.training.sync.teaching.strategies import HookedDataParallel
 from tests.idx import write_fashion
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training

@@ -12,15 +12,15 @@ from lockstep.training.sync.base import GradientSync
 
 STRATEGIES = {
     "ddp": "lockstep.training.sync.ddp:Ddp",
-    "allreduce": "lockstep.training.sync.teaching.baselines:AllReduce",
+    "allreduce": "lockstep.training.sync.teaching.strategies:AllReduce",
     "flat": "lockstep.training.sync.flat:Flat",
-    "hooks": "lockstep.training.sync.teaching.hooks:Hooks",
+    "hooks": "lockstep.training.sync.teaching.strategies:Hooks",
     "horovod": "lockstep.training.sync.teaching.horovod:Horovod",
     "zero1": "lockstep.training.sync.flat:Zero1",
     "powersgd": "lockstep.training.sync.powersgd:PowerSgd",
     "bf16_compress": "lockstep.training.sync.flat:Bf16Compress",
     "fsdp": "lockstep.training.sync.fsdp:Fsdp",
-    "data_parallel": "lockstep.training.sync.teaching.baselines:DataParallel",
+    "data_parallel": "lockstep.training.sync.teaching.strategies:DataParallel",
 }
 """Imported when they are used: torch's sharding takes a second to load."""
 

@@ -164,7 +164,11 @@ class Zero1(Flat):
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
-        self._refuse_mixing(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise self.refuse(
+                "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
+                "use another optimizer, or sync.name=ddp",
+            )
         # The parameters of all ranks; the optimizer keeps this rank's.
         self._param_groups = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:

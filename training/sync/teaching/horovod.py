@@ -6,8 +6,6 @@
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 Started by mpiexec, torchrun, srun or `training launch`; alone it is one rank. Errors have Horovod's types and meaning.
-Beyond Horovod: `init` returns (rank, device), `broadcast_parameters` takes a module, `set_samples` weights unequal parts,
-and `partition_dataset` shares out a data set.
 
 A. Sergeev, M. Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (2018).
 """
@@ -192,10 +190,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 def partition_dataset(
     dataset: Dataset[Any], batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | str = torch.float32,
 ) -> tuple[partition.PartitionedLoader, int]:  # fmt: skip
-    """(a loader of this rank's part of each batch, the size of that part), of a data set of (input, target).
-
-    `batch_size` is shared over the ranks; the parts differ by at most one sample where it does not divide.
-    """
+    """(a loader of this rank's part of each batch of all ranks, the size of that part), of a data set of (input, target)."""
     me = _me()
     loader = partition.PartitionedLoader(dataset, batch_size, me.rank, me.size, device or me.device, dtype)
     return loader, loader.per_rank
@@ -207,16 +202,13 @@ def DistributedOptimizer(
 ) -> torch.optim.Optimizer:  # fmt: skip
     """`optimizer` with gradients that are reduced over the ranks from inside `backward`; `step` waits for them.
 
-    It is a twin of a subclass of the optimizer's class, and shares its state. With `backward_passes_per_step` gradients
-    of several passes are added up, then sent.
+    Of a subclass of its class, and sharing its state. Gradients of `backward_passes_per_step` are added up, then sent.
 
     Raises:
         ValueError: names in `named_parameters` that are not unique, parameters without a name, another compression.
     """
     if compression is not Compression.none:
         raise ValueError("only Compression.none is supported; sync.name=bf16_compress and powersgd compress")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         named_parameters = [(f"allreduce.noname.{number}", parameter) for number, parameter in enumerate(params)]
@@ -229,7 +221,7 @@ def DistributedOptimizer(
     unnamed = [tuple(parameter.shape) for parameter in set(params) - {parameter for _, parameter in named}]
     if unnamed:
         raise ValueError(
-            f"named_parameters leaves {len(unnamed)} parameters of the optimizer without a name, of shapes {unnamed[:5]}"
+            f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:5]}"
         )
     reduced = [(name, parameter) for name, parameter in named if parameter in set(params)]
     cls = type(optimizer)
@@ -278,9 +270,7 @@ class _Distributed:
         self._weighting_settled = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        raise ValueError(
-            "parameters that are added after DistributedOptimizer() are not reduced: add the group to the optimizer before wrapping it"
-        )
+        raise ValueError("a group that is added now is not reduced: add it before the optimizer is distributed")
 
     def step(self, closure: Any = None) -> Any:
         if not self._weighting_settled and partition.unequal_parts and self._reducer.size > 1:
@@ -294,10 +284,7 @@ class _Distributed:
             raise ValueError("a closure would compute gradients that are not synchronised: call step() without one")
         if self._should_synchronize:
             if self._synchronized:
-                warnings.warn(
-                    "step() synchronises again after synchronize(): call it inside optimizer.skip_synchronize()",
-                    stacklevel=2,
-                )
+                warnings.warn("step() synchronises again: call it inside optimizer.skip_synchronize()", stacklevel=2)
             self.synchronize()
         self._synchronized = False
         return super().step()  # type: ignore[misc]
@@ -306,8 +293,7 @@ class _Distributed:
         """Also called `reset_grad`."""
         if self._reducer.pending:
             raise AssertionError(
-                "zero_grad() was called after backward() and before step() or synchronize(), while gradients are on "
-                "their way: that is a race"
+                "zero_grad() races with gradients that are on their way: call step() or synchronize() first"
             )
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
