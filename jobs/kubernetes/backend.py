@@ -331,9 +331,7 @@ class KubernetesBackend(Cluster):
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         *_, wanted = render.kubernetes(spec, code.submission_of(found.record) or code.RENDERED)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
-        lines = missing_from(wanted, found.record)
-        # Pods of an earlier version's job do not have the label.
-        return [line for line in lines if not (f"labels.{HASH}: " in line and line.endswith("→ (default)"))]
+        return missing_from(wanted, found.record)
 
     def where(self, found: Found) -> str:
         return self._where(found.record)
