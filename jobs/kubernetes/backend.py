@@ -122,7 +122,7 @@ class KubernetesBackend(Cluster):
         return self.find(found.name)
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        if found.hash == spec.hash():  # else an earlier version's, whose pods another policy selects
+        if found.hash == spec.hash():  # else its pods have another label, which this policy does not select
             with explained(self.api.host):
                 submission.keep(self.api, self.namespace, spec, found.record, found.spec)
         return super().attach(found, spec)
