@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lockstep.training.contract import user_errors
 from lockstep.training.data.sources import SourceDataset
 from lockstep.training.models.resnet9 import ResNet9
-from lockstep.training.sync.horovod import (
+from lockstep.training.sync.teaching.horovod import (
     DistributedOptimizer,
     allreduce,
     broadcast_optimizer_state,

@@ -67,7 +67,7 @@ class Found:
         """Its spec and another one, as plain values that can be compared."""
         own = self.spec
         if own is None:
-            return self.plain, spec.record() if "version" in self.plain else spec.plain()
+            return self.plain, spec.record()
         return own.comparable(), spec.comparable()
 
 

@@ -67,17 +67,6 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_METRICS_PORT", kept["LOCKSTEP_METRICS_PORT"])
 
 
-@pytest.fixture(autouse=True)
-def _fsdp_on_this_torch(request: pytest.FixtureRequest) -> None:
-    """A torch that gets wrong gradients under `fsdp` on the CPU is refused. So what is tested with it skips there."""
-    case = getattr(request.node, "callspec", None)
-    if case is not None and "fsdp" in [value for value in case.params.values() if isinstance(value, str)]:
-        from tests import product
-
-        if not product.fsdp_works():
-            pytest.skip("sync.name=fsdp needs torch 2.9 on the CPU")
-
-
 @pytest.fixture(scope="session")
 def tiny(data_root: Path) -> list[str]:
     """Settings of a run of 3 epochs × 8 steps that takes about a second: synthetic 8×8 images, a small network."""

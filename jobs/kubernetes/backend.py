@@ -122,7 +122,7 @@ class KubernetesBackend(Cluster):
         return self.find(found.name)
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        if found.hash == spec.hash():  # else an earlier version's, whose pods another policy selects
+        if found.hash == spec.hash():  # else its pods have another label, which this policy does not select
             with explained(self.api.host):
                 submission.keep(self.api, self.namespace, spec, found.record, found.spec)
         return super().attach(found, spec)
@@ -331,9 +331,7 @@ class KubernetesBackend(Cluster):
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         *_, wanted = render.kubernetes(spec, code.submission_of(found.record) or code.RENDERED)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
-        lines = missing_from(wanted, found.record)
-        # Pods of an earlier version's job do not have the label.
-        return [line for line in lines if not (f"labels.{HASH}: " in line and line.endswith("→ (default)"))]
+        return missing_from(wanted, found.record)
 
     def where(self, found: Found) -> str:
         return self._where(found.record)

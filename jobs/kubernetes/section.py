@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -44,8 +44,6 @@ class Toleration(Section):
 
 
 class Kubernetes(Section):
-    EARLIER: ClassVar = {1: {"master": True}}
-
     kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
     """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
     namespace: Label | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Slurm(Section):
-    EARLIER: ClassVar = {1: {"wckey": "lockstep"}}
-
     host: SshHost | None = None
     """Login node that is reached over ssh, as ~/.ssh/config knows it, e.g. `login.example`; paths are then of that side.
     Null: this machine is one of the cluster. A job stays the same job with another host."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field, create_model, model_validator
 from typing_extensions import Self
@@ -43,7 +43,7 @@ _S = TypeVar("_S", bound=Section)
 
 MAX_CHARACTERS = 100_000
 VERSION = 2
-"""Of stored specs. It goes up where a default changes: `EARLIER` of that section then says what it was."""
+"""Of stored specs. It goes up where a setting or a default changes."""
 MAX_GPUS = 64
 """A node."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
@@ -88,8 +88,6 @@ def _amounts_of(gpus: int) -> dict[str, Any]:
 
 class _JobSpec(Section):
     """One job, for every backend."""
-
-    EARLIER: ClassVar = {1: {"cpus": 2, "memory": "4Gi"}}
 
     name: Label
     """Name of the job: the identity under which it is submitted, found, and cancelled."""
@@ -300,16 +298,12 @@ class _JobSpec(Section):
     @classmethod
     def recorded(cls, name: str, values: dict[str, Any]) -> Self:
         """The spec that a job was submitted with. Raises `UserError` for one that this version does not understand."""
-        version = values.get("version", 1)  # the first one kept what was set, and no version
-        if version not in range(1, VERSION + 1):
+        version = values.get("version")
+        if type(version) is not int or version != VERSION:
             raise UserError(
-                f"the spec that {name} was submitted with is of version {version!r}, this lockstep reads 1 … {VERSION}: use the "
+                f"the spec that {name} was submitted with is of version {version!r}, this lockstep reads {VERSION}: use the "
                 "lockstep that submitted it"
             )
-        if version < VERSION:
-            values = cls.as_stored(values, version)
-            own = {part: kind.as_stored(values.get(part, {}), version) for part, kind in registry.sections().items()}
-            values = {**values, **{part: value for part, value in own.items() if value}}
         # Without the settings of a backend that is no longer installed: no other one's job needs them.
         values = {
             setting: value for setting, value in values.items()

@@ -121,7 +121,7 @@ def test_what_pages_and_examples_import_is_on_the_page(pages: dict[str, str]) ->
     found = {name: path for path in files for name in _imported(path.read_text(encoding="utf-8"))}
     assert (
         len(found) > 20
-        and "lockstep.training.sync.horovod" in found
+        and "lockstep.training.sync.teaching.horovod" in found
         and "lockstep.jobs.slurm.backend.training_task" in found
     )
     assert {name: str(path.relative_to(ROOT)) for name, path in found.items() if name not in listed} == {}

@@ -223,37 +223,31 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: Any, cluster: Cluster) ->
     assert options["propagationPolicy"] == "Foreground"
 
 
-# Jobs of another version.
+# Jobs of other hashes and versions.
 
 PLAIN = {"name": "old", "recipe": "smoke", "image": "registry.example/a:1", "nodes": 2, "ranks_per_node": 2, "gpus": 2}
-BEFORE = {**PLAIN, "cpus": 2, "memory": "4Gi", "k8s": {"master": True}}
 
 
-def test_an_earlier_versions_job_has_the_ranks_and_settings_of_then(backend: Any, cluster: Cluster) -> None:
-    """Its annotation holds what was set alone, and the defaults were others: 2 cores, 4 GiB, a Master."""
-    old = JobSpec.of({**BEFORE, "slurm": {"wckey": "lockstep"}})
+def test_settings_of_another_backend_make_no_other_job_and_no_policy_that_selects_nothing(
+    backend: Any, cluster: Cluster
+) -> None:
+    old = JobSpec.of({**PLAIN, "slurm": {"wckey": "lockstep"}})
     (_, job), _ = product.manifests("k8s", old)
-    job["metadata"]["annotations"]["lockstep/spec"] = json.dumps(PLAIN)
     cluster.put("pytorchjobs", job)
-    for number, name in enumerate(("old-master-0", "old-worker-0")):
-        status = {"phase": "Running", "containerStatuses": [{"name": "pytorch", "state": {"running": {}}}]}
-        cluster.put("pods", {"metadata": {"name": name, "labels": {"lockstep/job": "old"}}, "status": status})
-        cluster.logs[name] = [
-            f"2026-01-01T00:00:00Z [rank {rank}] I am {rank}" for rank in (2 * number, 2 * number + 1)
-        ]
-    ranks = {part.name: part.ranks for part in backend.status("old").ranks}
-    assert ranks == {"old-master-0": [0, 1], "old-worker-0": [2, 3]} and [*backend.logs("old", rank=3)] == ["I am 3"]
-    with pytest.raises(UserError) as refused:
-        backend.submit(JobSpec.of(PLAIN))
-    for change in ("cpus: 2.0 → 8.0", "memory: 4Gi → 32Gi", "k8s.master: True → False"):
-        assert change in str(refused.value)
-    with pytest.raises(UserError, match=r"k8s\.master"):  # its hash is that of the job as it stands
-        backend.submit(JobSpec.of({**BEFORE, "k8s": {}}))
-    assert not backend.submit(JobSpec.of(BEFORE)).created, "whatever SLURM's default was"
+    assert not backend.submit(JobSpec.of(PLAIN)).created
     assert policies(cluster) == [], "one by another hash would select none of its pods"
-    assert not backend.submit(old).created, "as it was, it is the same job"
-    assert policies(cluster) == [policy(old)], "it had none, and got it back"
+    assert not backend.submit(old).created and policies(cluster) == [policy(old)], "it had none, and got it back"
+
+
+def test_a_job_of_another_version_is_shown_and_not_taken_for_the_same(backend: Any, cluster: Cluster) -> None:
+    old = JobSpec.of(PLAIN)
+    (_, job), _ = product.manifests("k8s", old)
     job["metadata"]["annotations"]["lockstep/spec"] = json.dumps({**old.record(), "version": 99})
     cluster.put("pytorchjobs", job)
-    assert [part.name for part in backend.status("old").ranks] == [*ranks], "a later version's is shown as it is"
+    status = {"phase": "Running", "containerStatuses": [{"name": "pytorch", "state": {"running": {}}}]}
+    for name in ("old-worker-0", "old-worker-1"):
+        cluster.put("pods", {"metadata": {"name": name, "labels": {"lockstep/job": "old"}}, "status": status})
+    assert [part.name for part in backend.status("old").ranks] == ["old-worker-0", "old-worker-1"]
     assert [row.name for row in backend.list()] == ["old"]
+    with pytest.raises(UserError, match="version: 99 → 2"):
+        backend.submit(JobSpec.of({**PLAIN, "nodes": 3}))

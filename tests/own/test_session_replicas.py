@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 
-from tests import product
 from tests.own.job import script, shared
 from tests.processes import Result
 
@@ -70,9 +69,8 @@ def test_a_forward_pass_that_goes_past_the_wrapper_is_an_error_at_that_step_on_a
 
 
 def test_past_fsdp_it_is_an_error_too_and_past_flat_it_is_summed(tmp_path: Path) -> None:
-    if product.fsdp_works():
-        done = train(tmp_path / "run", "all:2", "sync.name=fsdp")
-        assert done.code in (1, 2) and "THE END" not in done.output, done.output
+    done = train(tmp_path / "run", "all:2", "sync.name=fsdp")
+    assert done.code in (1, 2) and "THE END" not in done.output, done.output
     weights = []
     for how in ("all", "none"):
         done = train(tmp_path / how, how, "sync.name=flat")

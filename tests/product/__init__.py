@@ -16,8 +16,8 @@ from tests.product.neighbours import *
 from tests.product.ranks import *
 
 PUBLIC = {
-    "lockstep.training.sync.horovod",
-    "lockstep.training.sync.hooked",
+    "lockstep.training.sync.teaching.horovod",
+    "lockstep.training.sync.teaching.strategies",
     "lockstep.training.parallel.world",
     "lockstep.training.resilience.closeness",
     "lockstep.training.exercises.collectives",

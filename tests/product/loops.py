@@ -26,13 +26,6 @@ def strategy(name: str, bucket_mb: float = 25.0, options: dict[str, Any] | None 
     return sync.build(config.Sync(name=name, bucket_mb=bucket_mb, options=options or {}))  # type: ignore[arg-type]
 
 
-def fsdp_works() -> bool:
-    """Whether this torch takes the mean of gradients under `fsdp` on the CPU; where it does not, `fsdp` is refused."""
-    from lockstep.training.sync.fsdp import MEAN_ON_CPU
-
-    return MEAN_ON_CPU
-
-
 def step_clock() -> Any:
     """What times the phases of a rank's steps."""
     from lockstep.training.observe.clock import StepClock

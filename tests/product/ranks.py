@@ -67,7 +67,7 @@ def generators() -> ModuleType:
     return generators
 
 
-SUM_OF_ALLREDUCE = "lockstep.training.sync.allreduce:AllReduce.synchronize"
+SUM_OF_ALLREDUCE = "lockstep.training.sync.teaching.strategies:AllReduce.synchronize"
 """Where the strategy `allreduce` sums, for a fault that is planted there."""
 
 

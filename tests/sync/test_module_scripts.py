@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 from lockstep.training.exercises.collectives import gather_objects
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import check_parameter_closeness
-from lockstep.training.sync import horovod
-from lockstep.training.sync.hooked import HookedDataParallel
+from lockstep.training.sync.teaching import horovod
+from lockstep.training.sync.teaching.strategies import HookedDataParallel
 from tests.idx import write_fashion
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training

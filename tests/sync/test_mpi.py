@@ -47,7 +47,7 @@ SCRIPT = """
 import sys
 import torch
 import torch.nn.functional as F
-import lockstep.training.sync.horovod as hvd
+import lockstep.training.sync.teaching.horovod as hvd
 
 hvd.init()
 torch.manual_seed(hvd.rank())

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.promise("named-rank")
 
 DELAY, STEPS = 0.06, 8
 """Seconds, well above what a loaded machine adds to one rank alone; steps, of which the first is not looked at."""
-NAMES = [name for name in product.strategies() if name != "data_parallel" and (name != "fsdp" or product.fsdp_works())]
+NAMES = [name for name in product.strategies() if name != "data_parallel"]
 Times = dict[str, float]
 
 

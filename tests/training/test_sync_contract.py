@@ -75,8 +75,6 @@ class Row:
     """Gradients are sent from autograd's hooks (`Reducer`), so a second pass that is not announced is refused."""
     unused: Literal["zero", "left out", "refused"] = "zero"
     """What a parameter that no rank used is: given a gradient of zero, left out of the step, or refused by name."""
-    clips: bool = True
-    """All gradients are known before the step, so that they can be clipped."""
     ranks: bool = True
     """Works on more than one rank."""
     variants_only: bool = False
@@ -99,7 +97,6 @@ ROWS: dict[str, Row] = {
     "fsdp": Row(step_bytes=_padded),
     "data_parallel": Row(ranks=False),
     "ddp, find_unused": Row(unused="left out", variants_only=True, options={"find_unused": True}, bucket_mb=25),
-    "hooks, overlapped": Row(sent_early=True, clips=False, options={"step": "overlapped"}, bucket_mb=25),
     "powersgd, find_unused": Row(
         error=0.35, unused="left out", variants_only=True, options={**_POWERSGD, "find_unused": True}, bucket_mb=25
     ),
@@ -111,8 +108,6 @@ ONLY = os.environ.get("LOCKSTEP_STRATEGY") or None
 """Train this strategy alone, while one writes it: LOCKSTEP_STRATEGY=flat pytest -k flat. Ranks do not have the variable: they are
 told the names."""
 CHOSEN = [name for name in ROWS if ONLY in (None, name, name.partition(",")[0])]
-TRAINED = [name for name in CHOSEN if name != "fsdp" or product.fsdp_works()]
-"""Those that this torch can train on the CPU. The tests of the others skip (`_fsdp_on_this_torch`)."""
 if not CHOSEN and ONLY not in product.strategies():
     pytest.fail(f"LOCKSTEP_STRATEGY={ONLY} is no strategy: name one of {product.strategies()}", pytrace=False)
 RANKED = [name for name in CHOSEN if name in CASES and name not in RANKLESS]
@@ -270,10 +265,9 @@ def _case(world: World, name: str, folder: Path) -> dict[str, Any]:
 def _variants(world: World, name: str) -> dict[str, Any]:
     """Micro-batches, clipping, the layout, what is not finite, and parameters without a gradient."""
     found: dict[str, Any] = {}
-    clip = 0.5 if ROWS[name].clips else 0.0
     run = Run(name, _fresh(), world)
     for number in range(4):  # in one step rank 0 has fewer samples, and so passes, than the others
-        run.step(number, pieces=3, clip=clip, samples=_few(world.size) if number == FEW else BATCH)
+        run.step(number, pieces=3, clip=0.5, samples=_few(world.size) if number == FEW else BATCH)
     found["micro-batches, clipped"] = run.weights()
     run = Run(name, _fresh(), world, layout=torch.channels_last)
     found["channels_last, optimizer.zero_grad"] = run.steps(*range(4), forget=False)
@@ -287,7 +281,7 @@ def _variants(world: World, name: str) -> dict[str, Any]:
         run.steps(*range(3))
         spoilt = run.steps(3, spoil=value if world.rank == world.size - 1 else None)  # in which powersgd compresses
         finite = [parameter for parameter, weights in spoilt.items() if bool(weights.isfinite().all())]
-        found[f"{value}"] = finite, float(run.sync.grad_norm()) if clip else math.nan
+        found[f"{value}"] = finite, float(run.sync.grad_norm())
     for mark in (0, 2) if world.size == 2 else (2,):
         try:  # marked samples are rank 0's: with mark=2 only that rank has a gradient of `somebody`
             found[f"unused, {mark} marked"] = Run(name, _fresh(Spare), world, mark).steps(*range(4))
@@ -335,10 +329,6 @@ def _built(world: World, name: str, optimizer: Any = _sgd, change: Any = lambda 
 MISUSED: dict[str, tuple[Callable[[World], object], str]] = {
     "data_parallel among ranks": (lambda world: _built(world, "data_parallel"), "started on 2"),
     "fsdp, compiled": (lambda world: _built(world, "fsdp", change=torch.compile), "compile=false"),
-    "overlapped steps and clipping": (lambda world: _built(world, "hooks", step="overlapped").clip(1.0), "optim.clip=0"),
-    "overlapped steps and the norm": (
-        lambda world: _built(world, "hooks", step="overlapped").grad_norm(), "nonfinite=ignore"),
-    "overlapped steps and LBFGS": (lambda world: _built(world, "hooks", torch.optim.LBFGS, step="overlapped"), "LBFGS"),
     "zero1 and LBFGS": (lambda world: _built(world, "zero1", torch.optim.LBFGS), "LBFGS"),
 }  # fmt: skip
 """What a script of one's own, which has no config to check, does wrong on two ranks."""
@@ -384,7 +374,7 @@ def _all(world: World, names: list[str], folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     folder = str(tmp_path_factory.mktemp("states"))
-    return {size: on_ranks(_all, size, TRAINED, folder, timeout=300) for size in SIZES}
+    return {size: on_ranks(_all, size, CHOSEN, folder, timeout=300) for size in SIZES}
 
 
 @dataclass(frozen=True)
@@ -481,9 +471,8 @@ def test_bytes_are_counted(by_size: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIED)
 def test_micro_batches_clipping_and_layout(by_size: Any, name: str) -> None:
-    clip = 0.5 if ROWS[name].clips else 0.0  # else it is refused, see below
     for place in _places(by_size, name):
-        place.check("micro-batches, clipped", _reference(Net, 4, clip=clip, few=_few(place.size)))
+        place.check("micro-batches, clipped", _reference(Net, 4, clip=0.5, few=_few(place.size)))
         place.check("channels_last, optimizer.zero_grad", _reference(Net, 4))
 
 
@@ -532,14 +521,8 @@ def test_sparse_and_missing_gradients_are_summed_or_refused_by_name(by_size: Any
 REFUSED = {
     "an unknown option": ("powersgd", "sync.options={rnk: 1}", "did you mean 'rank'"),
     "an option of another strategy": ("flat", "sync.options={rank: 1}", "sync.options.rank"),
-    "an ill-typed option": ("hooks", "sync.options={step: 3}", "after | overlapped"),
+    "an ill-typed option": ("powersgd", "sync.options={rank: two}", "sync.options.rank"),
     "a start before the warm-up": ("powersgd", "sync.options={start: 1}", "start must be at least 2"),
-    "overlapped and clipping": ("hooks", "sync.options={step: overlapped} optim.clip=1 nonfinite=ignore", "optim.clip=0"),
-    "overlapped and the check for NaN": ("hooks", "sync.options={step: overlapped}", "nonfinite=ignore"),
-    "overlapped and Muon that counts": (
-        "hooks", "sync.options={step: overlapped} nonfinite=ignore optim.name=muon optim.normalise_every=2",
-        "optim.normalise_every=1",
-    ),
     "fsdp and compile": ("fsdp", "compile=true", "compile=false"),
 }  # fmt: skip
 

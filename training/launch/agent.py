@@ -17,13 +17,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
@@ -48,11 +49,13 @@ from lockstep.training.launch.ending import Ending
 from lockstep.training.launch.lifeline import FORWARDED
 from lockstep.training.launch.nodes import Several
 from lockstep.training.launch.rendezvous import NotMet
-from lockstep.training.launch.torch_agent import TorchAgent
 from lockstep.training.parallel.world import cores
 
+STOP_SECONDS = 30
+"""Time that ranks have to end before they are started again."""
 
-class Agent(TorchAgent):
+
+class Agent(LocalElasticAgent):
     """torch's agent, which knows which endings are final and hands signals on."""
 
     signalled: int | None = None
@@ -95,13 +98,25 @@ class Agent(TorchAgent):
         # Ours take signals from the moment they catch them, and inherit that they wait until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
         try:
-            ids = super()._start_workers(worker_group)
+            with _ignored_stays_ignored():
+                ids = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
         if self.signalled is not None:
             self._forward(self.signalled, None)  # it came while the ranks were starting
         return ids
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
+        self._end(signal.SIGTERM, STOP_SECONDS)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # noqa: ARG002 - torch's own limit
+        self._end(death_sig, self.grace)
+
+    def _end(self, death_sig: signal.Signals, seconds: int) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, seconds)
+        super()._shutdown(death_sig)
 
     @property
     def done(self) -> bool:
@@ -329,9 +344,6 @@ def _run(
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
     began, serves = time.monotonic(), rendezvous.serves(parameters)
-    # torch would catch what nohup has us ignore, and its children would no longer inherit that.
-    torchs = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if signal.Signals[name] in caught]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join([*torchs, "SIGQUIT"])
     _handle((*caught, signal.SIGALRM), _leave_while_waiting)
     signal.setitimer(signal.ITIMER_REAL, args.time_limit)
     try:
@@ -344,7 +356,6 @@ def _run(
         )  # fmt: skip
         agent = Agent(
             spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
-            shutdown_timeout=args.grace,
             log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
         )  # fmt: skip
         agent.serves = serves
@@ -386,6 +397,21 @@ def _run(
         tell_beside(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
     return code, agent.ending
+
+
+@contextlib.contextmanager
+def _ignored_stays_ignored() -> Iterator[None]:
+    """Inside the block, a signal that nohup has us ignore gets no handler: else the ranks would not ignore it, either.
+
+    torch gives one to each of four signals, right before it starts the ranks. Its TORCHELASTIC_SIGNALS_TO_HANDLE, from 2.10
+    on, would be inherited.
+    """
+    install, ignored = signal.signal, {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
+    vars(signal)["signal"] = lambda number, handler: None if number in ignored else install(number, handler)
+    try:
+        yield
+    finally:
+        vars(signal)["signal"] = install
 
 
 def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:

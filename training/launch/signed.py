@@ -13,7 +13,7 @@ import json
 import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from lockstep.training.contract import ENV_SECRET
@@ -69,11 +69,7 @@ class SignedStore:
 
     def other_connection(self) -> SignedStore:
         """The same over another connection: an unanswered question there keeps no other question waiting."""
-        if hasattr(self._served, "clone"):
-            return SignedStore(self._served.clone(), self._name, self._secret)
-        assert isinstance(self._served, TCPStore)  # torch 2.6, perhaps 2.7 and 2.8
-        client = TCPStore(self._served.host, self._served.port, None, False, self._timeout, wait_for_workers=False)
-        return SignedStore(client, self._name, self._secret)
+        return SignedStore(self._served.clone(), self._name, self._secret)
 
     def set(self, key: str, value: str | bytes) -> None:
         text = value.decode() if isinstance(value, bytes) else value

@@ -26,13 +26,9 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 def float32_on_gpus(tf32: bool) -> None:
     """How a GPU multiplies and convolves in float32. torch's own defaults take TF32 for convolutions."""
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        precision = "tf32" if tf32 else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = precision
-        torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
-    else:  # torch 2.8 and before. From 2.9 on these are deprecated, and may not be mixed with the others
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cudnn.allow_tf32 = tf32
+    precision = "tf32" if tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
 
 
 def compiled(network: nn.Module, device: torch.device) -> nn.Module:

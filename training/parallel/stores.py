@@ -15,7 +15,6 @@ import sys
 import time
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 BACKLOG = 4096
@@ -48,11 +47,9 @@ def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | No
         listener.listen(BACKLOG)
         port = listener.getsockname()[1]
         descriptor = os.dup(listener.fileno())  # the store closes it
-    # torch's usual server (libuv) takes a bound socket from 2.8 on; before, only the older server does, which has the same clients.
     return dist.TCPStore(
-        host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=descriptor,
-        use_libuv=torch.__version__ >= "2.8",
-    )  # fmt: skip
+        host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=descriptor
+    )
 
 
 def _until_it_listens(host: str, port: int, seconds: float) -> None:

@@ -296,7 +296,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout),
             device_id=gpu,
         )  # fmt: skip
-        leave = _destroy_groups
+        leave = dist.destroy_process_group
         yield dataclasses.replace(world, device=chosen)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
@@ -312,18 +312,6 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _destroy_groups() -> None:
-    """Before torch 2.9 a group ends gloo's threads with Python's lock held, and one that drops a tensor then waits for that lock
-    for ever. gloo's backend lets go of the lock first: so the last reference to it is held here, until the groups are gone."""
-    groups = list(dist.distributed_c10d._world.pg_map) if torch.__version__ < "2.9" else []
-    backends = [
-        group._get_backend(device) for group in groups for device in group._device_types if device.type == "cpu"
-    ]
-    groups.clear()
-    dist.destroy_process_group()
-    del backends
 
 
 def _store(world: World, timeout: float) -> dist.Store:

@@ -1,4 +1,4 @@
-"""Gradient synchronisation. A strategy is one file with one class, and one row in `STRATEGIES`."""
+"""Gradient synchronisation. A strategy is one class, and one row in `STRATEGIES`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lockstep.training.sync.base import GradientSync
 
 STRATEGIES = {
     "ddp": "lockstep.training.sync.ddp:Ddp",
-    "allreduce": "lockstep.training.sync.allreduce:AllReduce",
+    "allreduce": "lockstep.training.sync.teaching.strategies:AllReduce",
     "flat": "lockstep.training.sync.flat:Flat",
-    "hooks": "lockstep.training.sync.hooks:Hooks",
-    "horovod": "lockstep.training.sync.horovod_strategy:Horovod",
-    "zero1": "lockstep.training.sync.zero1:Zero1",
+    "hooks": "lockstep.training.sync.teaching.strategies:Hooks",
+    "horovod": "lockstep.training.sync.teaching.horovod:Horovod",
+    "zero1": "lockstep.training.sync.flat:Zero1",
     "powersgd": "lockstep.training.sync.powersgd:PowerSgd",
-    "bf16_compress": "lockstep.training.sync.bf16_compress:Bf16Compress",
+    "bf16_compress": "lockstep.training.sync.flat:Bf16Compress",
     "fsdp": "lockstep.training.sync.fsdp:Fsdp",
-    "data_parallel": "lockstep.training.sync.data_parallel:DataParallel",
+    "data_parallel": "lockstep.training.sync.teaching.strategies:DataParallel",
 }
 """Imported when they are used: torch's sharding takes a second to load."""
 

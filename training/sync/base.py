@@ -93,14 +93,6 @@ class GradientSync(ABC):
         optimizer.sync = self  # type: ignore[attr-defined]
         return optimizer
 
-    def _refuse_mixing(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `UserError` for LBFGS. For strategies that call the optimizer with a part of the parameters."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise self.refuse(
-                "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
-                "use another optimizer, or sync.name=ddp",
-            )
-
     def zero_grad(self) -> None:
         """Sets all gradients to None."""
         for parameter in self.model.parameters():

@@ -12,7 +12,7 @@ After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Paral
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +89,6 @@ class Reducer:
         self.scale, self.passes = scale, passes
         self.weight = 1.0
         """What this rank's gradients are multiplied with before they are summed."""
-        self.on_done: Callable[[nn.Parameter], None] | None = None
-        """Called with each parameter as soon as its sum is there, in order."""
         self.bytes_sent = 0
         self.size = dist.get_world_size() if size is None else size
         self.paused_now = False
@@ -124,7 +122,7 @@ class Reducer:
         while self._started < len(self.buckets) and not self.buckets[self._started].missing:
             self.buckets[self._started].work = self.send(self.buckets[self._started])
             self._started += 1
-        if self.receives or self.on_done is not None:
+        if self.receives:
             while self._finished < self._started and _is_completed(self.buckets[self._finished].work):
                 self._finish_next()
 
@@ -165,9 +163,6 @@ class Reducer:
             self.receive(bucket)
         if self.scale != 1.0:
             bucket.payload.mul_(self.scale)
-        if self.on_done is not None:
-            for parameter in bucket.params:
-                self.on_done(parameter)
 
     def synchronize(self) -> None:
         """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""

@@ -1,22 +1,37 @@
-"""One flat gradient buffer, summed in a few large collectives while the backward pass still runs.
+"""The strategies `flat`, `bf16_compress` and `zero1`: one flat gradient buffer, summed in a few large collectives while the
+backward pass still runs.
 
 A parameter's gradient is copied into its place in the buffer as soon as autograd has it, and `.grad` becomes a view of
 that place. The buffer is cut into buckets of `sync.bucket_mb`, which the engine sends (`buckets.py`).
-
-After P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lockstep.training.parallel.exchange import all_gather_trees, gather_trees
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import Parameters, broadcast_module, trainable
+from lockstep.training.sync.base import (
+    BuildOptimizer,
+    Parameters,
+    broadcast_module,
+    global_norm,
+    load_optimizer,
+    nbytes,
+    trainable,
+)
 from lockstep.training.sync.buckets import Bucket, Bucketed, Reducer
 
 
 class Flat(Bucketed):
+    """The buffer as it is. After P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1."""
+
     capturable = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
@@ -74,3 +89,165 @@ def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_
             buckets.append(Bucket(inside, flat[start:end], views))
             start, inside, views = end, [], []
     return buckets
+
+
+class Bf16Compress(Flat):
+    """The buffer sent as bfloat16: half the bytes of float32, for slow networks. Works over gloo and NCCL alike.
+
+    Lossy. bfloat16 has float32's range and 8 bits of precision, so nothing overflows; each rank's part is rounded once, and
+    each sum of two parts once more. With w ranks an element of the sum is off by at most w · 2⁻⁸ of the sum of the parts'
+    magnitudes. torch's own `bf16_compress_hook` does the same on NCCL only.
+    """
+
+    capturable = False
+
+    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
+        return _Bf16Reducer(self.model.named_parameters(), buckets)
+
+
+class _Bf16Reducer(Reducer):
+    receives = True
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket]) -> None:
+        super().__init__(named, buckets)
+        self._rounded: dict[Bucket, torch.Tensor] = {}
+        """What is sent."""
+
+    def send(self, bucket: Bucket) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        if bucket not in self._rounded:
+            self._rounded[bucket] = torch.empty_like(bucket.payload, dtype=torch.bfloat16)
+        rounded = self._rounded[bucket].copy_(bucket.payload)
+        self.bytes_sent += nbytes(rounded)
+        return dist.all_reduce(rounded, async_op=True)
+
+    def receive(self, bucket: Bucket) -> None:
+        bucket.payload.copy_(self._rounded[bucket])
+
+
+class Zero1(Flat):
+    """The optimizer's state sharded over the ranks: each keeps, and updates, its own part of the parameters.
+
+    The gradients of a part are summed on its owner alone, while the backward pass still runs; the owner updates its
+    parameters and sends them to the others. A ring moves as many bytes for this as for one all-reduce. The checkpoint holds
+    the full state in the layout of the plain optimizer, so it loads at any world size.
+
+    After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
+    """
+
+    capturable = False
+
+    def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        self._owner = _assign_owners(params, self._world.size)
+        self._owned: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in params:
+            self._owned.setdefault((self._owner[parameter], parameter.dtype), []).append(parameter)
+        return list(self._owned.values())
+
+    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
+        return _ToOwner(self.model.named_parameters(), buckets, self._owner)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        for parameter, owner in self._owner.items():
+            if owner != self._world.rank:
+                parameter.grad = None  # a partial sum, which only its owner has completed
+
+    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
+        if of is not None:
+            return super().gradients(of)
+        return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self._world.rank]
+
+    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
+        return global_norm(self.gradients(of), self._world)
+
+    def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer(build)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise self.refuse(
+                "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
+                "use another optimizer, or sync.name=ddp",
+            )
+        # The parameters of all ranks; the optimizer keeps this rank's.
+        self._param_groups = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if self._owner.get(p) == self._world.rank]
+        optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
+        return optimizer
+
+    @torch.no_grad()
+    def _broadcast_parameters(self) -> None:
+        """Every owner sends its parameters to the others."""
+        if self._world.size == 1:
+            return
+        broadcasts = []
+        for (owner, _), params in self._owned.items():
+            flat = torch.cat([p.detach().reshape(-1) for p in params])
+            broadcasts.append((dist.broadcast(flat, owner, async_op=True), flat, owner, params))
+            self.bytes_sent += nbytes(flat)
+        for work, flat, owner, params in broadcasts:
+            if work is not None:
+                work.wait()
+            if owner != self._world.rank:
+                for parameter, piece in zip(params, flat.split([p.numel() for p in params])):
+                    parameter.copy_(piece.view(parameter.shape))
+
+    def _numbered(self) -> list[list[int]]:
+        """The numbers that the plain optimizer's `state_dict` gives to the parameters of each group."""
+        counter = itertools.count()
+        return [[next(counter) for _ in group] for group in self._param_groups]
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:  # noqa: ARG002
+        return self._param_groups
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
+        number = {
+            p: n for params, numbers in zip(self._param_groups, self._numbered()) for p, n in zip(params, numbers)
+        }
+        own_state = {number[p]: state for p, state in optimizer.state.items()}
+        parts = all_gather_trees(own_state, self._world) if everywhere else gather_trees(own_state, self._world)
+        if parts is None:
+            return None
+        groups = optimizer.state_dict()["param_groups"]
+        full = [{**group, "params": numbers} for group, numbers in zip(groups, self._numbered())]
+        state = {n: entry for part in parts for n, entry in part.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": full}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        groups = []
+        if len(self._param_groups) != len(state["param_groups"]):
+            raise ValueError(
+                f"the optimizer has {len(self._param_groups)} groups, the checkpoint {len(state['param_groups'])}"
+            )
+        for group, params in zip(state["param_groups"], self._param_groups):
+            own_numbers = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self._world.rank]
+            groups.append({**group, "params": own_numbers})
+        kept = {n for group in groups for n in group["params"]}
+        entries = {n: entry for n, entry in state["state"].items() if n in kept}
+        load_optimizer(optimizer, {"state": entries, "param_groups": groups})
+
+
+class _ToOwner(Reducer):
+    """Sums each bucket on the rank that owns its parameters; the others are left with a partial sum."""
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket], owner: dict[nn.Parameter, int]
+    ) -> None:  # fmt: skip
+        super().__init__(named, buckets)
+        self._owner = owner
+
+    def send(self, bucket: Bucket) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        self.bytes_sent += nbytes(bucket.payload)
+        return dist.reduce(bucket.payload, self._owner[bucket.params[0]], async_op=True)
+
+
+def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
+    """Parameter → owner. Each rank owns a contiguous stretch, so that the first stretch is complete early in backward."""
+    total, before, owner = sum(p.numel() for p in params), 0, {}
+    for parameter in params:
+        owner[parameter] = min((2 * before + parameter.numel()) * size // (2 * total), size - 1)
+        before += parameter.numel()
+    return owner

@@ -33,10 +33,6 @@ from lockstep.training.sync.base import (
 )
 from lockstep.training.sync.watch import GradientWatch
 
-MEAN_ON_CPU = torch.__version__ >= "2.9"
-"""Up to torch 2.8 gloo's `reduce_scatter_tensor` adds whatever it is asked for, and FSDP asks for the mean: gradients are too
-large by the number of ranks. Under torch 2.6 FSDP fails on the CPU."""
-
 
 class _AllUsed(torch.autograd.Function):
     """Returns its first argument, and gives every other argument a gradient of zero.
@@ -84,20 +80,15 @@ class _Gathered(nn.Module):
 class Fsdp(GradientSync):
     replicas = False
 
-    def check(self, config: Config, world: World) -> None:
-        self._refuse(config.compile, world)
+    def check(self, config: Config, world: World) -> None:  # noqa: ARG002
+        self._refuse(config.compile)
 
-    def _refuse(self, compiled: bool, world: World) -> None:
+    def _refuse(self, compiled: bool) -> None:
         if compiled:
             raise self.refuse("is not tested with compile=true", "set compile=false, or use sync.name=zero1")
-        if world.device.type == "cpu" and not MEAN_ON_CPU:
-            raise self.refuse(
-                f"gets wrong gradients from torch {torch.__version__} on the CPU",
-                "install torch 2.9 or newer, or use sync.name=zero1",
-            )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self._refuse(is_compiled(model), world)
+        self._refuse(is_compiled(model))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
                 raise self.refuse(

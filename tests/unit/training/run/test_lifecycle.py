@@ -10,14 +10,10 @@ from tests import product
 
 def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    fast: Any
-    exact: Any
-    flags: list[tuple[Any, str]]
-    if hasattr(matmul, "fp32_precision"):
-        fast, exact, flags = "tf32", "ieee", [(matmul, "fp32_precision"), (cudnn.conv, "fp32_precision")]
-    else:  # torch 2.8 and before
-        fast, exact, flags = True, False, [(matmul, "allow_tf32"), (cudnn, "allow_tf32")]
-    flags.append((cudnn, "benchmark"))
+    fast, exact = "tf32", "ieee"
+    flags: list[tuple[Any, str]] = [
+        (matmul, "fp32_precision"), (cudnn.conv, "fp32_precision"), (cudnn, "benchmark"),
+    ]  # fmt: skip
     before = [getattr(owner, name) for owner, name in flags]
     changed = ["tf32=true", "cudnn_benchmark=true"]
     try:

@@ -1,0 +1,318 @@
+"""Horovod's interface over the engine of `buckets.py`: `import lockstep.training.sync.teaching.horovod as hvd`.
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+Started by mpiexec, torchrun, srun or `training launch`; alone it is one rank. Errors have Horovod's types and meaning.
+
+A. Sergeev, M. Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (2018).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.training.data import partition
+from lockstep.training.parallel import world as worlds
+from lockstep.training.parallel.exchange import all_gather_rows, broadcast_tree
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import BuildOptimizer, broadcast_tensors, load_optimizer
+from lockstep.training.sync.buckets import Bucketed, Reducer
+
+__all__ = [
+    "Average", "Compression", "DistributedOptimizer", "Sum", "allgather", "allreduce", "broadcast", "broadcast_optimizer_state",
+    "broadcast_parameters", "init", "local_rank", "local_size", "partition_dataset", "rank", "shutdown", "size",
+]  # fmt: skip
+
+
+Average, Sum = "average", "sum"
+"""How values of the ranks are combined."""
+
+
+class Compression:
+    """Only `none`: `sync.name=bf16_compress` halves the bytes without float16's overflow."""
+
+    none = None
+
+
+_joined = contextlib.ExitStack()
+_world: World | None = None
+
+
+def init() -> tuple[int, torch.device]:
+    """Joins the ranks of this launch, once; returns this rank and its device.
+
+    Raises:
+        lockstep.training.contract.UserError: the launcher's variables contradict each other, or there are too few GPUs.
+        ValueError: the script's own process group takes no CPU tensors.
+    """
+    global _world
+    if _world is None and dist.is_initialized():  # by the script itself
+        if torch.device("cpu") not in dist.distributed_c10d._get_default_group()._device_types:
+            raise ValueError(
+                f"the process group has no backend for CPU tensors ({dist.get_backend_config()}), which sizes and plain "
+                "values travel as: call dist.init_process_group('cpu:gloo,cuda:nccl'), or leave it to hvd.init()"
+            )
+        me = worlds.detect(os.environ)
+        _world = dataclasses.replace(me, device=worlds.choose_device(me, "auto"))
+    elif _world is None:
+        _world = _joined.enter_context(worlds.joined())
+        atexit.register(shutdown)
+    return _world.rank, _world.device
+
+
+def shutdown() -> None:
+    """Leaves the group; `init` may join again. Also done at the end of the process."""
+    global _world
+    _world = None
+    _joined.close()
+
+
+def _me() -> World:
+    if _world is None:
+        raise ValueError("call hvd.init() first")
+    return _world
+
+
+def rank() -> int:
+    """This process's rank. As the next three, raises `ValueError` before `init`."""
+    return _me().rank
+
+
+def size() -> int:
+    """How many ranks there are."""
+    return _me().size
+
+
+def local_rank() -> int:
+    """This process's rank within its node."""
+    return _me().local_rank
+
+
+def local_size() -> int:
+    """How many ranks this node has."""
+    return _me().local_size
+
+
+class _Collective(torch.autograd.Function):
+    """A collective, and what its gradient goes through on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+        ctx.back = back
+        return there(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(grads[0]), None, None
+
+
+def allreduce(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: str | None = None,  # noqa: ARG001
+) -> torch.Tensor:  # fmt: skip
+    """The mean (or the sum) over the ranks, as a new tensor. Differentiable, as the next two."""
+    if average is not None and op is not None:
+        raise ValueError("give average or op, not both")
+    op = op or (Sum if average is False else Average)
+    ranks = size() if op == Average else 1
+
+    def reduce(value: torch.Tensor) -> torch.Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / ranks if total.is_floating_point() else total // ranks
+
+    return _Collective.apply(tensor, reduce, lambda grad: allreduce(grad, op=op))
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:  # noqa: ARG001
+    """The tensors of all ranks one after another along the first dimension, in which they may differ."""
+    rows, own, start = torch.atleast_1d(tensor), rank(), 0
+
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        nonlocal start
+        gathered = all_gather_rows(value.contiguous())
+        start = sum(map(len, gathered[:own]))
+        return torch.cat(gathered)
+
+    return _Collective.apply(rows, gather, lambda grad: allreduce(grad, op=Sum)[start : start + len(rows)])
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:  # noqa: ARG001
+    """Rank `root_rank`'s tensor, as a new tensor."""
+    is_root = float(rank() == root_rank)
+
+    def send(value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        dist.broadcast(value, root_rank)
+        return value
+
+    return _Collective.apply(tensor, send, lambda grad: allreduce(grad, op=Sum) * is_root)
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
+    """Sends rank `root_rank`'s tensors to all, in place: a `state_dict`, a list of (name, tensor), or a whole module."""
+    _me()
+    if isinstance(params, nn.Module):
+        tensors = [*params.parameters(), *params.buffers()]
+    elif isinstance(params, dict):
+        tensors = [params[name] for name in sorted(params)]
+    elif isinstance(params, list) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in params):
+        tensors = [tensor for _, tensor in params]
+    else:
+        raise ValueError(f"params must be a dict, a list of (name, tensor) or a module, got {type(params).__name__}")
+    broadcast_tensors([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)], root_rank)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Sends rank `root_rank`'s optimizer state, hyperparameters included, to all."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("the state of torch.optim.LBFGS cannot be broadcast")  # noqa: TRY004 - as Horovod
+    me = _me()
+    state = broadcast_tree(optimizer.state_dict() if me.rank == root_rank else None, me, root_rank)
+    if me.rank != root_rank:
+        load_optimizer(optimizer, state)
+
+
+def partition_dataset(
+    dataset: Dataset[Any], batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | str = torch.float32,
+) -> tuple[partition.PartitionedLoader, int]:  # fmt: skip
+    """(a loader of this rank's part of each batch of all ranks, the size of that part), of a data set of (input, target)."""
+    me = _me()
+    loader = partition.PartitionedLoader(dataset, batch_size, me.rank, me.size, device or me.device, dtype)
+    return loader, loader.per_rank
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """`optimizer` with gradients that are reduced over the ranks from inside `backward`; `step` waits for them.
+
+    Of a subclass of its class, and sharing its state. Gradients of `backward_passes_per_step` are added up, then sent.
+
+    Raises:
+        ValueError: names in `named_parameters` that are not unique, parameters without a name, another compression.
+    """
+    if compression is not Compression.none:
+        raise ValueError("only Compression.none is supported; sync.name=bf16_compress and powersgd compress")
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        named_parameters = [(f"allreduce.noname.{number}", parameter) for number, parameter in enumerate(params)]
+    named = list(named_parameters)
+    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
+        raise ValueError("named_parameters must be (name, parameter) tuples, as model.named_parameters() gives them")
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ValueError(f"parameter names in named_parameters must be unique, found duplicates: {', '.join(twice)}")
+    unnamed = [tuple(parameter.shape) for parameter in set(params) - {parameter for _, parameter in named}]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:5]}"
+        )
+    reduced = [(name, parameter) for name, parameter in named if parameter in set(params)]
+    cls = type(optimizer)
+    twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
+    twin.__dict__.update(optimizer.__dict__)
+    twin._reducer = Reducer(reduced, scale=1.0 if op == Sum else 1 / size(), passes=backward_passes_per_step)
+    # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
+    optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
+    return twin
+
+
+class _Distributed:
+    """Mixed into the class of the user's optimizer, in front of it."""
+
+    _reducer: Reducer
+    _synchronized = False
+    _should_synchronize = True
+    _weighting_settled = False
+    """Whether `set_samples` was called, or the user was warned that it was not."""
+
+    def synchronize(self) -> None:
+        """Returns when all gradients are reduced. A parameter that got none on this rank counts as zero."""
+        self._reducer.synchronize()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step` inside does not synchronise: for scripts that did, to clip or unscale the gradients in between."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_samples(self, count: int) -> None:
+        """The rank's batch has `count` samples, m_k of n: call it before `backward`, on all ranks. Collective.
+
+        From here on gradients of mean losses are weighted m_k / n and summed, which gives exactly the gradient of the
+        mean over the whole batch, however unequal the parts are. A rank without samples leaves `backward` out.
+        """
+        total = torch.tensor(float(count), dtype=torch.float64)
+        dist.all_reduce(total)
+        if not total:
+            raise ValueError("no rank has a sample")
+        self._reducer.weight, self._reducer.scale = count / float(total), 1.0
+        self._weighting_settled = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
+        raise ValueError("a group that is added now is not reduced: add it before the optimizer is distributed")
+
+    def step(self, closure: Any = None) -> Any:
+        if not self._weighting_settled and partition.unequal_parts and self._reducer.size > 1:
+            self._weighting_settled = True
+            warnings.warn(
+                "the ranks' parts of a batch differ in size, and the mean of their mean gradients is not that of the batch: "
+                "call optimizer.set_samples(len(target)) before backward(), on all ranks",
+                stacklevel=2,
+            )
+        if closure is not None:
+            raise ValueError("a closure would compute gradients that are not synchronised: call step() without one")
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn("step() synchronises again: call it inside optimizer.skip_synchronize()", stacklevel=2)
+            self.synchronize()
+        self._synchronized = False
+        return super().step()  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Also called `reset_grad`."""
+        if self._reducer.pending:
+            raise AssertionError(
+                "zero_grad() races with gradients that are on their way: call step() or synchronize() first"
+            )
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    reset_grad = zero_grad
+
+
+class Horovod(Bucketed):
+    """What a Horovod script does, as a strategy of the loop."""
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        global _world
+        _world = world  # the loop has joined already, and leaves by itself
+        self.model, self.loss_factor = model, float(world.size)
+        broadcast_parameters(model)
+        return model
+
+    def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer(build)
+        distributed: Any = DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
+        self.reducer = distributed._reducer
+        broadcast_optimizer_state(optimizer)
+        return optimizer  # the loop calls `synchronize` before its step

@@ -1,0 +1,136 @@
+"""Strategies to learn from, and to compare others with: `allreduce`, `hooks`, `data_parallel`, and a wrapper for any script."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.training.config import Config
+from lockstep.training.parallel.exchange import group_size
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, trainable
+from lockstep.training.sync.buckets import Bucketed, Reducer
+from lockstep.training.sync.watch import on_grad
+
+
+class AllReduce(GradientSync):
+    """One blocking all-reduce a parameter, after the backward pass. Nothing overlaps, nothing is merged.
+
+    After the PyTorch tutorial "Writing Distributed Applications with PyTorch", `average_gradients`.
+    """
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self.model, self._world, self._trainable = model, world, trainable(model)
+        broadcast_module(model)
+        return model
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # only `synchronize` sends
+
+    def synchronize(self) -> None:
+        for parameter in self._trainable:
+            if parameter.grad is None:  # not used on this rank; the others may have used it
+                parameter.grad = torch.zeros_like(parameter)
+            if self._world.size > 1:
+                dist.all_reduce(parameter.grad)
+                self.bytes_sent += nbytes(parameter.grad)
+
+
+class Hooks(Bucketed):
+    """What DDP does, in the open: a hook on each parameter starts an asynchronous all-reduce from inside backward.
+
+    In which order the gradients are sent is the engine's business (`buckets.py`). Its buckets have one parameter each.
+    """
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self.model = model
+        broadcast_module(model)
+        self.reducer = Reducer(model.named_parameters())  # the loop's losses make the sum the gradient
+        return model
+
+
+class HookedDataParallel(nn.Module):
+    """What `hooks` does as a wrapper of any module. Every rank constructs it, after the process group; in one process
+    without a group it sends nothing.
+
+        network = HookedDataParallel(model)         # every rank has rank 0's weights from here on
+        F.cross_entropy(network(x), y).backward()   # each gradient is the mean over the ranks afterwards
+        optimizer.step()                            # any optimizer, also one that is written by hand
+
+    Gradients are averaged over the ranks, as by torch's DDP: exact for mean losses over parts of equal size. As under DDP,
+    every rank runs the same backward passes; where one has none in a step, all ranks call `synchronize` in each step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Raises `UserError` where the launcher started several ranks, but there is no process group."""
+        super().__init__()
+        self.module = module
+        size = group_size()
+        if size > 1:
+            broadcast_module(module)
+        self.reducer = Reducer(module.named_parameters(), scale=1 / size, size=size)
+        self._queued = self._complete = False
+        for parameter in self.reducer.names:
+            on_grad(parameter, self._wait_at_the_end)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._queued = False  # still set if the backward pass before raised an error
+        return self.module(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """May stand between `backward` and `step`; the end of `backward` has waited already."""
+        if not self._complete:
+            self.reducer.synchronize()
+        self._complete = False
+
+    def _wait_at_the_end(self, _: nn.Parameter) -> None:
+        """`backward` returns when the sums are complete, so that no step can use a rank's own gradient."""
+        if not self._queued and not self.reducer.paused_now:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._queued = False
+        self.reducer.synchronize()
+        self._complete = True
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside add to the gradients and send nothing; the next one outside sends the sum."""
+        return self.reducer.paused()
+
+
+class DataParallel(GradientSync):
+    """torch's DataParallel: one process, whose threads run a replica a GPU and gather at the first.
+
+    It has no ranks, so it refuses a world above one. Where there is no GPU, or one, it passes everything through.
+    """
+
+    def check(self, config: Config, world: World) -> None:
+        self._refuse(world, config.compile)
+
+    def _refuse(self, world: World, compiled: bool) -> None:
+        if world.size > 1:
+            raise self.refuse(
+                f"works in one process, and was started on {world.size} ranks",
+                "start one process, or use sync.name=ddp",
+            )
+        if compiled:
+            raise self.refuse(
+                "replicates the module in every step, which does not work with compile=true", "leave one out"
+            )
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self._refuse(world, is_compiled(model))
+        self.model = model
+        # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.
+        return model if world.device.type == "cpu" and torch.cuda.is_available() else nn.DataParallel(model)
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        pass  # the replicas' gradients are summed within the backward pass
