@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from lockstep.training.data.loader import Loader
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +27,6 @@ from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.data import shards, sources
 from lockstep.training.data.decoders import decoded
-from lockstep.training.data.loader import Loader
 from lockstep.training.data.shards import Manifest
 from lockstep.training.parallel.world import World
 

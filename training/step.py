@@ -250,7 +250,6 @@ class Step:
             raise RuntimeError(
                 f"the loss was said to be of {samples} samples, but this rank's part of the batch has {part.samples}"
             )
-        self._check_overlapped(part)
         self._check_same_samples(part, samples or 0)
         count = part.samples if part is not None else int(samples or 0)
         multiple, weight = (part.multiple, part.weight) if part is not None else (1, 1.0)
@@ -455,7 +454,6 @@ class Step:
             raise ValueError(f"samples is the number of this rank's samples, got {samples}")
         if part is not None and part.samples == 0:
             samples = 0
-        self._check_overlapped(part)
         if not self.pending:
             self._forget()
         if not self._begun and self._counted_early:
@@ -607,13 +605,6 @@ class Step:
         if before:
             for buffer, kept in zip(self.replica.model.buffers(), before, strict=True):
                 buffer.copy_(kept)
-
-    def _check_overlapped(self, part: Part | None) -> None:
-        if part is None and getattr(self.replica.sync.options, "step", None) == "overlapped":
-            raise self.replica.sync.refuse(
-                "with sync.options.step=overlapped must know the size of the global batch before the backward pass",
-                "take the samples from run.batches() or run.part()",
-            )
 
     def _check_same_samples(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch."""

@@ -73,7 +73,6 @@ class Recipe:
 
     def step(self, batch: Batch) -> None:
         run, config = self.run, self.config
-        # Rates first: under sync.options.step=overlapped the optimizer steps during backward.
         step, by_epoch = run.steps + 1, config.optim.schedule_unit == "epoch"
         set_rates(self.optimizer, config.optim, step / self.batches.division.steps if by_epoch else step)
         divisor = run.batch.total if config.loss.reduction == "mean" and run.batch is not None else 1
