@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.training.launch.lifeline import FORWARDED, command_of, end_with_launcher
+from lockstep.wire.signals import FORWARDED, command_of, end_with_launcher
 
 if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
     # First of all: what is imported now takes its time. Until `Signals`, or the launcher, catches them. A PID 1 without

@@ -43,7 +43,7 @@ ENV_JOB = "LOCKSTEP_JOB"
 ENV_CODE = "LOCKSTEP_CODE"
 """Identity of the user's own code that the ranks run; run.yaml records it."""
 ENV_SESSION = "LOCKSTEP_SESSION"
-"""What a job hands the `Session` of its program (`lockstep.training.launch.handed`)."""
+"""What a job hands the `Session` of its program (`lockstep.wire.payload`)."""
 ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
 """The run directory of the job, for a command that `lockstep exec` runs beside one of its ranks."""
 ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name

@@ -29,8 +29,8 @@ from lockstep.training.contract import (
     tell_error,
 )
 from lockstep.training.files import keep_out_others
-from lockstep.training.launch.handed import Handed
-from lockstep.training.launch.lifeline import command_of, signals_held_back
+from lockstep.wire.payload import SessionOptions
+from lockstep.wire.signals import command_of, signals_held_back
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -112,11 +112,11 @@ def _program(
 
     settings = settings + ([f"log.format={log_format}"] if log_format else [])
     own.check_overrides(settings)
-    handed = Handed(
+    options = SessionOptions(
         str(run_dir.absolute()) if run_dir else "", tuple(settings), uuid.uuid4().hex[:12] if fresh else "",
         expected=bool(settings or fresh),
     )  # fmt: skip
-    return (["--session", handed.text()] if handed != Handed() else []) + ["--", name, *arguments]
+    return (["--session", options.text()] if options != SessionOptions() else []) + ["--", name, *arguments]
 
 
 app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")(project.init)

@@ -1,8 +1,8 @@
 """The channels of a command in a container: the official client's WebSocket, read and written without waiting for either.
 
 Input and output flow at once in one thread: a command that writes while it is still being fed would otherwise wait for us
-while we wait for it. Protocol v5 can say that standard input has ended; with v4 it goes in pieces that say so themselves
-(`lockstep.training.launch.beside`).
+while we wait for it. Protocol v5 can say that standard input has ended; with v4 it goes in frames that say so themselves
+(`lockstep.wire.exec`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Conversation:
     """A command that runs, between its channels and the streams of this process.
 
     Args:
-        terminal: it has one, and what is typed goes to it as it is. Else its input is `told` first how it comes.
+        terminal: it has one, and what is typed goes to it as it is. Else its input is `framed`.
         interrupt: sends a signal to it.
     """
 

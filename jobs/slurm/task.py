@@ -25,9 +25,8 @@ from typing import Any, NoReturn, TypeVar
 
 from lockstep.training import contract, files
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, tell_beside
-from lockstep.training.launch import early
-from lockstep.training.launch.carried import environment
-from lockstep.training.launch.handed import Handed
+from lockstep.wire.payload import SessionOptions, environment
+from lockstep.wire.signals import PendingSignals
 
 OTHERS_SECONDS = 3.0
 """How long a rank that failed checks whether another one found the arguments or the data unusable: that is final."""
@@ -78,7 +77,7 @@ class TrainingTask:
         code, asked = self._run_rank(here)
         if code == EXIT_DONE:
             self._note(here, code, "")
-            if here.rank == 0 and (unused := Handed.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
+            if here.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
                 tell_beside(f"warning: {unused}")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
         reason = _last_error(here.logs, begun)
@@ -140,7 +139,7 @@ class TrainingTask:
             self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
         came = heard | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
-        waiting = early.Held()
+        waiting = PendingSignals()
         for number in came & held:
             waiting.send((), number)
         while waiting.release([child.pid]) and child.poll() is None:

@@ -46,7 +46,7 @@ def program(words: list[str]) -> int:
     """`python -m lockstep.training WORDS` in this process, which holds back signals from its first line as that does; its
     exit code."""
     from lockstep.training import __main__ as program
-    from lockstep.training.launch.lifeline import FORWARDED
+    from lockstep.wire.signals import FORWARDED
 
     if words[0] == "run":
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)

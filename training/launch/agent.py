@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
+from lockstep.training import files
 from lockstep.training.cli import PROGRAM, Parser
 from lockstep.training.contract import (
     ENV_LAUNCHER,
@@ -42,14 +43,15 @@ from lockstep.training.contract import (
     UserError,
     tell_beside,
 )  # fmt: skip
-from lockstep.training.launch import carried, codes, early, failures, lines, rendezvous, scratch
+from lockstep.training.launch import codes, failures, lines, rendezvous
 from lockstep.training.launch.attempts import Attempts
 from lockstep.training.launch.ending import Ending
-from lockstep.training.launch.lifeline import FORWARDED
 from lockstep.training.launch.nodes import Several
 from lockstep.training.launch.rendezvous import NotMet
 from lockstep.training.launch.torch_agent import TorchAgent
 from lockstep.training.parallel.world import cores
+from lockstep.wire import payload
+from lockstep.wire.signals import FORWARDED, PendingSignals
 
 
 class Agent(TorchAgent):
@@ -64,7 +66,7 @@ class Agent(TorchAgent):
     caught: tuple[signal.Signals, ...]
     """Without signals that the launcher ignores (nohup): the ranks ignore them, too."""
     finish_lines: Callable[[], None]
-    held: early.Held
+    held: PendingSignals
     """Signals for ranks that are starting."""
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
@@ -90,7 +92,7 @@ class Agent(TorchAgent):
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.finish_lines()  # what killed ranks began
         self.starts += 1  # a change of membership counts here, and not as a restart
-        earlier, self.held = self.held, early.Held(self.grace)  # from here on it takes what comes
+        earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
         # Ours take signals from the moment they catch them, and inherit that they wait until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
@@ -226,7 +228,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="put the rank at the beginning of every line")  # fmt: skip
-    carried.add_arguments(parser)
+    payload.add_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs: see below")
     args = parser.parse_args(argv)
     if not args.command:
@@ -291,7 +293,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     ranks = rank_count(args.ranks, command)
     parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
     os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
-    carried.enter(args)
+    payload.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: {_why_not(command[0])}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -305,13 +307,13 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
-        with scratch.folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
+        with files.temporary_folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
             code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
         tell_beside(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
-    carried.leave(args, code)
+    payload.leave(args, code)
     final = ending is not None and ending.final  # another node has ended the job with this code
     attempts.end(code, final)
     if ending is not None:
@@ -350,7 +352,7 @@ def _run(
         agent.serves = serves
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
-        agent.held = early.Held()
+        agent.held = PendingSignals()
         agent.catch()
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()

@@ -23,9 +23,6 @@ from lockstep.training.config import OwnSettings
 from lockstep.training.config.own import own_settings
 from lockstep.training.contract import ENV_RESTARTS, EXIT_DONE, VERSION, UserError, user_errors
 from lockstep.training.files import keep_out_others
-from lockstep.training.launch import early
-from lockstep.training.launch.handed import Handed
-from lockstep.training.launch.lifeline import end_with_launcher
 from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import step_clock
 from lockstep.training.observe.console import Console
@@ -42,6 +39,8 @@ from lockstep.training.run.own_step import STEPS, Step
 from lockstep.training.run.resume import load, misfits_explained, newest_here, newest_of_all
 from lockstep.training.sync.base import GradientSync
 from lockstep.training.sync.buckets import SentAlready
+from lockstep.wire.payload import SessionOptions
+from lockstep.wire.signals import end_with_launcher, give_back
 
 
 class Lifecycle:
@@ -60,7 +59,7 @@ class Lifecycle:
         self._began = time.perf_counter()
         self._fresh, self._handles = fresh, handle_signals
         with user_errors():
-            self._handed = Handed.take(os.environ)
+            self._handed = SessionOptions.take(os.environ)
             script = Path(sys.argv[0]).stem or "script"
             self.settings = own_settings(script, config, settings, (*overrides, *self._handed.settings))
         self.run_dir = Path(self._handed.run_dir or run_dir)
@@ -76,7 +75,7 @@ class Lifecycle:
                 self._signals = Signals(self.settings.preempt.signals, meeting=True)
                 stack.callback(self._signals.restore)
             else:
-                early.give_back()
+                give_back()
             world = stack.enter_context(
                 joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
             )
