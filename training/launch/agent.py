@@ -43,11 +43,20 @@ from lockstep.training.contract import (
     UserError,
     tell_beside,
 )  # fmt: skip
-from lockstep.training.launch import codes, failures, lines, rendezvous
-from lockstep.training.launch.attempts import Attempts
-from lockstep.training.launch.ending import Ending
-from lockstep.training.launch.nodes import Several
-from lockstep.training.launch.rendezvous import NotMet
+from lockstep.training.launch import lines, rendezvous
+from lockstep.training.launch.ending import (
+    FINAL,
+    Attempts,
+    ExitBarrier,
+    cluster_code,
+    deaths,
+    exit_code,
+    failed_ranks,
+    forget_ended,
+    tell_ranks,
+    too_early,
+)
+from lockstep.training.launch.rendezvous import NotMet, Several
 from lockstep.training.launch.torch_agent import TorchAgent
 from lockstep.training.parallel.world import cores
 from lockstep.wire import payload
@@ -72,20 +81,20 @@ class Agent(TorchAgent):
     """How often the ranks were started before, by this launcher or one that it replaced."""
     serves: bool
     """The rendezvous is in this process."""
-    ending: Ending | None = None
+    barrier: ExitBarrier | None = None
     """Of this round, where there are other nodes."""
     _ended: RunResult | None = None
     """How the ranks of this node have ended well."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self.ending = self._ended = None
+        self.barrier = self._ended = None
         handler = worker_group.spec.rdzv_handler
         with rendezvous.reporting_missing(handler):
             super()._rendezvous(worker_group)
         store, nodes, node = worker_group.store, worker_group.group_world_size, worker_group.group_rank
         assert store is not None and nodes is not None and node is not None
         if isinstance(handler, Several) and nodes > 1:
-            self.ending = Ending(handler, store, nodes, node, self.serves)
+            self.barrier = ExitBarrier(handler, store, nodes, node, self.serves)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
@@ -108,12 +117,12 @@ class Agent(TorchAgent):
     @property
     def done(self) -> bool:
         """All ranks have ended well, those of the other nodes, too."""
-        return self._worker_group.state == WorkerState.SUCCEEDED or (self.ending is not None and self.ending.over)
+        return self._worker_group.state == WorkerState.SUCCEEDED or (self.barrier is not None and self.barrier.over)
 
     @property
     def _waits(self) -> bool:
         """No rank of this node runs: they have ended, or the old ones are gone and the new ones wait for other nodes."""
-        ended = self.ending is not None and self.ending.done
+        ended = self.barrier is not None and self.barrier.done
         return ended or self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
 
     def catch(self) -> None:
@@ -149,31 +158,31 @@ class Agent(TorchAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._ended is None:
             result = self._look(worker_group)
-            if result.state != WorkerState.SUCCEEDED or self.ending is None:
+            if result.state != WorkerState.SUCCEEDED or self.barrier is None:
                 return result
             self._ended = result
-        assert self.ending is not None
-        if not self.ending.reached():
+        assert self.barrier is not None
+        if not self.barrier.reached():
             return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
-        if self.ending.lost:
+        if self.barrier.lost:
             print("launch: a node was lost before it ended: the ranks restart without it", file=sys.stderr, flush=True)
             return RunResult(state=WorkerState.UNHEALTHY if self._remaining_restarts > 0 else WorkerState.FAILED)
-        if self.ending.verdict is None:
+        if self.barrier.verdict is None:
             return self._ended
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
-        """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
+        """torch's own bounded wait for the other nodes: `ExitBarrier` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         self.held.release(self._pcontext.pids().values())
-        failures.tell(worker_group, failures.failed(worker_group, self._pcontext))
-        failed = failures.failed(worker_group, self._pcontext)  # more may have ended meanwhile
+        tell_ranks(worker_group, failed_ranks(worker_group, self._pcontext))
+        failed = failed_ranks(worker_group, self._pcontext)  # more may have ended meanwhile
         result = super()._monitor_workers(worker_group)
         if not self.held.handed:
-            codes.forget_ended(result, failed)
+            forget_ended(result, failed)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
         if ended == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
@@ -181,11 +190,11 @@ class Agent(TorchAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if self.signalled is None and result.is_failed():
             self.signalled = self.held.ending(ended)  # one that no rank has used for itself
-        for line in codes.deaths(result, self.signalled, failed, self.ours):
+        for line in deaths(result, self.signalled, failed, self.ours):
             tell_beside(f"launch: {line}")
-        if not self.ours and (name := codes.too_early(result, self.signalled)):
+        if not self.ours and (name := too_early(result, self.signalled)):
             tell_beside(f"launch: the ranks were ended by {name}, which they did not catch")
-        final = not ended.isdisjoint(codes.FINAL)
+        final = not ended.isdisjoint(FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
@@ -308,26 +317,26 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with files.temporary_folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
-            code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
+            code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
         tell_beside(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
     payload.leave(args, code)
-    final = ending is not None and ending.final  # another node has ended the job with this code
+    final = barrier is not None and barrier.final  # another node has ended the job with this code
     attempts.end(code, final)
-    if ending is not None:
+    if barrier is not None:
         _handle(caught, _leave_while_waiting)
         with contextlib.suppress(SignalException):
-            ending.leave(args.linger)
+            barrier.leave(args.linger)
         _handle(caught, _nothing)
-    return code if final else codes.cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+    return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
     finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...],
-) -> tuple[int, Ending | None]:  # fmt: skip
+) -> tuple[int, ExitBarrier | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
     began, serves = time.monotonic(), rendezvous.serves(parameters)
@@ -357,28 +366,28 @@ def _run(
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()
         _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
-        code = codes.exit_code(result)
-        if agent.ending is not None and agent.ending.verdict is not None:
-            code = agent.ending.verdict
-        if agent.ours and code == EXIT_FAILED and (name := codes.too_early(result, agent.signalled)):
+        code = exit_code(result)
+        if agent.barrier is not None and agent.barrier.verdict is not None:
+            code = agent.barrier.verdict
+        if agent.ours and code == EXIT_FAILED and (name := too_early(result, agent.signalled)):
             print(f"launch: {name} before any rank had started", file=sys.stderr, flush=True)
             code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
             print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
             code = EXIT_TIMED_OUT
-        if agent.ending is not None and code != EXIT_DONE:
-            agent.ending.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
+        if agent.barrier is not None and code != EXIT_DONE:
+            agent.barrier.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
         spec.rdzv_handler.shutdown()
     except SignalException as error:
         _handle(caught, signal.SIG_IGN)
         if agent is not None and agent.done:
             return EXIT_DONE, None
         over = error.sigval == signal.SIGALRM if agent is None else agent.timed_out
-        if agent is not None and agent.ending is not None:
-            agent.ending.interrupted()
+        if agent is not None and agent.barrier is not None:
+            agent.barrier.interrupted()
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
-        when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had started"
+        when = "all nodes had ended" if agent is not None and agent.barrier is not None else "the ranks had started"
         print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
         return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, None
     except RendezvousTimeoutError:
@@ -387,7 +396,7 @@ def _run(
         reason = (str(error) or type(error).__name__).splitlines()[0]
         tell_beside(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
-    return code, agent.ending
+    return code, agent.barrier
 
 
 def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
