@@ -92,7 +92,7 @@ def positive(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number from 0, for `type=`."""
-    if not text.isdecimal() or int(text) >= 1 << 63:
+    if not text.isdecimal() or int(text) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
     return int(text)
 

@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
         if how == b"f":
             return _with_frames(args.command, env)
         if how != b"r":
-            return _refuse("nobody said how standard input comes: the connection is gone")
+            return _refuse("standard input did not begin: the connection is gone")
     try:
         os.execvpe(args.command[0], args.command, env)  # noqa: S606 - without a shell, as it was given
     except OSError as error:

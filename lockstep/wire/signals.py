@@ -110,8 +110,8 @@ def starting(pid: int, number: int) -> bool:
     try:
         if "python" not in os.path.basename(os.readlink(about / "exe")):
             return False
-        said = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
-        handled = int(said["SigCgt"], 16) | int(said["SigBlk"], 16) | int(said["SigIgn"], 16)
+        status = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
+        handled = int(status["SigCgt"], 16) | int(status["SigBlk"], 16) | int(status["SigIgn"], 16)
     except (OSError, KeyError, ValueError):
         return False
     return not any(handled >> (one - 1) & 1 for one in {number, signal.SIGTERM} - {signal.SIGINT})
@@ -133,7 +133,7 @@ class PendingSignals:
         """They came while no rank was there."""
         self._gone: set[int] = set()
         """Those of which a rank was gone already: all may be about to start again."""
-        self.handed: set[int] = set()
+        self.delivered: set[int] = set()
 
     def send(self, pids: Iterable[int], number: int) -> None:
         """Hands it on to those who can take it, and keeps it for the others. Without a process, for those to come."""
@@ -146,7 +146,7 @@ class PendingSignals:
             if number != signal.SIGKILL and now < self._until and starting(pid, number):
                 self._waiting.setdefault((pid, number), now)
             else:
-                self._hand_on(pid, number)
+                self._deliver(pid, number)
         self._release()
 
     def release(self, pids: Iterable[int]) -> bool:
@@ -161,10 +161,10 @@ class PendingSignals:
         for pid, number in list(self._waiting):
             ready = time.monotonic() >= self._until or not starting(pid, number)
             if ready and self._waiting.pop((pid, number), None) is not None:  # a handler may have been here meanwhile
-                self._hand_on(pid, number)
+                self._deliver(pid, number)
 
-    def _hand_on(self, pid: int, number: int) -> None:
-        self.handed.add(number)
+    def _deliver(self, pid: int, number: int) -> None:
+        self.delivered.add(number)
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -172,7 +172,7 @@ class PendingSignals:
 
     def ending(self, codes: Iterable[int]) -> int | None:
         """The signal that has ended these ranks (exit codes as Python gives them), or that one has not had when it ended."""
-        ended = next((-code for code in codes if -code in self.handed), None)
+        ended = next((-code for code in codes if -code in self.delivered), None)
         return ended or next((number for _, number in list(self._waiting)), None)
 
     def inherit(self, earlier: PendingSignals) -> None:

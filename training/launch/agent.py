@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
 from lockstep.training import files
-from lockstep.training.cli import PROGRAM, Parser
+from lockstep.training.cli import PROGRAM, Parser, count
 from lockstep.training.contract import (
     ENV_LAUNCHER,
     ENV_RESTARTS,
@@ -181,7 +181,7 @@ class Agent(TorchAgent):
         tell_ranks(worker_group, failed_ranks(worker_group, self._pcontext))
         failed = failed_ranks(worker_group, self._pcontext)  # more may have ended meanwhile
         result = super()._monitor_workers(worker_group)
-        if not self.held.handed:
+        if not self.held.delivered:
             forget_ended(result, failed)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
@@ -218,18 +218,18 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
     parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
                         help="the same on all nodes of a job")  # fmt: skip
-    parser.add_argument("--address", default=own_address(env, socket.gethostname()),
+    parser.add_argument("--address", default=node_address(env, socket.gethostname()),
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
-    parser.add_argument("--max-restarts", type=_count, default=env.get("PET_MAX_RESTARTS", "0"),
+    parser.add_argument("--max-restarts", type=count, default=env.get("PET_MAX_RESTARTS", "0"),
                         help="restarts after a failure, of all ranks of the node (default 0)")  # fmt: skip
-    parser.add_argument("--join-timeout", type=_count, default="600", metavar="SECONDS",
+    parser.add_argument("--join-timeout", type=count, default="600", metavar="SECONDS",
                         help="how long to wait for the other nodes (default 600)")  # fmt: skip
-    parser.add_argument("--linger", type=_count, default="0", metavar="SECONDS",
+    parser.add_argument("--linger", type=count, default="0", metavar="SECONDS",
                         help="seconds to stay after rank 0's node; for clusters that end a job with its first node")  # fmt: skip
     parser.add_argument(
         "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
     )
-    parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
+    parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
                         help="kubernetes: end with codes from 128 on where the operator shall start the pod again")  # fmt: skip
@@ -255,7 +255,7 @@ def _endpoint(env: Mapping[str, str]) -> str:
     return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
 
 
-def own_address(env: Mapping[str, str], host: str) -> str:
+def node_address(env: Mapping[str, str], host: str) -> str:
     """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
     master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
     return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
@@ -263,14 +263,6 @@ def own_address(env: Mapping[str, str], host: str) -> str:
 
 def _serves(env: Mapping[str, str]) -> bool | None:
     return env["PET_NODE_RANK"] == "0" if "PET_NODE_RANK" in env and "PET_RDZV_ENDPOINT" not in env else None
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise UserError(
-            f"--max-restarts, --time-limit, --join-timeout and --linger must be whole numbers from 0, got {text!r}"
-        )
-    return int(text)
 
 
 def rank_count(text: str, command: list[str]) -> int:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.multiprocessing import PContext
@@ -38,9 +37,9 @@ TELL_SECONDS = 2.0
 COUNT_PREFIX = "lockstep-restarts-"
 """Of the names of the files that count restarts: the folder may hold others, which are left alone."""
 DONE, ENDED, HEARD = "done", "ended", "heard"
-"""Said by each node for itself."""
+"""Written by each node for itself."""
 FAILED, LAST = "failed", "last"
-"""Said by one node for all."""
+"""Written by one node for all."""
 ANSWER_SECONDS = 20.0
 SAVING_SECONDS = 20.0
 """How long the node with the store waits for nodes that save. Less than the margin that clusters add to the grace period."""
@@ -273,8 +272,8 @@ class ExitBarrier:
         """Whether the failure is final: the cluster must not start this node again."""
         # Asked in threads: torch waits for a server that is gone.
         self._answers = store.other_connection()
-        self._said: dict[str, str] = {}
-        self._heard: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
+        self._written: dict[str, str] = {}
+        self._seen: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
         self._alone = False
@@ -291,11 +290,11 @@ class ExitBarrier:
         try:
             if not self.done:
                 self.done = True
-                self._say(f"{DONE}/{self._node}")
+                self._write(f"{DONE}/{self._node}")
             self.over = self._count(DONE) >= self._nodes or self._read(LAST) is not None
-            if not self.over and (said := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
-                self.verdict, self.final = int(said[1]), said[2] == "final"
-                self._say(f"{HEARD}/{self._node}")
+            if not self.over and (match := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
+                self.verdict, self.final = int(match[1]), match[2] == "final"
+                self._write(f"{HEARD}/{self._node}")
         except RuntimeError as error:
             raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
         if self.over or self.verdict is not None:
@@ -323,13 +322,13 @@ class ExitBarrier:
         """
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
             if self.verdict is None:  # else another node has reported a failure already
-                self._tell(code, final)
-            self._say(f"{ENDED}/{self._node}")
+                self._report(code, final)
+            self._write(f"{ENDED}/{self._node}")
             if code == EXIT_PREEMPTED:
                 self._stay_for_who_saves()
 
-    def _tell(self, code: int, final: bool) -> None:
-        self._say(FAILED, f"{code} {'final' if final else 'retry'}")
+    def _report(self, code: int, final: bool) -> None:
+        self._write(FAILED, f"{code} {'final' if final else 'retry'}")
         # Launchers whose ranks ended at the same moment report it when they next check.
         _until(lambda: self._count(DONE) > 0, LOOK_SECONDS)
         waiting = self._count(DONE)
@@ -339,7 +338,7 @@ class ExitBarrier:
     def interrupted(self) -> None:
         """A signal ends this node before the others have ended."""
         with contextlib.suppress(RuntimeError):
-            self._say(f"{ENDED}/{self._node}")
+            self._write(f"{ENDED}/{self._node}")
             self._stay_for_who_saves()
 
     def _stay_for_who_saves(self) -> None:
@@ -357,10 +356,10 @@ class ExitBarrier:
     def _part(self) -> None:
         try:
             if self._node == 0:
-                self._say(LAST)
+                self._write(LAST)
             else:
                 _until(lambda: self._read(LAST) is not None, LAST_SECONDS)
-            self._say(f"{HEARD}/{self._node}")
+            self._write(f"{HEARD}/{self._node}")
             self._stay_for(self._nodes)
         except RuntimeError:
             pass  # the node that serves it was lost
@@ -370,51 +369,42 @@ class ExitBarrier:
         if self._serves:
             _until(lambda: self._count(HEARD) >= nodes, HEARD_SECONDS)
 
-    def _say(self, key: str, text: str = "1") -> None:
-        self._said[key] = text
-        self._ask(self._repeat)
-
-    def _repeat(self) -> None:
-        """With each question: whoever reaches the store may have written something else there, or have deleted it."""
-        for key, text in list(self._said.items()):
-            self._answers.set(key, text)
+    def _write(self, key: str, text: str = "1") -> None:
+        self._written[key] = text
+        self._ask()
 
     def _count(self, what: str) -> int:
-        """How many nodes have said it."""
-        heard = self._heard[what]
-        missing = set(range(self._nodes)) - heard
-
-        def ask() -> set[int]:
-            self._repeat()
-            return {node for node in missing if self._answers.read(f"{what}/{node}") is not None}
-
-        heard |= self._ask(ask)
-        return len(heard)
+        """How many nodes have written it."""
+        seen = self._seen[what]
+        missing = [node for node in range(self._nodes) if node not in seen]
+        answers = self._ask(*(f"{what}/{node}" for node in missing))
+        seen.update(node for node, text in zip(missing, answers) if text is not None)
+        return len(seen)
 
     def _read(self, key: str) -> str | None:
-        def ask() -> str | None:
-            self._repeat()
-            return self._answers.read(key)
+        return self._ask(key)[0]
 
-        found: str | None = self._ask(ask)
-        return found
+    def _ask(self, *keys: str) -> list[str | None]:
+        """What nodes have written at these keys. Raises `RuntimeError` without an answer in time. Signals are handled during the wait.
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer. Raises `RuntimeError` without an answer in time. Signals are handled during the wait."""
-        answers: list[Any] = []
-        broken: list[RuntimeError] = []
+        Each question writes once more what this node has written: whoever reaches the store may have put something else there.
+        """
+        answers: list[list[str | None]] = []
+        errors: list[RuntimeError] = []
 
         def ask() -> None:
             try:
-                answers.append(question())
+                for key, text in list(self._written.items()):
+                    self._answers.set(key, text)
+                answers.append([self._answers.read(key) for key in keys])
             except RuntimeError as error:
-                broken.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
-        if broken:
-            raise broken[0]
+        if errors:
+            raise errors[0]
         if not answers:
             raise RuntimeError(f"no answer for {ANSWER_SECONDS:g} s")
         return answers[0]

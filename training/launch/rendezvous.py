@@ -73,7 +73,7 @@ class NotMet(Exception):
 
 
 class Secret:
-    """Signs what this node says, and tells whether another node of the job has said something.
+    """Signs what this node writes, and tells whether a node of the job has written a text.
 
     Args:
         text: the same on all nodes. Empty, everybody can sign: the launcher warns of that.
@@ -130,7 +130,7 @@ class SignedStore:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while (text := self.read(key)) is None:
             if time.monotonic() > deadline:
-                raise RendezvousStateError(f"no node has said {key!r} in time, or somebody else writes there")
+                raise RendezvousStateError(f"no node has written {key!r} in time, or somebody else writes there")
             time.sleep(LOOK_SECONDS)
         return text.encode()
 
@@ -214,25 +214,25 @@ class _State(_BackendRendezvousStateHolder):
     def sync(self) -> bool | None:
         written: bool | None = None
         if self._dirty and not self._known:
-            found, written = self._swap(b"", b""), False
-            if not found:
+            stored, written = self._swap(b"", b""), False
+            if not stored:
                 time.sleep(LOOK_SECONDS)  # torch asks again at once
         elif self._dirty:
             wanted = self._secret.signed(self._place, encode(self._state))
             written = self._swap(self._token, wanted) == wanted
-            found = wanted if written else self._swap(b"", b"")
+            stored = wanted if written else self._swap(b"", b"")
         elif self._last_sync_time >= max(time.monotonic() - self._cache_duration, 0):
             return None
         else:
-            found = self._swap(b"", b"")
-        text = self._secret.opened(self._place, found)
+            stored = self._swap(b"", b"")
+        text = self._secret.opened(self._place, stored)
         state = decode(text) if text is not None else None
-        if state is None and found and not self._known:
+        if state is None and stored and not self._known:
             raise RendezvousStateError(FOREIGN)
         ours_stays = state is None and self._known
         self._state = self._state if ours_stays else state or _RendezvousState()
         self._known = self._known or state is not None
-        self._token, self._dirty, self._last_sync_time = found, ours_stays, time.monotonic()
+        self._token, self._dirty, self._last_sync_time = stored, ours_stays, time.monotonic()
         if not ours_stays:
             self._sanitize()
         return written
@@ -290,10 +290,10 @@ def _count(value: Any) -> int:
 
 
 def _time(value: Any) -> datetime:
-    found = datetime.fromisoformat(value)
-    if found.utcoffset() is None:  # it could not be compared with others
+    parsed = datetime.fromisoformat(value)
+    if parsed.utcoffset() is None:  # it could not be compared with others
         raise ValueError
-    return found
+    return parsed
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -342,7 +342,7 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
     """The rendezvous, as soon as it is served.
 
     Args:
-        served_here: what `serves` has said.
+        served_here: what `serves` gave.
 
     Raises:
         NotMet: no node has served it within the join timeout.

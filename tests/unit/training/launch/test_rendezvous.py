@@ -66,7 +66,7 @@ def test_only_who_has_the_secret_is_believed_and_only_at_that_place(served: dist
         served.set(key, value)
     assert [ours.read(key) for key in ("moved", "bytes", "none", "long", "more", "never-set")] == [None] * 6
     assert SignedStore(served, "job/1", Secret("ours")).read("said") is None
-    with pytest.raises(RendezvousStateError, match="no node has said 'moved'"):
+    with pytest.raises(RendezvousStateError, match="no node has written 'moved'"):
         ours.get("moved")
 
 
