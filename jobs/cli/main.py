@@ -29,7 +29,6 @@ from lockstep.training.contract import (
     tell_error,
 )
 from lockstep.training.files import keep_out_others
-from lockstep.wire.payload import SessionOptions
 from lockstep.wire.signals import command_of, signals_held_back
 
 app = typer.Typer(
@@ -108,10 +107,11 @@ def _program(
     name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None
 ) -> list[str]:  # fmt: skip
     """A program of one's own, whose Session takes the options. Raises `UserError`."""
-    from lockstep.training.config import own
+    from lockstep.training import config as configuration
+    from lockstep.wire.payload import SessionOptions
 
     settings = settings + ([f"log.format={log_format}"] if log_format else [])
-    own.check_overrides(settings)
+    configuration.check_overrides(settings)
     options = SessionOptions(
         str(run_dir.absolute()) if run_dir else "", tuple(settings), uuid.uuid4().hex[:12] if fresh else "",
         expected=bool(settings or fresh),

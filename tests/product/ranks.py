@@ -112,7 +112,7 @@ def load_for_forks() -> None:
     from pathlib import Path
 
     from lockstep.training import config
-    from lockstep.training.config.own import own_settings
+    from lockstep.training.config import own_settings
     from lockstep.training.observe import report
 
     root = Path(__file__).parents[2]

@@ -19,8 +19,7 @@ from torch import nn
 from lockstep.training.checkpoint import generators
 from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.checkpoint.state import Cursor, TrainState, scatter
-from lockstep.training.config import OwnSettings
-from lockstep.training.config.own import own_settings
+from lockstep.training.config import OwnSettings, own_settings
 from lockstep.training.contract import ENV_RESTARTS, EXIT_DONE, VERSION, UserError, user_errors
 from lockstep.training.files import keep_out_others
 from lockstep.training.observe import trackers
