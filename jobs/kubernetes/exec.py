@@ -36,8 +36,7 @@ class Rank:
         """The command's exit code. Raises `UserError`, `Unreachable`, `ApiError`."""
         pod, token = self._place(), uuid.uuid4().hex
         terminal = streams.terminal
-        flags = ["--token", token, *([] if terminal else ["--stdin", "framed"])]
-        words = commands.execute("python", self.rank, command, run_dir, *flags)
+        words = commands.execute("python", self.rank, command, run_dir, "--token", token)
 
         def interrupt(number: int) -> None:
             self._quietly(pod, commands.signal("python", token, number))

@@ -4,9 +4,6 @@ A command on the node of a rank, in the rank's folder and with its environment.
 
 `lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
 What marks the processes of a job is taken away: the command does not belong to the job, and neither does a run that it starts.
-
-With `--stdin framed` the first byte says how standard input comes: `r` as it is; `f` in frames, each behind its length in four
-bytes, the last one of length 0, for a way that cannot say where it ends.
 """
 
 from __future__ import annotations
@@ -15,9 +12,7 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -103,7 +98,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                         help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
     parser.add_argument("--token", default="", help="what --signal finds the command by")
-    parser.add_argument("--stdin", choices=("inherited", "framed"), default="inherited")
     parser.add_argument("--find", action="store_true", help=f"only tell whether the rank is here: 0, or {NOT_HERE}")
     parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -136,54 +130,11 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(OSError):  # this process may not see the rank's folder
         os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     env["PWD"] = os.getcwd()
-    if args.stdin == "framed":
-        how = os.read(0, 1)
-        if how == b"f":
-            return _with_frames(args.command, env)
-        if how != b"r":
-            return _refuse("standard input did not begin: the connection is gone")
     try:
         os.execvpe(args.command[0], args.command, env)  # noqa: S606 - without a shell, as it was given
     except OSError as error:
-        return _not_started(args.command, error)
-
-
-def _with_frames(command: list[str], env: dict[str, str]) -> int:
-    """The command's exit code. Its standard input is what comes in frames."""
-    try:
-        child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE)
-    except OSError as error:
-        return _not_started(command, error)
-    assert child.stdin is not None
-    threading.Thread(target=_pass_on, args=(child.stdin.fileno(),), daemon=True).start()
-    code = child.wait()
-    os._exit(128 - code if code < 0 else code)  # the thread may wait for input that nobody sends
-
-
-def _pass_on(target: int) -> None:
-    reader_open = True
-    while size := int.from_bytes(_exactly(4), "big"):
-        data = memoryview(_exactly(size))
-        while data and reader_open:
-            try:
-                data = data[os.write(target, data) :]
-            except BrokenPipeError:  # it reads no more, and what still comes goes nowhere
-                reader_open = False
-    os.close(target)
-
-
-def _exactly(count: int) -> bytes:
-    """`count` bytes; fewer if the sender is gone."""
-    data = b""
-    while len(data) < count and (more := os.read(0, count - len(data))):
-        data += more
-    return data
-
-
-def _not_started(command: list[str], error: OSError) -> int:
-    """As a shell has it: 127 where there is no such program, 126 where it cannot be run."""
-    tell_beside(f"error: cannot start {command[0]!r}: {error.strerror}")
-    return 127 if isinstance(error, FileNotFoundError) else 126
+        tell_beside(f"error: cannot start {args.command[0]!r}: {error.strerror}")
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has it
 
 
 def _refuse(why: str) -> int:
