@@ -40,10 +40,10 @@ from lockstep.training.contract import (
     check_words,
     printable,
     rank_of,
+    say,
     tell_error,
 )  # fmt: skip
 from lockstep.training.files import keep_out_others, publish
-from lockstep.training.launch.lines import say
 
 _BEGAN = time.perf_counter()
 

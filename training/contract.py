@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 VERSION = "0.1.0"
 
@@ -125,6 +126,12 @@ def rank_of(env: Mapping[str, str]) -> str:
     """The rank that the launcher gave this process, to choose the rank that prints. `world.detect` checks the value."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     return next((env[name] for name in names if name in env), "0")
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
+    with contextlib.suppress(OSError):
+        print(printable(text), file=file, flush=True)
 
 
 def tell_beside(text: str) -> None:

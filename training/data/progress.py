@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import say
 
 SECONDS = 10.0
 """Between two lines."""

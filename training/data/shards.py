@@ -27,11 +27,10 @@ import torch
 from lockstep.training import files
 from lockstep.training import manifest as manifests
 from lockstep.training.config import Data
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, say
 from lockstep.training.data import sources, statistics
 from lockstep.training.data.mapped import Kept, Mapped
 from lockstep.training.data.spool import Spool
-from lockstep.training.launch.lines import say
 
 MANIFEST = "manifest.json"
 MADE_FROM = "made-from.json"

@@ -44,8 +44,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from lockstep.training.contract import ENV_SECRET, MASTER_PORT, UserError
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import ENV_SECRET, MASTER_PORT, UserError, say
 from lockstep.training.parallel import stores
 
 REPORT_SECONDS = 60.0

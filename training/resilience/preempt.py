@@ -22,8 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import EXIT_PREEMPTED
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import EXIT_PREEMPTED, say
 from lockstep.training.parallel.world import World
 from lockstep.wire.signals import taken
 

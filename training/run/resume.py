@@ -12,8 +12,7 @@ import torch
 
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.state import checked
-from lockstep.training.contract import UserError
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import UserError, say
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.observe.rundir import RunDirectory
 from lockstep.training.parallel.agreement import reduced
