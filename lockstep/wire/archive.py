@@ -170,12 +170,10 @@ def _unpacked(folder: Path) -> Iterator[File]:
     left = MAX_BYTES
     for parent, inner, names in os.walk(folder, onerror=_raised):
         inner[:] = [name for name in inner if name != DERIVED]
-        if any(os.path.islink(os.path.join(parent, name)) for name in inner):
+        if any(os.path.islink(os.path.join(parent, name)) for name in inner + names):
             raise OSError(errno.ELOOP, "it holds a link", parent)
         for name in names:
             path = Path(parent, name)
-            if path.is_symlink():
-                raise OSError(errno.ELOOP, "it is a link", str(path))
             data = files.read(path, left)
             left -= len(data)
             yield File(path.relative_to(folder).as_posix(), bool(path.stat().st_mode & 0o100), data)
