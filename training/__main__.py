@@ -38,10 +38,10 @@ from lockstep.training.contract import (
     REPORT_FILE,
     UserError,
     check_words,
+    print_error,
     printable,
     rank_of,
     say,
-    tell_error,
 )  # fmt: skip
 from lockstep.training.files import keep_out_others, publish
 
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
             return action(args, env)
     except UserError as error:
         if not error.shared or rank_of(env) == "0":
-            tell_error(error)
+            print_error(error)
         return error.code
 
 

@@ -134,7 +134,7 @@ def say(text: str, file: TextIO | None = None) -> None:
         print(printable(text), file=file, flush=True)
 
 
-def tell_beside(text: str) -> None:
+def to_stderr(text: str) -> None:
     """Prints one line on standard error, control codes made visible. It changes no exit code where that is closed, full, or
     without a reader."""
     try:
@@ -144,12 +144,12 @@ def tell_beside(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python would try once more at its end, and end with 120
 
 
-def tell_error(error: UserError) -> None:
+def print_error(error: UserError) -> None:
     """Prints what was wrong, one line; before it the traceback, where `LOCKSTEP_DEBUG` asks for it."""
     if os.environ.get(ENV_DEBUG):
         for line in "".join(traceback.format_exception(error)).splitlines():
-            tell_beside(line)
-    tell_beside(f"error: {error}")
+            to_stderr(line)
+    to_stderr(f"error: {error}")
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def user_errors() -> Iterator[None]:
         yield
     except UserError as error:
         if not error.shared or rank_of(os.environ) == "0":
-            tell_error(error)
+            print_error(error)
         sys.exit(error.code)
 
 

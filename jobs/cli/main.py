@@ -24,9 +24,9 @@ from lockstep.training.contract import (
     VERSION,
     UserError,
     check_words,
+    print_error,
     search_path,
-    tell_beside,
-    tell_error,
+    to_stderr,
 )
 from lockstep.training.files import keep_out_others
 from lockstep.wire.signals import command_of, signals_held_back
@@ -185,7 +185,7 @@ def _main() -> NoReturn:
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
             code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
-        tell_error(error)
+        print_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
@@ -194,6 +194,6 @@ def _main() -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise
-        tell_beside(f"error: {error.format_message()}")
+        to_stderr(f"error: {error.format_message()}")
         sys.exit(EXIT_USAGE)
     sys.exit(code if isinstance(code, int) else 0)

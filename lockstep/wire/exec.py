@@ -27,7 +27,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     UserError,
     rank_of,
-    tell_beside,
+    to_stderr,
     variables_of,
 )
 
@@ -133,12 +133,12 @@ def main(argv: list[str]) -> int:
     try:
         os.execvpe(args.command[0], args.command, env)  # noqa: S606 - without a shell, as it was given
     except OSError as error:
-        tell_beside(f"error: cannot start {args.command[0]!r}: {error.strerror}")
+        to_stderr(f"error: cannot start {args.command[0]!r}: {error.strerror}")
         return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has it
 
 
 def _refuse(why: str) -> int:
-    tell_beside(f"error: {why}")
+    to_stderr(f"error: {why}")
     return EXIT_USAGE
 
 

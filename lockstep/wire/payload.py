@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.training import files
-from lockstep.training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, RUN_FILE, UserError, tell_beside
+from lockstep.training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, RUN_FILE, UserError, to_stderr
 from lockstep.wire import archive
 
 PART = "part-*"
@@ -111,7 +111,7 @@ def enter(args: argparse.Namespace) -> None:
 def leave(args: argparse.Namespace, code: int) -> None:
     """Warns where the ranks have ended well without a look at their options."""
     if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
-        tell_beside(f"launch: warning: {warning}")
+        to_stderr(f"launch: warning: {warning}")
 
 
 def environment(folder: Path, identity: str, env: Mapping[str, str], launcher_path: str) -> dict[str, str]:

@@ -41,7 +41,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     MASTER_PORT,
     UserError,
-    tell_beside,
+    to_stderr,
 )  # fmt: skip
 from lockstep.training.launch import lines, rendezvous
 from lockstep.training.launch.ending import (
@@ -165,7 +165,7 @@ class Agent(TorchAgent):
         if not self.barrier.reached():
             return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
         if self.barrier.lost:
-            print("launch: a node was lost before it ended: the ranks restart without it", file=sys.stderr, flush=True)
+            to_stderr("launch: a node was lost before it ended: the ranks restart without it")
             return RunResult(state=WorkerState.UNHEALTHY if self._remaining_restarts > 0 else WorkerState.FAILED)
         if self.barrier.verdict is None:
             return self._ended
@@ -191,15 +191,15 @@ class Agent(TorchAgent):
         if self.signalled is None and result.is_failed():
             self.signalled = self.held.ending(ended)  # one that no rank has used for itself
         for line in deaths(result, self.signalled, failed, self.ours):
-            tell_beside(f"launch: {line}")
+            to_stderr(f"launch: {line}")
         if not self.ours and (name := too_early(result, self.signalled)):
-            tell_beside(f"launch: the ranks were ended by {name}, which they did not catch")
+            to_stderr(f"launch: the ranks were ended by {name}, which they did not catch")
         final = not ended.isdisjoint(FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
             left = self._remaining_restarts - 1
-            print(f"launch: all ranks start again; restarts left after that: {left}", file=sys.stderr, flush=True)
+            to_stderr(f"launch: all ranks start again; restarts left after that: {left}")
         return result
 
 
@@ -304,14 +304,14 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
     attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
     if not attempts.begin():
-        tell_beside(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
+        to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with files.temporary_folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
             code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
-        tell_beside(f"launch: {error}: giving up")
+        to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
     payload.leave(args, code)
@@ -362,11 +362,11 @@ def _run(
         if agent.barrier is not None and agent.barrier.verdict is not None:
             code = agent.barrier.verdict
         if agent.ours and code == EXIT_FAILED and (name := too_early(result, agent.signalled)):
-            print(f"launch: {name} before any rank had started", file=sys.stderr, flush=True)
+            to_stderr(f"launch: {name} before any rank had started")
             code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
-            print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
+            to_stderr(f"launch: the time limit of {args.time_limit} s is over")
             code = EXIT_TIMED_OUT
         if agent.barrier is not None and code != EXIT_DONE:
             agent.barrier.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
@@ -380,13 +380,13 @@ def _run(
             agent.barrier.interrupted()
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
         when = "all nodes had ended" if agent is not None and agent.barrier is not None else "the ranks had started"
-        print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
+        to_stderr(f"launch: {what} before {when}")
         return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, None
     except RendezvousTimeoutError:
         raise NotMet(f"the nodes did not meet at {parameters.endpoint} within {args.join_timeout:g} s") from None
     except RendezvousError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        tell_beside(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
+        to_stderr(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
     return code, agent.barrier
 
