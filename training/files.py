@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -21,11 +22,6 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from lockstep.training.contract import UserError, printable
-
-try:
-    import fcntl
-except ImportError:  # no Unix: what a killed process leaves stays
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = ".in-use"
 """Of a temporary folder, held for as long as its process lives. A process number would say nothing to another container."""
@@ -182,8 +178,7 @@ def _lock(path: str) -> IO[str] | None:
     the folder for an abandoned one, and removed it."""
     with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
         held = stack.enter_context(open(os.path.join(path, LOCK), "w"))
-        if fcntl is not None:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX)
         if os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
             stack.pop_all()
             return held
@@ -191,8 +186,6 @@ def _lock(path: str) -> IO[str] | None:
 
 
 def _remove_abandoned(prefix: str) -> None:
-    if fcntl is None:
-        return
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()  # one look: in a folder of everybody's, nobody else can replace a folder of ours
