@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.jobs.spec.code import CODE_PARTS
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.contract import UserError
-from lockstep.training.launch.handed import Handed
+from lockstep.wire.payload import SessionOptions
 
 IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30
@@ -36,7 +36,7 @@ def launch(
     if spec.code is not None:
         command += ["--code", identity(spec), *(["--code-folder", code] if code else ["--code-parts", CODE_PARTS])]
     if spec.command is not None:
-        command += ["--session", handed(spec, run_dir)]
+        command += ["--session", session_options(spec, run_dir)]
     return command + rank(spec, run_dir, here)
 
 
@@ -64,10 +64,12 @@ def rank(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
     return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
 
 
-def handed(spec: JobSpec, run_dir: str) -> str:
+def session_options(spec: JobSpec, run_dir: str) -> str:
     """What the `Session` of a program of one's own takes from the job: the same that a recipe's words say."""
     asked = bool(spec.overrides) or spec.fresh is not None
-    return Handed(run_dir, ("log.format=json", *_settings(spec), *_device(spec)), spec.fresh or "", asked).text()
+    return SessionOptions(
+        run_dir, ("log.format=json", *_settings(spec), *_device(spec)), spec.fresh or "", asked
+    ).text()
 
 
 def _settings(spec: JobSpec) -> list[str]:
@@ -80,15 +82,15 @@ def _device(spec: JobSpec) -> list[str]:
     return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
 
 
-def beside(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
-    """What runs a command beside a rank, on the rank's node. `more`: further flags of `lockstep.training.launch.beside`."""
-    words = [python, "-m", "lockstep.training.launch.beside", "--rank", str(rank), *more]
+def execute(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
+    """What runs a command beside a rank, on the rank's node. `more`: further flags of `lockstep.wire.exec`."""
+    words = [python, "-m", "lockstep.wire.exec", "--rank", str(rank), *more]
     return [*words, *(["--run-dir", run_dir] if run_dir else []), "--", *command]
 
 
-def to_beside(python: str, token: str, number: int) -> list[str]:
+def signal(python: str, token: str, number: int) -> list[str]:
     """What sends a signal to the command that was started with `--token`, on the same node."""
-    return [python, "-m", "lockstep.training.launch.beside", "--token", token, "--signal", str(number)]
+    return [python, "-m", "lockstep.wire.exec", "--token", token, "--signal", str(number)]
 
 
 def shard(spec: JobSpec, python: str = "python") -> list[str]:

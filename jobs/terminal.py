@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep.training.contract import printable, tell_beside
+from lockstep.training.contract import printable, to_stderr
 
 
 def show(value: Any) -> None:
@@ -20,7 +20,7 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """Beside the answer, so on stderr."""
-    tell_beside(text)
+    to_stderr(text)
 
 
 def warn(text: str) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session as Session
 
 if not {"LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):  # what a script imports next may take long
-    from lockstep.training.launch import early, lifeline
+    from lockstep.wire import signals
 
-    lifeline.end_with_launcher(os.environ)
-    early.keep_for_session(os.environ)
+    signals.end_with_launcher(os.environ)
+    signals.keep_for_session(os.environ)
 
 __all__ = ["Job", "JobSpec", "Session", "submit"]
 _PLACES = {

@@ -9,19 +9,17 @@ from pathlib import Path
 from tests.processes import ROOT
 
 SHARED = tuple(
-    f"lockstep.training.{name}" for name in (
-        "contract", "config", "config.settings", "config.own", "files", "extras", "cli",
-        "launch.archive", "launch.carried", "launch.early", "launch.handed", "launch.lifeline", "launch.scratch",
-    )
-)  # fmt: skip
+    f"lockstep.training.{name}" for name in ("contract", "config", "config.settings", "files", "extras", "cli")
+)
 """What `jobs` may import of `training`: the part that needs no torch."""
 
 
 def modules(package: str) -> dict[str, Path]:
-    """Dotted name → file of each module of a package of ours."""
+    """Dotted name → file of each module of a package of ours: `training`, `jobs`, or `wire`."""
+    folder = ROOT / "lockstep" / package  # a link, for all but `wire`
     return {
-        ".".join(("lockstep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
-        for path in sorted((ROOT / package).rglob("*.py"))
+        ".".join(("lockstep", package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in sorted(folder.rglob("*.py"))
         if "templates" not in path.parts  # files of a project to be
     }
 
@@ -42,9 +40,9 @@ def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
             yield from imported(node, known)
 
 
-def graph(package: str) -> dict[str, set[str]]:
-    """Each module of a package, and those of the same package that it imports, in functions too."""
-    known = modules(package)
+def graph() -> dict[str, set[str]]:
+    """Each module of ours, and those of ours that it imports, in functions too."""
+    known = modules("training") | modules("jobs") | modules("wire")
     return {
         name: {other for other in imported(ast.parse(path.read_text()), known) if other in known and other != name}
         for name, path in known.items()

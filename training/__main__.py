@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.training.launch.lifeline import FORWARDED, command_of, end_with_launcher
+from lockstep.wire.signals import FORWARDED, command_of, end_with_launcher
 
 if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
     # First of all: what is imported now takes its time. Until `Signals`, or the launcher, catches them. A PID 1 without
@@ -36,12 +36,12 @@ from lockstep.training.contract import (
     REPORT_FILE,
     UserError,
     check_words,
+    print_error,
     printable,
     rank_of,
-    tell_error,
+    say,
 )  # fmt: skip
 from lockstep.training.files import keep_out_others, publish
-from lockstep.training.launch.lines import say
 
 _BEGAN = time.perf_counter()
 
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
             return action(args, env)
     except UserError as error:
         if not error.shared or rank_of(env) == "0":
-            tell_error(error)
+            print_error(error)
         return error.code
 
 

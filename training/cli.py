@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, tell_beside
+from lockstep.training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
 
 PROGRAM = os.environ.get(ENV_PROGRAM, "python -m lockstep.training")
 COMMANDS = {
@@ -62,7 +62,7 @@ def answering() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
         if isinstance(cause, BrokenPipeError):
             sys.exit(EXIT_NO_READER)
-        tell_beside(f"error: the answer could not be written: {cause.strerror}")
+        to_stderr(f"error: the answer could not be written: {cause.strerror}")
         sys.exit(EXIT_USAGE)
 
 
@@ -92,7 +92,7 @@ def positive(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number from 0, for `type=`."""
-    if not text.isdecimal() or int(text) >= 1 << 63:
+    if not text.isdecimal() or int(text) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
     return int(text)
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 VERSION = "0.1.0"
 
@@ -43,7 +44,7 @@ ENV_JOB = "LOCKSTEP_JOB"
 ENV_CODE = "LOCKSTEP_CODE"
 """Identity of the user's own code that the ranks run; run.yaml records it."""
 ENV_SESSION = "LOCKSTEP_SESSION"
-"""What a job hands the `Session` of its program (`lockstep.training.launch.handed`)."""
+"""What a job hands the `Session` of its program (`lockstep.wire.payload`)."""
 ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
 """The run directory of the job, for a command that `lockstep exec` runs beside one of its ranks."""
 ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
@@ -127,7 +128,13 @@ def rank_of(env: Mapping[str, str]) -> str:
     return next((env[name] for name in names if name in env), "0")
 
 
-def tell_beside(text: str) -> None:
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
+    with contextlib.suppress(OSError):
+        print(printable(text), file=file, flush=True)
+
+
+def to_stderr(text: str) -> None:
     """Prints one line on standard error, control codes made visible. It changes no exit code where that is closed, full, or
     without a reader."""
     try:
@@ -137,12 +144,12 @@ def tell_beside(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python would try once more at its end, and end with 120
 
 
-def tell_error(error: UserError) -> None:
+def print_error(error: UserError) -> None:
     """Prints what was wrong, one line; before it the traceback, where `LOCKSTEP_DEBUG` asks for it."""
     if os.environ.get(ENV_DEBUG):
         for line in "".join(traceback.format_exception(error)).splitlines():
-            tell_beside(line)
-    tell_beside(f"error: {error}")
+            to_stderr(line)
+    to_stderr(f"error: {error}")
 
 
 @contextlib.contextmanager
@@ -152,7 +159,7 @@ def user_errors() -> Iterator[None]:
         yield
     except UserError as error:
         if not error.shared or rank_of(os.environ) == "0":
-            tell_error(error)
+            print_error(error)
         sys.exit(error.code)
 
 

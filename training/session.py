@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.config import Config, RunSettings
-from lockstep.training.config.own import own_settings
+from lockstep.training.config import Config, RunSettings, own_settings
 from lockstep.training.contract import user_errors
 from lockstep.training.data.batches import Batches, Part, of_dataset
-from lockstep.training.launch.handed import Handed
 from lockstep.training.parallel.exchange import all_gather_trees
 from lockstep.training.parallel.world import World
 from lockstep.training.run.lifecycle import Lifecycle
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.replica import Replica
+from lockstep.wire.payload import SessionOptions
 
 T = TypeVar("T")
 
@@ -67,7 +66,7 @@ class Session:
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         with user_errors():
-            job = Handed.take(os.environ)
+            job = SessionOptions.take(os.environ)
             script = Path(sys.argv[0]).stem or "script"
             parsed = own_settings(script, config or {}, settings, (*overrides, *job.settings))
         self._open(Path(job.run_dir or run_dir), parsed, job.fresh or fresh, began, handle_signals)

@@ -24,13 +24,12 @@ from lockstep.training.contract import (
     VERSION,
     UserError,
     check_words,
+    print_error,
     search_path,
-    tell_beside,
-    tell_error,
+    to_stderr,
 )
 from lockstep.training.files import keep_out_others
-from lockstep.training.launch.handed import Handed
-from lockstep.training.launch.lifeline import command_of, signals_held_back
+from lockstep.wire.signals import command_of, signals_held_back
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -108,15 +107,16 @@ def _program(
     name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None
 ) -> list[str]:  # fmt: skip
     """A program of one's own, whose Session takes the options. Raises `UserError`."""
-    from lockstep.training.config import own
+    from lockstep.training import config as configuration
+    from lockstep.wire.payload import SessionOptions
 
     settings = settings + ([f"log.format={log_format}"] if log_format else [])
-    own.check_overrides(settings)
-    handed = Handed(
+    configuration.check_overrides(settings)
+    options = SessionOptions(
         str(run_dir.absolute()) if run_dir else "", tuple(settings), uuid.uuid4().hex[:12] if fresh else "",
         expected=bool(settings or fresh),
     )  # fmt: skip
-    return (["--session", handed.text()] if handed != Handed() else []) + ["--", name, *arguments]
+    return (["--session", options.text()] if options != SessionOptions() else []) + ["--", name, *arguments]
 
 
 app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")(project.init)
@@ -185,7 +185,7 @@ def _main() -> NoReturn:
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
             code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
-        tell_error(error)
+        print_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
@@ -194,6 +194,6 @@ def _main() -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own usage errors have one
             raise
-        tell_beside(f"error: {error.format_message()}")
+        to_stderr(f"error: {error.format_message()}")
         sys.exit(EXIT_USAGE)
     sys.exit(code if isinstance(code, int) else 0)

@@ -11,8 +11,8 @@ from pathlib import Path
 from lockstep.jobs.code import listing, refusals
 from lockstep.jobs.code.tree import Changed, Found, Tree, Unfit, seen
 from lockstep.training.contract import UserError
-from lockstep.training.launch import archive
-from lockstep.training.launch.archive import MAX_BYTES, MAX_PACKED, File
+from lockstep.wire import archive
+from lockstep.wire.archive import MAX_BYTES, MAX_PACKED, File
 
 NAMED = 10
 """How many of the largest files an error names."""

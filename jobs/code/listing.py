@@ -11,8 +11,8 @@ from lockstep.jobs import private
 from lockstep.jobs.code import patterns, repository, tree
 from lockstep.training import files
 from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
-from lockstep.training.launch import archive
-from lockstep.training.launch.archive import DERIVED, MAX_FILES
+from lockstep.wire import archive
+from lockstep.wire.archive import DERIVED, MAX_FILES
 
 IGNORE_FILE = ".lockstepignore"
 NEVER = (".git", ".venv", DERIVED)

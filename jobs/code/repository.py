@@ -20,7 +20,6 @@ from typing import Protocol
 from lockstep.jobs.code import tree
 from lockstep.training import files
 from lockstep.training.contract import UserError
-from lockstep.training.launch import scratch
 
 _TAKEN = ("core.ignorecase", "core.precomposeunicode")
 """Settings that are taken over. None of them starts a program, or names a file."""
@@ -51,7 +50,7 @@ def top_of(folder: Path) -> Path | None:
 def opened(top: Path) -> Iterator[Ask]:
     """Questions to git about the working tree `top`. Raises `UserError`, as they do."""
     own, common = _folders(top)
-    with scratch.folder("lockstep-git-") as made:
+    with files.temporary_folder("lockstep-git-") as made:
         ours = Path(made)
         (ours / "refs").mkdir()
         (ours / "info").mkdir()

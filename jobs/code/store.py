@@ -16,7 +16,7 @@ from lockstep.jobs.manifest import get
 from lockstep.jobs.terminal import warn
 from lockstep.training import files
 from lockstep.training.contract import UserError
-from lockstep.training.launch import archive
+from lockstep.wire import archive
 
 FOLDER = "code"
 KEPT_SECONDS = 7 * 86400

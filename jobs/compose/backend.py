@@ -241,12 +241,12 @@ class ComposeBackend(Cluster):
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
         run_dir = spec.run_directory if spec is not None else ""
         ids = self._ids(found, spec, rank)
-        looks = commands.beside("python", rank, [], "", "--find")
+        looks = commands.execute("python", rank, [], "", "--find")
         place = ids[0] if len(ids) == 1 else next((id for id in ids if engine.succeeds("exec", id, *looks)), ids[0])
         token = uuid.uuid4().hex
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += commands.beside("python", rank, command, run_dir, "--token", token)
+        words += commands.execute("python", rank, command, run_dir, "--token", token)
         # Without a terminal the engine passes no signals on.
         code = run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
         if code:

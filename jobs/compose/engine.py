@@ -188,7 +188,7 @@ def succeeds(*words: str) -> bool:
 
 def send_signal(container: str, token: str, number: int) -> None:
     """A signal to the processes that were started in a container with that token. Raises `EngineError`."""
-    docker("exec", container, *commands.to_beside("python", token, number))
+    docker("exec", container, *commands.signal("python", token, number))
 
 
 def log_lines(

@@ -218,7 +218,7 @@ class KubernetesBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
-        from lockstep.jobs.kubernetes.beside import Rank
+        from lockstep.jobs.kubernetes.exec import Rank
 
         place, run_dir = self._of_rank(found, spec, rank), spec.run_directory if spec is not None else ""
         with explained(self.api.host):

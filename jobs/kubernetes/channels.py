@@ -1,8 +1,7 @@
 """The channels of a command in a container: the official client's WebSocket, read and written without waiting for either.
 
 Input and output flow at once in one thread: a command that writes while it is still being fed would otherwise wait for us
-while we wait for it. Protocol v5 can say that standard input has ended; with v4 it goes in pieces that say so themselves
-(`lockstep.training.launch.beside`).
+while we wait for it. Of the channel protocols only v5, of Kubernetes 1.30, can say that standard input has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import select
 import signal
 import socket
 import ssl
-import struct
 import termios
 import time
 import tty
@@ -60,6 +58,11 @@ def connect(
     except kube.ApiException as error:
         raise _refused(str(client.configuration.host), pod, error.__context__ or error) from None
     raw = found.sock.sock
+    if found.subprotocol != V5_CHANNEL_PROTOCOL:
+        raw.close()
+        raise UserError(
+            f"{client.configuration.host} does not speak {V5_CHANNEL_PROTOCOL}: exec needs Kubernetes 1.30 or later"
+        )
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_SECONDS * 1000)
     raw.setblocking(False)
@@ -94,14 +97,13 @@ class Conversation:
     """A command that runs, between its channels and the streams of this process.
 
     Args:
-        terminal: it has one, and what is typed goes to it as it is. Else its input is `told` first how it comes.
+        terminal: it has one, and what is typed goes to it as it is.
         interrupt: sends a signal to it.
     """
 
     def __init__(self, client: WSClient, pod: str, streams: Streams, terminal: bool, interrupt: Interrupt) -> None:
         self.client, self.pod, self.streams = client, pod, streams
         self.terminal, self.interrupt = terminal, interrupt
-        self.ends_by_itself = client.subprotocol == V5_CHANNEL_PROTOCOL
         self._unsent = bytearray()
         self._input = True
         self._status: dict[str, Any] | None = None
@@ -121,8 +123,6 @@ class Conversation:
             if self.terminal:
                 stack.enter_context(_as_typed(self.streams.stdin))
                 self._tell_size()
-            else:
-                self._send(STDIN, b"r" if self.ends_by_itself else b"f")
             pinged, ended = time.monotonic(), 0.0
             while self._turn():
                 while not signals.empty():
@@ -170,14 +170,9 @@ class Conversation:
             data = os.read(self.streams.stdin, PIECE)
         except OSError:  # it was closed
             data = b""
-        if self.terminal:
-            if data:
-                self._send(STDIN, data)
-        elif not self.ends_by_itself:
-            self._send(STDIN, struct.pack("!I", len(data)) + data)
-        elif data:
+        if data:
             self._send(STDIN, data)
-        else:
+        elif not self.terminal:
             self._frame(bytes((CLOSE, STDIN)), ABNF.OPCODE_BINARY)
         self._input = bool(data)
 

@@ -263,7 +263,7 @@ class LocalBackend(Backend):
             raise UserError(f"{found.name} runs on {record['host'].partition(' ')[0]}: run the command there")
         launcher = self._process(self.folder / found.name / RUNNING)
         marks = {contract.ENV_JOB: record["job"], contract.ENV_LAUNCHER: str(launcher)}
-        words = commands.beside(sys.executable, rank, command, record["run_dir"])
+        words = commands.execute(sys.executable, rank, command, record["run_dir"])
         return run(words, streams, {**os.environ, **marks})
 
     def stop(self, found: Found) -> Status:

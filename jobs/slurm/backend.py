@@ -21,7 +21,8 @@ from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from lockstep.jobs.checks.rule import Rules
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.foreground import Streams
-from lockstep.jobs.slurm import beside, checks, facts, logs, observe, query, render, rules
+from lockstep.jobs.slurm import checks, facts, logs, observe, query, render, rules
+from lockstep.jobs.slurm.exec import execute
 from lockstep.jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
 from lockstep.jobs.slurm.section import slurm, without_host
 from lockstep.jobs.slurm.send import adopt, send
@@ -51,7 +52,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "", transpor
     return TrainingTask(
         words=commands.rank(spec, run_dir, str(place.here)), run_dir=run_dir, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port,
-        env=dict(spec.env) if spec.command is None else {**spec.env, contract.ENV_SESSION: commands.handed(spec, run_dir)},
+        env=dict(spec.env) if spec.command is None else {**spec.env, contract.ENV_SESSION: commands.session_options(spec, run_dir)},
         job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=render.code_folder(spec, place),
     )  # fmt: skip
 
@@ -334,7 +335,7 @@ class SlurmBackend(Cluster):
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
         spec = spec or JobSpec.recorded(found.name, found.plain)
-        return beside.run(self.transport, found.record, spec, rank, command, streams)
+        return execute(self.transport, found.record, spec, rank, command, streams)
 
     def summary(self, name: str) -> dict[str, Any]:
         found = self.require(name)

@@ -24,10 +24,9 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn, TypeVar
 
 from lockstep.training import contract, files
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, tell_beside
-from lockstep.training.launch import early
-from lockstep.training.launch.carried import environment
-from lockstep.training.launch.handed import Handed
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
+from lockstep.wire.payload import SessionOptions, environment
+from lockstep.wire.signals import PendingSignals
 
 OTHERS_SECONDS = 3.0
 """How long a rank that failed checks whether another one found the arguments or the data unusable: that is final."""
@@ -78,8 +77,8 @@ class TrainingTask:
         code, asked = self._run_rank(here)
         if code == EXIT_DONE:
             self._note(here, code, "")
-            if here.rank == 0 and (unused := Handed.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
-                tell_beside(f"warning: {unused}")
+            if here.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
+                to_stderr(f"warning: {unused}")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
         reason = _last_error(here.logs, begun)
         self._note(here, code, reason)
@@ -140,7 +139,7 @@ class TrainingTask:
             self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
         came = heard | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
-        waiting = early.Held()
+        waiting = PendingSignals()
         for number in came & held:
             waiting.send((), number)
         while waiting.release([child.pid]) and child.poll() is None:
@@ -148,7 +147,7 @@ class TrainingTask:
         code = child.wait()
         if not ours and -code in heard:
             name = signal.Signals(-code).name
-            tell_beside(f"error: rank {here.rank} was ended by {name}, which it did not catch")
+            to_stderr(f"error: rank {here.rank} was ended by {name}, which it did not catch")
             return (EXIT_PREEMPTED if self._checkpoint()[1] else EXIT_FAILED), True
         return 128 - code if code < 0 else code, not heard.isdisjoint(ASKING)
 
@@ -180,7 +179,7 @@ class TrainingTask:
         try:
             files.replace_json(note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
         except OSError as error:
-            tell_beside(f"warning: cannot note the end of rank {here.rank}: {error.strerror}")
+            to_stderr(f"warning: cannot note the end of rank {here.rank}: {error.strerror}")
 
     def _leave(self, here: _Here, code: int, reason: str) -> NoReturn:
         """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
@@ -242,7 +241,7 @@ class _Here:
         try:
             note(self.folder, self.job_id, f"saved_{self.restarts}").touch()
         except OSError as error:
-            tell_beside(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
+            to_stderr(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
 
     @property
     def cancelled(self) -> bool:
@@ -264,10 +263,10 @@ def _requeue(here: _Here, code: int) -> None:
             done = _scontrol("requeue", here.job_id)
             if done.returncode == 0:
                 ended = "saved" if code == EXIT_PREEMPTED else f"rank {here.rank} ended with {code}"
-                tell_beside(f"{ended}; SLURM starts job {here.job_id} again")
+                to_stderr(f"{ended}; SLURM starts job {here.job_id} again")
                 _hold(HOLD_SECONDS)
                 return
-            tell_beside(f"scontrol requeue: {done.stderr.strip()}")
+            to_stderr(f"scontrol requeue: {done.stderr.strip()}")
         if note(here.folder, here.job_id, "cancelled").exists():
             return
         time.sleep(1)

@@ -36,7 +36,7 @@ from lockstep.jobs.spec.types import (
     seconds,
 )
 from lockstep.training import config as configuration
-from lockstep.training.config import own, settings
+from lockstep.training.config import settings
 from lockstep.training.contract import METRICS_PORT, UserError
 
 _S = TypeVar("_S", bound=Section)
@@ -315,7 +315,7 @@ class _JobSpec(Section):
         """Recipe and overrides against `lockstep.training.config`, before anything is submitted. Raises `UserError`."""
         try:
             if self.command is not None:
-                own.check_overrides(self.assignments())
+                configuration.check_overrides(self.assignments())
             elif self.config() is None and self.shards is not None:
                 raise UserError(
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"

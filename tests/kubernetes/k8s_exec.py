@@ -47,8 +47,6 @@ class Containers:
     protocols: tuple[str, ...] = (V5, V4)
     there: dict[str, Container] = field(default_factory=dict)
     """Pod → its container."""
-    closed: int = 0
-    """How often a client has closed standard input by a frame."""
     pings: int = 0
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -156,7 +154,6 @@ class Session:
                             target, termios.TIOCSWINSZ, struct.pack("HHHH", size["Height"], size["Width"], 0, 0)
                         )
                     elif data[0] == 255 and self.v5 and data[1:] == b"\0":
-                        self.containers.closed += 1
                         is_open = False
                         if not terminal:
                             process.stdin.close()

@@ -1,4 +1,4 @@
-"""`pods/exec`: both channel protocols, what a server refuses, and connections that break."""
+"""`pods/exec`: channels, what a server refuses, and connections that break."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
-from k8s_exec import V4, V5, Container
+from k8s_exec import V4, Container
 
 from tests import product
 from tests.processes import clean_env
@@ -52,18 +52,19 @@ def beside(backend: Any, folder: Path, *command: str, rank: int = 0, stdin: byte
     return code, names[1].read_bytes(), names[2].read_bytes()
 
 
-@pytest.mark.parametrize("protocols", [(V5, V4), (V4,)], ids=["v5", "v4"])
-def test_bytes_and_exit_codes_pass_either_protocol(
-    backend: Any, pods: Cluster, tmp_path: Path, protocols: tuple[str, ...]
-) -> None:
-    pods.containers.protocols = protocols
+def test_bytes_and_exit_codes_pass(backend: Any, pods: Cluster, tmp_path: Path) -> None:
     data = os.urandom(5 << 20)
     code, out, err = beside(backend, tmp_path, "sh", "-c", "cat; echo over >&2; exit 9", stdin=data)
     assert (code, out == data, err) == (9, True, b"over\n")
-    assert bool(pods.containers.closed) == (V5 in protocols), "v4 knows no end of input"
     assert beside(backend, tmp_path, "cat") == (0, b"", b""), "no input at all ends, too"
     told = beside(backend, tmp_path, "sh", "-c", "exec <&-; echo done; exit 3", stdin=data)
     assert told == (3, b"done\n", b""), "what nobody reads keeps no exit code back"
+
+
+def test_a_server_that_cannot_say_where_input_ends_is_refused(backend: Any, pods: Cluster, tmp_path: Path) -> None:
+    pods.containers.protocols = (V4,)
+    with pytest.raises(UserError, match=r"exec needs Kubernetes 1\.30"):
+        beside(backend, tmp_path, "true")
 
 
 def test_a_rank_of_an_elastic_job_is_looked_for(backend: Any, pods: Cluster, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def rules(name: str) -> set[str]:
 
 def files_of_code(packed: bytes, identity: str) -> set[str]:
     """The paths in an archive of code. Raises where it is damaged, or another one than that of the identity."""
-    from lockstep.training.launch import archive
+    from lockstep.wire import archive
 
     return {file.path for file in archive.read(packed, identity)}
 

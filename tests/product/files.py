@@ -98,7 +98,7 @@ def _idx(path: Path, dimensions: int = 1) -> Any:
 
 
 def _code(path: Path) -> Any:
-    from lockstep.training.launch import archive
+    from lockstep.wire import archive
 
     return archive.read(path.read_bytes(), "0" * 64)
 

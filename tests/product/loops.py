@@ -180,9 +180,9 @@ def augmented(shards: Path, settings: list[str]) -> tuple[Any, Any]:
 
 def hold_signals_for(seconds: float) -> None:
     """How long a rank that opens no `Session` keeps signals for one; to be called after `import lockstep`."""
-    from lockstep.training.launch import early
+    from lockstep.wire import signals
 
-    early.HOLD_SECONDS = seconds
+    signals.HOLD_SECONDS = seconds
 
 
 def stop_at_poll(number: int) -> None:

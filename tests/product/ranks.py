@@ -46,7 +46,7 @@ def program(words: list[str]) -> int:
     """`python -m lockstep.training WORDS` in this process, which holds back signals from its first line as that does; its
     exit code."""
     from lockstep.training import __main__ as program
-    from lockstep.training.launch.lifeline import FORWARDED
+    from lockstep.wire.signals import FORWARDED
 
     if words[0] == "run":
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -112,7 +112,7 @@ def load_for_forks() -> None:
     from pathlib import Path
 
     from lockstep.training import config
-    from lockstep.training.config.own import own_settings
+    from lockstep.training.config import own_settings
     from lockstep.training.observe import report
 
     root = Path(__file__).parents[2]

@@ -8,8 +8,10 @@ run; all others are part of the run's identity, and a run directory refuses a co
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +40,8 @@ from lockstep.training.contract import UserError
 RECIPES = Path(__file__).parents[1] / "recipes"
 __all__ = [
     "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "OwnSettings",
-    "Preempt", "Recipe", "RunSettings", "Sync", "differences", "from_dict", "load", "of_run", "recipes", "to_dict",
+    "Preempt", "Recipe", "RunSettings", "Sync", "check_overrides", "differences", "from_dict", "load", "of_run", "own_settings", "recipes",
+    "to_dict",
 ]  # fmt: skip
 
 
@@ -208,6 +211,48 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
         changed.pop("model_options", None)  # they were another model's
     changed.setdefault("recipe", name)
     return settings.build(Config, changed, f"recipe {name}" if not assignments else f"recipe {name} with --set")
+
+
+def own_settings(
+    script: str, config: Mapping[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
+) -> OwnSettings:
+    """`given` by name, then `overrides` as NAME=VALUE; `config.NAME=VALUE` changes one of the script's own.
+
+    Raises:
+        UserError: an unknown setting, or a value of another type than the script's own.
+    """
+    values = copy.deepcopy({**given, "script": script, "config": dict(config)})
+    if isinstance(values.get("sync"), str):
+        values["sync"] = {"name": values["sync"]}
+    for name, value in settings.assignments(OwnSettings, overrides):
+        settings.put(values, name.split("."), _like(config, name, value) if name.startswith("config") else value)
+    return settings.build(OwnSettings, values, "Session")
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """The part that is known without the script: names, and values of ours. Raises `UserError`."""
+    values = settings.override({"script": "program"}, OwnSettings, overrides)
+    settings.build(OwnSettings, values, "overrides")
+
+
+def _like(config: Mapping[str, Any], name: str, value: Any) -> Any:
+    """`value`, where the script has a setting of this name and type. Raises `UserError`."""
+    known = settings.dotted(config)
+    short = name.removeprefix("config.")
+    if short not in known:
+        hint = settings.nearest(short, known) if known else ": its Session is given no config"
+        raise UserError(f"--set {name}: the script has no setting {short!r} in config{hint}")
+    before = list(known[short]) if isinstance(known[short], tuple) else known[short]
+    if type(before) is float and type(value) is int:
+        return float(value)
+    if before is not None and type(value) is not type(before):
+        raise UserError(f"--set {name}: expected {_kind(before)} like the script's {before!r}, got {value!r}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
+    return kinds.get(type(value), "a value")
 
 
 def from_dict(values: dict[str, Any], where: str) -> Config:

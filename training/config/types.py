@@ -20,7 +20,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from lockstep.training.config.complaints import shown
+from lockstep.training.config.settings import shown
 
 
 class Mark(enum.Enum):

@@ -30,11 +30,10 @@ from lockstep.training import files
 from lockstep.training import manifest as manifests
 from lockstep.training.config import Data, settings
 from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, say
 from lockstep.training.data import sources
 from lockstep.training.data.sources.raw import Piece, Raw, Stream, numbered
 from lockstep.training.data.spool import Spool
-from lockstep.training.launch.lines import say
 from lockstep.training.parallel.memory import mapped_bytes
 
 MANIFEST = "manifest.json"

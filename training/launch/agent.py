@@ -29,7 +29,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
-from lockstep.training.cli import PROGRAM, Parser
+from lockstep.training import files
+from lockstep.training.cli import PROGRAM, Parser, count
 from lockstep.training.contract import (
     ENV_LAUNCHER,
     ENV_RESTARTS,
@@ -41,15 +42,25 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     MASTER_PORT,
     UserError,
-    tell_beside,
+    to_stderr,
 )  # fmt: skip
-from lockstep.training.launch import carried, codes, early, failures, lines, rendezvous, scratch
-from lockstep.training.launch.attempts import Attempts
-from lockstep.training.launch.ending import Ending
-from lockstep.training.launch.lifeline import FORWARDED
-from lockstep.training.launch.nodes import Several
-from lockstep.training.launch.rendezvous import NotMet
+from lockstep.training.launch import lines, rendezvous
+from lockstep.training.launch.ending import (
+    FINAL,
+    Attempts,
+    ExitBarrier,
+    cluster_code,
+    deaths,
+    exit_code,
+    failed_ranks,
+    forget_ended,
+    tell_ranks,
+    too_early,
+)
+from lockstep.training.launch.rendezvous import NotMet, Several
 from lockstep.training.parallel.world import cores
+from lockstep.wire import payload
+from lockstep.wire.signals import FORWARDED, PendingSignals
 
 STOP_SECONDS = 30
 """Time that ranks have to end before they are started again."""
@@ -67,33 +78,33 @@ class Agent(LocalElasticAgent):
     caught: tuple[signal.Signals, ...]
     """Without signals that the launcher ignores (nohup): the ranks ignore them, too."""
     finish_lines: Callable[[], None]
-    held: early.Held
+    held: PendingSignals
     """Signals for ranks that are starting."""
     starts: int
     """How often the ranks were started before, by this launcher or one that it replaced."""
     serves: bool
     """The rendezvous is in this process."""
-    ending: Ending | None = None
+    barrier: ExitBarrier | None = None
     """Of this round, where there are other nodes."""
     _ended: RunResult | None = None
     """How the ranks of this node have ended well."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self.ending = self._ended = None
+        self.barrier = self._ended = None
         handler = worker_group.spec.rdzv_handler
         with rendezvous.reporting_missing(handler):
             super()._rendezvous(worker_group)
         store, nodes, node = worker_group.store, worker_group.group_world_size, worker_group.group_rank
         assert store is not None and nodes is not None and node is not None
         if isinstance(handler, Several) and nodes > 1:
-            self.ending = Ending(handler, store, nodes, node, self.serves)
+            self.barrier = ExitBarrier(handler, store, nodes, node, self.serves)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.finish_lines()  # what killed ranks began
         self.starts += 1  # a change of membership counts here, and not as a restart
-        earlier, self.held = self.held, early.Held(self.grace)  # from here on it takes what comes
+        earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
         # Ours take signals from the moment they catch them, and inherit that they wait until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
@@ -121,12 +132,12 @@ class Agent(LocalElasticAgent):
     @property
     def done(self) -> bool:
         """All ranks have ended well, those of the other nodes, too."""
-        return self._worker_group.state == WorkerState.SUCCEEDED or (self.ending is not None and self.ending.over)
+        return self._worker_group.state == WorkerState.SUCCEEDED or (self.barrier is not None and self.barrier.over)
 
     @property
     def _waits(self) -> bool:
         """No rank of this node runs: they have ended, or the old ones are gone and the new ones wait for other nodes."""
-        ended = self.ending is not None and self.ending.done
+        ended = self.barrier is not None and self.barrier.done
         return ended or self._worker_group.state in (WorkerState.SUCCEEDED, WorkerState.STOPPED)
 
     def catch(self) -> None:
@@ -162,31 +173,31 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._ended is None:
             result = self._look(worker_group)
-            if result.state != WorkerState.SUCCEEDED or self.ending is None:
+            if result.state != WorkerState.SUCCEEDED or self.barrier is None:
                 return result
             self._ended = result
-        assert self.ending is not None
-        if not self.ending.reached():
+        assert self.barrier is not None
+        if not self.barrier.reached():
             return RunResult(state=WorkerState.HEALTHY)  # a node that comes anew has the ranks start again
-        if self.ending.lost:
-            print("launch: a node was lost before it ended: the ranks restart without it", file=sys.stderr, flush=True)
+        if self.barrier.lost:
+            to_stderr("launch: a node was lost before it ended: the ranks restart without it")
             return RunResult(state=WorkerState.UNHEALTHY if self._remaining_restarts > 0 else WorkerState.FAILED)
-        if self.ending.verdict is None:
+        if self.barrier.verdict is None:
             return self._ended
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
-        """torch's own bounded wait for the other nodes: `Ending` has none, and knows more."""
+        """torch's own bounded wait for the other nodes: `ExitBarrier` has none, and knows more."""
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         self.held.release(self._pcontext.pids().values())
-        failures.tell(worker_group, failures.failed(worker_group, self._pcontext))
-        failed = failures.failed(worker_group, self._pcontext)  # more may have ended meanwhile
+        tell_ranks(worker_group, failed_ranks(worker_group, self._pcontext))
+        failed = failed_ranks(worker_group, self._pcontext)  # more may have ended meanwhile
         result = super()._monitor_workers(worker_group)
-        if not self.held.handed:
-            codes.forget_ended(result, failed)
+        if not self.held.delivered:
+            forget_ended(result, failed)
         ended = {failure.exitcode for failure in result.failures.values()}
         handler = worker_group.spec.rdzv_handler
         if ended == {EXIT_PREEMPTED} and self.signalled is None and handler.num_nodes_waiting() > 0:
@@ -194,16 +205,16 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if self.signalled is None and result.is_failed():
             self.signalled = self.held.ending(ended)  # one that no rank has used for itself
-        for line in codes.deaths(result, self.signalled, failed, self.ours):
-            tell_beside(f"launch: {line}")
-        if not self.ours and (name := codes.too_early(result, self.signalled)):
-            tell_beside(f"launch: the ranks were ended by {name}, which they did not catch")
-        final = not ended.isdisjoint(codes.FINAL)
+        for line in deaths(result, self.signalled, failed, self.ours):
+            to_stderr(f"launch: {line}")
+        if not self.ours and (name := too_early(result, self.signalled)):
+            to_stderr(f"launch: the ranks were ended by {name}, which they did not catch")
+        final = not ended.isdisjoint(FINAL)
         if result.is_failed() and (final or self.signalled is not None):
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
             left = self._remaining_restarts - 1
-            print(f"launch: all ranks start again; restarts left after that: {left}", file=sys.stderr, flush=True)
+            to_stderr(f"launch: all ranks start again; restarts left after that: {left}")
         return result
 
 
@@ -222,18 +233,18 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
     parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
                         help="the same on all nodes of a job")  # fmt: skip
-    parser.add_argument("--address", default=own_address(env, socket.gethostname()),
+    parser.add_argument("--address", default=node_address(env, socket.gethostname()),
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
-    parser.add_argument("--max-restarts", type=_count, default=env.get("PET_MAX_RESTARTS", "0"),
+    parser.add_argument("--max-restarts", type=count, default=env.get("PET_MAX_RESTARTS", "0"),
                         help="restarts after a failure, of all ranks of the node (default 0)")  # fmt: skip
-    parser.add_argument("--join-timeout", type=_count, default="600", metavar="SECONDS",
+    parser.add_argument("--join-timeout", type=count, default="600", metavar="SECONDS",
                         help="how long to wait for the other nodes (default 600)")  # fmt: skip
-    parser.add_argument("--linger", type=_count, default="0", metavar="SECONDS",
+    parser.add_argument("--linger", type=count, default="0", metavar="SECONDS",
                         help="seconds to stay after rank 0's node; for clusters that end a job with its first node")  # fmt: skip
     parser.add_argument(
         "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
     )
-    parser.add_argument("--time-limit", type=_count, default="0", metavar="SECONDS",
+    parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
                         help="kubernetes: end with codes from 128 on where the operator shall start the pod again")  # fmt: skip
@@ -241,7 +252,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="put the rank at the beginning of every line")  # fmt: skip
-    carried.add_arguments(parser)
+    payload.add_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs: see below")
     args = parser.parse_args(argv)
     if not args.command:
@@ -259,7 +270,7 @@ def _endpoint(env: Mapping[str, str]) -> str:
     return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
 
 
-def own_address(env: Mapping[str, str], host: str) -> str:
+def node_address(env: Mapping[str, str], host: str) -> str:
     """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
     master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
     return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
@@ -267,14 +278,6 @@ def own_address(env: Mapping[str, str], host: str) -> str:
 
 def _serves(env: Mapping[str, str]) -> bool | None:
     return env["PET_NODE_RANK"] == "0" if "PET_NODE_RANK" in env and "PET_RDZV_ENDPOINT" not in env else None
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise UserError(
-            f"--max-restarts, --time-limit, --join-timeout and --linger must be whole numbers from 0, got {text!r}"
-        )
-    return int(text)
 
 
 def rank_count(text: str, command: list[str]) -> int:
@@ -306,7 +309,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     ranks = rank_count(args.ranks, command)
     parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
     os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
-    carried.enter(args)
+    payload.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: {_why_not(command[0])}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -316,31 +319,31 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
     attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
     if not attempts.begin():
-        tell_beside(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
+        to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
-        with scratch.folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
-            code, ending = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
+        with files.temporary_folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
+            code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
-        tell_beside(f"launch: {error}: giving up")
+        to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
-    carried.leave(args, code)
-    final = ending is not None and ending.final  # another node has ended the job with this code
+    payload.leave(args, code)
+    final = barrier is not None and barrier.final  # another node has ended the job with this code
     attempts.end(code, final)
-    if ending is not None:
+    if barrier is not None:
         _handle(caught, _leave_while_waiting)
         with contextlib.suppress(SignalException):
-            ending.leave(args.linger)
+            barrier.leave(args.linger)
         _handle(caught, _nothing)
-    return code if final else codes.cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+    return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
 def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
     finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...],
-) -> tuple[int, Ending | None]:  # fmt: skip
+) -> tuple[int, ExitBarrier | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
     began, serves = time.monotonic(), rendezvous.serves(parameters)
@@ -361,42 +364,42 @@ def _run(
         agent.serves = serves
         agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
         agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
-        agent.held = early.Held()
+        agent.held = PendingSignals()
         agent.catch()
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()
         _handle(caught, signal.SIG_IGN)  # it is over: a signal changes nothing any more
-        code = codes.exit_code(result)
-        if agent.ending is not None and agent.ending.verdict is not None:
-            code = agent.ending.verdict
-        if agent.ours and code == EXIT_FAILED and (name := codes.too_early(result, agent.signalled)):
-            print(f"launch: {name} before any rank had started", file=sys.stderr, flush=True)
+        code = exit_code(result)
+        if agent.barrier is not None and agent.barrier.verdict is not None:
+            code = agent.barrier.verdict
+        if agent.ours and code == EXIT_FAILED and (name := too_early(result, agent.signalled)):
+            to_stderr(f"launch: {name} before any rank had started")
             code = EXIT_PREEMPTED
         signal.setitimer(signal.ITIMER_REAL, 0)
         if agent.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
-            print(f"launch: the time limit of {args.time_limit} s is over", file=sys.stderr, flush=True)
+            to_stderr(f"launch: the time limit of {args.time_limit} s is over")
             code = EXIT_TIMED_OUT
-        if agent.ending is not None and code != EXIT_DONE:
-            agent.ending.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
+        if agent.barrier is not None and code != EXIT_DONE:
+            agent.barrier.failed(code, final=code == EXIT_FAILED and attempts.used >= args.max_restarts)
         spec.rdzv_handler.shutdown()
     except SignalException as error:
         _handle(caught, signal.SIG_IGN)
         if agent is not None and agent.done:
             return EXIT_DONE, None
         over = error.sigval == signal.SIGALRM if agent is None else agent.timed_out
-        if agent is not None and agent.ending is not None:
-            agent.ending.interrupted()
+        if agent is not None and agent.barrier is not None:
+            agent.barrier.interrupted()
         what = f"the time limit of {args.time_limit} s is over" if over else error.sigval.name
-        when = "all nodes had ended" if agent is not None and agent.ending is not None else "the ranks had started"
-        print(f"launch: {what} before {when}", file=sys.stderr, flush=True)
+        when = "all nodes had ended" if agent is not None and agent.barrier is not None else "the ranks had started"
+        to_stderr(f"launch: {what} before {when}")
         return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, None
     except RendezvousTimeoutError:
         raise NotMet(f"the nodes did not meet at {parameters.endpoint} within {args.join_timeout:g} s") from None
     except RendezvousError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        tell_beside(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
+        to_stderr(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
-    return code, agent.ending
+    return code, agent.barrier
 
 
 @contextlib.contextmanager

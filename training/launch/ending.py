@@ -1,30 +1,45 @@
-"""The nodes of a job end together: none that is done leaves before all are, and rank 0's node leaves first.
+"""How ranks and nodes end: the exit code, for people and for clusters; who was killed; how often a node was restarted.
 
-Kubernetes ends a job of workers with the first one that completes, and takes the others' pods away, with what they had
-still to say. So a node whose ranks have ended well tells the others, and waits: for a node that is not done yet, for one
-that is started again (its ranks then start again, too), and for the exit code of one that fails late.
+The nodes of a job end together: none that is done leaves before all are, and rank 0's node leaves first. Kubernetes ends a job of
+workers with the first one that completes, and takes the others' pods away, with what they had still to say. So a node whose ranks have
+ended well tells the others, and waits: for a node that is not done yet, for one that is started again (its ranks then start again,
+too), and for the exit code of one that fails late.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from lockstep.training.contract import EXIT_PREEMPTED
-from lockstep.training.launch.nodes import Several
-from lockstep.training.launch.rendezvous import NotMet
-from lockstep.training.launch.signed import SignedStore
+from lockstep.training import files
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from lockstep.training.launch.rendezvous import NotMet, Several, SignedStore
+from lockstep.training.parallel import stores
 
+FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
+"""Codes of a rank after which the gang is not started again."""
+_AGENTS = (signal.SIGTERM, signal.SIGKILL)
+"""With these torch's agent ends the other ranks."""
+TELL_SECONDS = 2.0
+"""Bound on telling the other ranks: rank 0, which serves the store, may be the one that is lost, or stand still."""
+COUNT_PREFIX = "lockstep-restarts-"
+"""Of the names of the files that count restarts: the folder may hold others, which are left alone."""
 DONE, ENDED, HEARD = "done", "ended", "heard"
-"""Said by each node for itself."""
+"""Written by each node for itself."""
 FAILED, LAST = "failed", "last"
-"""Said by one node for all."""
+"""Written by one node for all."""
 ANSWER_SECONDS = 20.0
 SAVING_SECONDS = 20.0
 """How long the node with the store waits for nodes that save. Less than the margin that clusters add to the grace period."""
@@ -35,7 +50,206 @@ LAST_SECONDS = 60.0
 """How long rank 0's node may take from the end of its ranks to the end of its launcher."""
 
 
-class Ending:
+def exit_code(result: RunResult) -> int:
+    """The gang's ending as one code: wrong usage beats preempted beats failed."""
+    if not result.is_failed():
+        return EXIT_DONE
+    ended = _ended(result)
+    return next((code for code in FINAL if code in ended), EXIT_FAILED)
+
+
+def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
+    """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
+
+    Args:
+        attempt: how often this node was restarted so far, within the pod and by replacing it.
+    """
+    if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
+        return code
+    if code == EXIT_PREEMPTED:
+        return 128 + signal.SIGTERM
+    return 138 if attempt < max_restarts else EXIT_FAILED
+
+
+def forget_ended(result: RunResult, failed: Mapping[int, int]) -> None:
+    """Drops the 75 of ranks that the agent has ended because another one had failed: nobody has asked them to save.
+
+    Args:
+        failed: rank → exit code, of those that had failed before.
+    """
+    if failed and set(FINAL).isdisjoint(failed.values()):
+        for rank, failure in list(result.failures.items()):
+            if rank not in failed and failure.exitcode == EXIT_PREEMPTED:
+                del result.failures[rank]
+
+
+def too_early(result: RunResult, signalled: int | None) -> str:
+    """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
+
+    A rank that has begun catches all of them.
+    """
+    return signal.Signals(signalled).name if signalled is not None and -signalled in _ended(result) else ""
+
+
+def deaths(result: RunResult, signalled: int | None, failed: Container[int] = (), ours: bool = True) -> list[str]:
+    """A sentence for each rank that failed by itself: not by the signal that was handed on to it, nor by the agent's, which
+    ends the others. Nor for a rank with a `FINAL` code: it has said why.
+
+    Args:
+        failed: ranks that had failed when the agent was about to end the others. Empty where the first one failed after
+            that: then SIGTERM is the agent's, if another rank ended otherwise.
+        ours: the ranks are `python -m lockstep.training run`, which say themselves why they end with a code.
+    """
+    by_itself = any(-failure.exitcode not in _AGENTS for failure in result.failures.values())
+    agents = _AGENTS if failed else (signal.SIGTERM,) if by_itself else ()
+    sentences = []
+    for rank, failure in sorted(result.failures.items()):
+        code = failure.exitcode
+        by_agent = -code in agents and rank not in failed
+        if -code != signalled and not by_agent and (code < 0 or not ours) and code not in FINAL:
+            sentences.append(f"rank {rank} {'was ' if code < 0 else ''}{how(code)}")
+    return sentences
+
+
+def how(code: int) -> str:
+    """How a process has ended, by its exit code as Python gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = ", by hand or because the memory was used up" if -code == signal.SIGKILL else ""
+    return f"ended by {_name(-code)}{hint}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _ended(result: RunResult) -> set[int]:
+    return {failure.exitcode for failure in result.failures.values()}
+
+
+def failed_ranks(group: WorkerGroup, processes: PContext | None) -> dict[int, int]:
+    """Rank → exit code, of the ranks of this node that have ended with one. torch's agent ends the others when it next checks."""
+    if not isinstance(processes, SubprocessContext):
+        return {}
+    codes = {local: handler.proc.poll() for local, handler in processes.subprocess_handlers.items()}
+    return {group.workers[local].global_rank: code for local, code in codes.items() if code}
+
+
+def tell_ranks(group: WorkerGroup, codes: dict[int, int]) -> None:
+    """Tells the ranks that still run which of this node have failed, and how: they need not wait for a timeout.
+
+    It stands in the store where the ranks meet (`resilience.hang` reads it), so other nodes' ranks hear of it, too.
+    """
+    # A rank that ends for good has said why, and the others end with it.
+    failed = {rank: code for rank, code in codes.items() if code not in FINAL}
+    if not group.master_addr or not group.master_port:
+        return
+    alone = len(group.workers) == group.group_world_size == 1  # no other rank waits for it
+    # Rank 0 serves a new store each time the ranks start. A store of the agent outlives the ranks, and so would this message.
+    if not failed or alone or group.spec.rdzv_handler.use_agent_store:
+        return
+    # torch bounds the connection and not the first answer. Signals are handled during the wait.
+    thread = threading.Thread(target=_write_failures, args=(group.master_addr, group.master_port, failed), daemon=True)
+    thread.start()
+    thread.join(TELL_SECONDS)
+
+
+def _write_failures(host: str, port: int, failed: dict[int, int]) -> None:
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # torch's DistError among them: then they wait for it
+        # Asked in Python first: where rank 0 is gone, this knows it at once, and torch's store only when the time is over.
+        socket.create_connection((host, port), TELL_SECONDS).close()
+        store = stores.tcp_store(host, port, serves=False, seconds=TELL_SECONDS)
+        for rank, code in failed.items():
+            store.set(stores.ended(rank), how(code))
+
+
+class Attempts:
+    """How often a node was restarted, counted where a replaced node finds it again; without a folder, as long as the process lives.
+
+    Kubernetes replaces a failed pod (`restartPolicy: ExitCode`) without counting, and a killed launcher cannot count
+    itself. So each node keeps a file on the run's shared storage; one that says "running" at the start was killed.
+
+    Args:
+        node: a name that the replaced node has again (its host name).
+        limit: restarts that are allowed.
+    """
+
+    def __init__(self, folder: Path | None, node: str, limit: int) -> None:
+        self.limit = limit
+        self.used = self._begun = 0
+        self._file = (
+            folder / f"{COUNT_PREFIX}{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.json" if folder is not None else None
+        )
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.used
+
+    def begin(self) -> bool:
+        """Counts a predecessor that was killed. False: the limit is passed, do not start. Raises `UserError`."""
+        if self._file is None:
+            return True
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self.used, killed = self._read(self._file)
+        except OSError as error:
+            raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
+        self.used += killed
+        if self.used > self.limit:
+            self._forget()
+            return False
+        self._begun = self.used
+        self._write(running=True)
+        return True
+
+    def restarted(self, times: int) -> None:
+        """The ranks have been restarted `times` times since `begin`."""
+        self.used = self._begun + times
+        self._write(running=True, only_known=True)
+
+    def end(self, code: int, final: bool = False) -> None:
+        """Settles the count: a preemption costs nothing, a failure one, and with a final ending the job forgets.
+
+        Args:
+            final: the job is over, whatever restarts this node has left.
+        """
+        if code == EXIT_PREEMPTED:
+            self._write(running=False, only_known=True)
+        elif final or code != EXIT_FAILED or self.left <= 0:
+            self._forget()
+        else:
+            self.used += 1
+            self._write(running=False, only_known=True)
+            self.used -= 1  # what `cluster_code` compares with the limit: restarts so far
+
+    @staticmethod
+    def _read(file: Path) -> tuple[int, int]:
+        try:
+            value = files.parsed(files.read(file, 1 << 16))
+            return int(value["used"]), int(value["running"] is True)
+        except FileNotFoundError:
+            return 0, 0
+        except (ValueError, KeyError, TypeError):
+            return 0, 1  # cut off while it was written: by a kill
+
+    def _write(self, running: bool, only_known: bool = False) -> None:
+        if self._file is None or (only_known and not self._file.exists()):
+            return  # another node's final ending has removed the counts of the whole job
+        try:
+            files.publish(self._file, json.dumps({"used": self.used, "running": running}).encode())
+        except OSError as error:
+            raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            for file in self._file.parent.glob(f"{COUNT_PREFIX}*.json"):
+                file.unlink(missing_ok=True)
+
+
+class ExitBarrier:
     """One round of one node.
 
     Args:
@@ -58,8 +272,8 @@ class Ending:
         """Whether the failure is final: the cluster must not start this node again."""
         # Asked in threads: torch waits for a server that is gone.
         self._answers = store.other_connection()
-        self._said: dict[str, str] = {}
-        self._heard: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
+        self._written: dict[str, str] = {}
+        self._seen: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
         self._alone = False
@@ -76,11 +290,11 @@ class Ending:
         try:
             if not self.done:
                 self.done = True
-                self._say(f"{DONE}/{self._node}")
+                self._write(f"{DONE}/{self._node}")
             self.over = self._count(DONE) >= self._nodes or self._read(LAST) is not None
-            if not self.over and (said := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
-                self.verdict, self.final = int(said[1]), said[2] == "final"
-                self._say(f"{HEARD}/{self._node}")
+            if not self.over and (match := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
+                self.verdict, self.final = int(match[1]), match[2] == "final"
+                self._write(f"{HEARD}/{self._node}")
         except RuntimeError as error:
             raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
         if self.over or self.verdict is not None:
@@ -108,13 +322,13 @@ class Ending:
         """
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
             if self.verdict is None:  # else another node has reported a failure already
-                self._tell(code, final)
-            self._say(f"{ENDED}/{self._node}")
+                self._report(code, final)
+            self._write(f"{ENDED}/{self._node}")
             if code == EXIT_PREEMPTED:
                 self._stay_for_who_saves()
 
-    def _tell(self, code: int, final: bool) -> None:
-        self._say(FAILED, f"{code} {'final' if final else 'retry'}")
+    def _report(self, code: int, final: bool) -> None:
+        self._write(FAILED, f"{code} {'final' if final else 'retry'}")
         # Launchers whose ranks ended at the same moment report it when they next check.
         _until(lambda: self._count(DONE) > 0, LOOK_SECONDS)
         waiting = self._count(DONE)
@@ -124,7 +338,7 @@ class Ending:
     def interrupted(self) -> None:
         """A signal ends this node before the others have ended."""
         with contextlib.suppress(RuntimeError):
-            self._say(f"{ENDED}/{self._node}")
+            self._write(f"{ENDED}/{self._node}")
             self._stay_for_who_saves()
 
     def _stay_for_who_saves(self) -> None:
@@ -142,10 +356,10 @@ class Ending:
     def _part(self) -> None:
         try:
             if self._node == 0:
-                self._say(LAST)
+                self._write(LAST)
             else:
                 _until(lambda: self._read(LAST) is not None, LAST_SECONDS)
-            self._say(f"{HEARD}/{self._node}")
+            self._write(f"{HEARD}/{self._node}")
             self._stay_for(self._nodes)
         except RuntimeError:
             pass  # the node that serves it was lost
@@ -155,51 +369,42 @@ class Ending:
         if self._serves:
             _until(lambda: self._count(HEARD) >= nodes, HEARD_SECONDS)
 
-    def _say(self, key: str, text: str = "1") -> None:
-        self._said[key] = text
-        self._ask(self._repeat)
-
-    def _repeat(self) -> None:
-        """With each question: whoever reaches the store may have written something else there, or have deleted it."""
-        for key, text in list(self._said.items()):
-            self._answers.set(key, text)
+    def _write(self, key: str, text: str = "1") -> None:
+        self._written[key] = text
+        self._ask()
 
     def _count(self, what: str) -> int:
-        """How many nodes have said it."""
-        heard = self._heard[what]
-        missing = set(range(self._nodes)) - heard
-
-        def ask() -> set[int]:
-            self._repeat()
-            return {node for node in missing if self._answers.read(f"{what}/{node}") is not None}
-
-        heard |= self._ask(ask)
-        return len(heard)
+        """How many nodes have written it."""
+        seen = self._seen[what]
+        missing = [node for node in range(self._nodes) if node not in seen]
+        answers = self._ask(*(f"{what}/{node}" for node in missing))
+        seen.update(node for node, text in zip(missing, answers) if text is not None)
+        return len(seen)
 
     def _read(self, key: str) -> str | None:
-        def ask() -> str | None:
-            self._repeat()
-            return self._answers.read(key)
+        return self._ask(key)[0]
 
-        found: str | None = self._ask(ask)
-        return found
+    def _ask(self, *keys: str) -> list[str | None]:
+        """What nodes have written at these keys. Raises `RuntimeError` without an answer in time. Signals are handled during the wait.
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer. Raises `RuntimeError` without an answer in time. Signals are handled during the wait."""
-        answers: list[Any] = []
-        broken: list[RuntimeError] = []
+        Each question writes once more what this node has written: whoever reaches the store may have put something else there.
+        """
+        answers: list[list[str | None]] = []
+        errors: list[RuntimeError] = []
 
         def ask() -> None:
             try:
-                answers.append(question())
+                for key, text in list(self._written.items()):
+                    self._answers.set(key, text)
+                answers.append([self._answers.read(key) for key in keys])
             except RuntimeError as error:
-                broken.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
-        if broken:
-            raise broken[0]
+        if errors:
+            raise errors[0]
         if not answers:
             raise RuntimeError(f"no answer for {ANSWER_SECONDS:g} s")
         return answers[0]

@@ -1,4 +1,4 @@
-"""What a run prints: lines that cannot end it, and the launcher's, whole out of many writers.
+"""The launcher's output: whole lines out of many writers.
 
 Into the launcher's output a thread a rank copies what its rank has written. torch's agent reads a rank's file while it is
 being written. It prints what it finds as a line of its own, with the rank's prefix, even if the line is not complete. A line
@@ -15,17 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from lockstep.training.contract import printable
-
 LIMIT = 1 << 16
 """Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
 _PREFIX = re.compile(r"\[rank \d+\] ")
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
-    with contextlib.suppress(OSError):
-        print(printable(text), file=file, flush=True)
 
 
 class WholeLines:

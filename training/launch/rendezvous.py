@@ -2,12 +2,19 @@
 
 A pod that pulls its image for twenty minutes is no failure of the others, so neither the connection nor the join
 counts as one: both are tried until `join_timeout`, and a line a minute says how many nodes are missing.
+
+torch's own rendezvous keeps its state as a pickle in a store that everybody may write who reaches the port: it asks nobody who he
+is. Alone, a node needs neither store nor port. With others torch's rules stay, and what nodes write is text with an HMAC by a secret
+of the job. Nothing is unpickled, and what does not carry the HMAC counts as not there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import hmac
+import json
 import re
 import socket
 import sys
@@ -15,30 +22,277 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
 
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _RendezvousState,
+)
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from lockstep.training.contract import ENV_SECRET, MASTER_PORT, UserError
-from lockstep.training.launch.lines import say
-from lockstep.training.launch.nodes import Alone, Several
-from lockstep.training.launch.signed import Secret
+from lockstep.training.contract import ENV_SECRET, MASTER_PORT, UserError, say
 from lockstep.training.parallel import stores
 
-SAID_EVERY = 60.0
-"""Seconds between two lines about nodes that are missing."""
+REPORT_SECONDS = 60.0
+"""Between two lines about nodes that are missing."""
 READ_SECONDS = 60.0
 """Bound on a question to the store."""
-
+BEAT_SECONDS = 5
+LOST_BEATS = 3
+"""A node that is not heard of during this number of beats is lost."""
+MOST_BYTES = 1 << 20
+"""Of one value. The state of 4,096 nodes has about half of that."""
+LOOK_SECONDS = 0.05
 UNSIGNED = (
     f"{ENV_SECRET} is not set: whoever reaches {{}} can stop the job or have its ranks meet elsewhere. "
     "Set it to the same long random word on every node"
+)
+FOREIGN = (
+    f"what stands there is not signed with this node's secret: set {ENV_SECRET} to the same value on every node, "
+    "and see who else writes there"
 )
 
 
 class NotMet(Exception):
     """The nodes did not meet in time. To start this one again would not help."""
+
+
+class Secret:
+    """Signs what this node writes, and tells whether a node of the job has written a text.
+
+    Args:
+        text: the same on all nodes. Empty, everybody can sign: the launcher warns of that.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._key = text.encode(errors="surrogateescape")
+
+    def signed(self, place: str, text: str) -> bytes:
+        """What is kept at `place`. It is nothing worth elsewhere."""
+        return f"{self._mark(place, text)} {text}".encode()
+
+    def opened(self, place: str, data: bytes) -> str | None:
+        """The inverse; None for what nobody with the secret has written for this place."""
+        if len(data) > MOST_BYTES:
+            return None
+        with contextlib.suppress(UnicodeDecodeError):
+            mark, _, text = data.decode().partition(" ")
+            if hmac.compare_digest(mark.encode(), self._mark(place, text).encode()):
+                return text
+        return None
+
+    def _mark(self, place: str, text: str) -> str:
+        return hmac.new(self._key, json.dumps([place, text]).encode(), hashlib.sha256).hexdigest()
+
+
+class SignedStore:
+    """The store of one round: as much of torch's interface as torch's agent uses, and `read`.
+
+    Args:
+        name: of the round, with the job's in it.
+    """
+
+    def __init__(self, store: Store, name: str, secret: Secret) -> None:
+        self._served, self._name, self._secret = store, name, secret
+        self._store: Store = PrefixStore(name, store)
+        self._timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+
+    def other_connection(self) -> SignedStore:
+        """The same over another connection: an unanswered question there keeps no other question waiting."""
+        return SignedStore(self._served.clone(), self._name, self._secret)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        text = value.decode() if isinstance(value, bytes) else value
+        self._store.set(key, self._secret.signed(self._place(key), text).decode())
+
+    def read(self, key: str) -> str | None:
+        """What a node of the job has set; None where none has."""
+        # With "" for "": the value at once, also where there is none. `get` would wait for one.
+        return self._secret.opened(self._place(key), self._store.compare_set(key, "", ""))
+
+    def get(self, key: str) -> bytes:
+        """Waits for a node of the job to set it. Raises `RendezvousStateError` when the store's timeout is over."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while (text := self.read(key)) is None:
+            if time.monotonic() > deadline:
+                raise RendezvousStateError(f"no node has written {key!r} in time, or somebody else writes there")
+            time.sleep(LOOK_SECONDS)
+        return text.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values):
+            self.set(key, value)
+
+    def _place(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+
+class Alone(RendezvousHandler):
+    """A job of one node: nothing to agree on, and nothing that listens."""
+
+    def __init__(self, run_id: str, address: str) -> None:
+        self._run_id, self._address = run_id, address
+
+    def get_backend(self) -> str:
+        return "alone"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = HashStore()  # in this process; torch's agent keeps the ranks' numbers there, each time they start
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._address))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Several(DynamicRendezvousHandler):
+    """torch's rendezvous: who joins, who is lost, who waits for the next round."""
+
+    def __init__(self, wanted: RendezvousParameters, store: TCPStore, secret: Secret, serves: bool) -> None:
+        settings = RendezvousSettings(
+            wanted.run_id, wanted.min_nodes, wanted.max_nodes,
+            RendezvousTimeout(*(timedelta(seconds=int(wanted.get(f"{name}_timeout"))) for name in ("join", "last_call"))),
+            keep_alive_interval=timedelta(seconds=BEAT_SECONDS), keep_alive_max_attempt=LOST_BEATS,
+        )  # fmt: skip
+        node = self._node_desc_generator.generate(wanted.local_addr)
+        self._secret = secret
+        self._name = f"lockstep/nodes/{wanted.run_id}"
+        super().__init__(node, settings, "lockstep", store, _State(store, self._name, settings, secret, serves))
+
+    @property
+    def present(self) -> int:
+        """Nodes that have joined this round and were alive when it was last asked about."""
+        return len(self._state_holder.state.participants)
+
+    def _get_store(self) -> SignedStore:  # type: ignore[override]
+        assert isinstance(self._store, TCPStore)
+        return SignedStore(self._store, f"{self._name}/{self._state_holder.state.round}", self._secret)
+
+
+class _State(_BackendRendezvousStateHolder):
+    """The state that the nodes share. The node that serves the store begins it: else one with another secret that comes first would
+    be believed, and the right one refused. What no node has written is overwritten by the next node that has read an earlier state.
+    """
+
+    def __init__(self, store: TCPStore, place: str, settings: RendezvousSettings, secret: Secret, serves: bool) -> None:
+        super().__init__(None, settings)  # type: ignore[arg-type]
+        # The backend that it does without would only be used by torch's own `sync`.
+        self._store, self._place, self._secret = store, place, secret
+        self._token = b""
+        self._known = serves
+        """This node has read or written a state of the job, or is the one that begins it."""
+
+    def sync(self) -> bool | None:
+        written: bool | None = None
+        if self._dirty and not self._known:
+            stored, written = self._swap(b"", b""), False
+            if not stored:
+                time.sleep(LOOK_SECONDS)  # torch asks again at once
+        elif self._dirty:
+            wanted = self._secret.signed(self._place, encode(self._state))
+            written = self._swap(self._token, wanted) == wanted
+            stored = wanted if written else self._swap(b"", b"")
+        elif self._last_sync_time >= max(time.monotonic() - self._cache_duration, 0):
+            return None
+        else:
+            stored = self._swap(b"", b"")
+        text = self._secret.opened(self._place, stored)
+        state = decode(text) if text is not None else None
+        if state is None and stored and not self._known:
+            raise RendezvousStateError(FOREIGN)
+        ours_stays = state is None and self._known
+        self._state = self._state if ours_stays else state or _RendezvousState()
+        self._known = self._known or state is not None
+        self._token, self._dirty, self._last_sync_time = stored, ours_stays, time.monotonic()
+        if not ours_stays:
+            self._sanitize()
+        return written
+
+    def _swap(self, expected: bytes, desired: bytes) -> bytes:
+        """What is there now. With "" for "" only reads, and does not wait where there is nothing."""
+        try:
+            return bytes(self._store.compare_set(self._place, expected, desired))  # type: ignore[arg-type]
+        except (ValueError, RuntimeError) as error:  # torch's DistError among them
+            raise RendezvousConnectionError("the connection to the store is lost") from error
+
+
+_PARTICIPANT, _WAITING, _SPARE = "participant", "waiting", "spare"
+
+
+def encode(state: _RendezvousState) -> str:
+    """The state as JSON; the same state gives the same text."""
+    nodes = []
+    for node, heard in sorted(state.last_heartbeats.items()):
+        place = _PARTICIPANT if node in state.participants else _WAITING if node in state.wait_list else _SPARE
+        nodes.append([node.addr, node.pid, node.local_id, place, state.participants.get(node, 0), heard.isoformat()])
+    deadline = None if state.deadline is None else state.deadline.isoformat()
+    return json.dumps([state.round, state.complete, state.closed, deadline, nodes])
+
+
+def decode(text: str) -> _RendezvousState | None:
+    """The inverse of `encode`; None for any other text."""
+    state = _RendezvousState()
+    try:
+        count, complete, closed, deadline, nodes = json.loads(text)
+        if type(complete) is not bool or type(closed) is not bool:
+            return None
+        state.round, state.complete, state.closed = _count(count), complete, closed
+        state.deadline = None if deadline is None else _time(deadline)
+        for address, pid, number, place, rank, heard in nodes:
+            if type(address) is not str:
+                return None
+            node = _NodeDesc(address, _count(pid), _count(number))
+            state.last_heartbeats[node] = _time(heard)
+            if place == _PARTICIPANT:
+                state.participants[node] = _count(rank)
+            elif place in (_WAITING, _SPARE):
+                (state.wait_list if place == _WAITING else state.redundancy_list).add(node)
+            else:
+                return None
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return state
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError
+    return value
+
+
+def _time(value: Any) -> datetime:
+    parsed = datetime.fromisoformat(value)
+    if parsed.utcoffset() is None:  # it could not be compared with others
+        raise ValueError
+    return parsed
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -87,7 +341,7 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
     """The rendezvous, as soon as it is served.
 
     Args:
-        served_here: what `serves` has said.
+        served_here: what `serves` gave.
 
     Raises:
         NotMet: no node has served it within the join timeout.
@@ -117,7 +371,7 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
         now = time.monotonic()
         if now - began >= timeout:
             raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
-        if now - last_report >= SAID_EVERY:
+        if now - last_report >= REPORT_SECONDS:
             last_report = now
             say(
                 f"launch: no answer at {wanted.endpoint} yet ({problem}): {_waiting(now - began, timeout)}",
@@ -155,7 +409,7 @@ def reporting_missing(handler: RendezvousHandler) -> Iterator[None]:
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        while not over.wait(SAID_EVERY):
+        while not over.wait(REPORT_SECONDS):
             joined = handler.present
             if joined < wanted:
                 more = _waiting(time.monotonic() - began, timeout)

@@ -14,8 +14,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.training.config import Log
+from lockstep.training.contract import say
 from lockstep.training.files import json_text
-from lockstep.training.launch.lines import say
 from lockstep.training.parallel.world import World
 
 PROGRESS_SECONDS = 60.0

@@ -33,8 +33,7 @@ from prometheus_client.exposition import choose_encoder
 
 from lockstep.training import config as configuration
 from lockstep.training import contract, files
-from lockstep.training.contract import UserError
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import UserError, say
 from lockstep.training.observe.background import SECONDS
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.parallel.world import World

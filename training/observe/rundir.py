@@ -31,8 +31,7 @@ import yaml
 from lockstep.training import config as configuration
 from lockstep.training import contract, files
 from lockstep.training.config import Config, RunSettings, settings
-from lockstep.training.contract import UserError
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import UserError, say
 from lockstep.training.observe.background import Background
 from lockstep.training.parallel.world import World
 

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from lockstep.training import config as configuration
 from lockstep.training import files
 from lockstep.training.config import RunSettings
-from lockstep.training.contract import UserError
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import UserError, say
 from lockstep.training.observe.background import Background
 from lockstep.training.observe.rundir import RunDirectory
 

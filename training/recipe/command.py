@@ -8,7 +8,7 @@ from lockstep.training import config as configuration
 from lockstep.training import models
 from lockstep.training.checkpoint import weights
 from lockstep.training.config import Config, settings
-from lockstep.training.contract import UserError, tell_beside
+from lockstep.training.contract import UserError, to_stderr
 from lockstep.training.data import sources
 from lockstep.training.data.augment import check_settings
 from lockstep.training.data.shards import Manifest, prepare, verify
@@ -69,7 +69,7 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
     """Scores RUN or FILE on the test split. Collective. Raises `UserError`."""
 
     def warn(message: str) -> None:
-        tell_beside(f"warning: {message}")
+        to_stderr(f"warning: {message}")
 
     with failing_together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import EXIT_PREEMPTED
-from lockstep.training.launch import early
-from lockstep.training.launch.lines import say
+from lockstep.training.contract import EXIT_PREEMPTED, say
 from lockstep.training.parallel.world import World
+from lockstep.wire.signals import taken
 
 ASKING = ("TERM", "USR1", "USR2", "INT", "HUP")
 ONE_SIGNAL_SECONDS = 2.0
@@ -56,7 +55,7 @@ class Signals:
             numbers = [number for number in numbers if number != signal.SIGHUP]
         self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in numbers}
-        came = early.taken(self._before)  # while the program was starting
+        came = taken(self._before)  # while the program was starting
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()

@@ -25,12 +25,10 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     VERSION,
     UserError,
+    say,
     user_errors,
 )  # fmt: skip
 from lockstep.training.files import keep_out_others
-from lockstep.training.launch import early
-from lockstep.training.launch.lifeline import end_with_launcher
-from lockstep.training.launch.lines import say
 from lockstep.training.models.arithmetic import float32_on_gpus
 from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import step_clock
@@ -51,6 +49,7 @@ from lockstep.training.run.replica import Replica
 from lockstep.training.step import STEPS, Step
 from lockstep.training.sync.base import GradientSync
 from lockstep.training.sync.buckets import SentAlready
+from lockstep.wire.signals import end_with_launcher, give_back
 
 
 class Lifecycle:
@@ -88,7 +87,7 @@ class Lifecycle:
                 self._signals = Signals(self.settings.preempt.signals, meeting=True)
                 stack.callback(self._signals.restore)
             else:
-                early.give_back()
+                give_back()
             try:
                 world = self._joined or stack.enter_context(
                     joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)

@@ -39,7 +39,7 @@ from lockstep.jobs.slurm.transport.session import LOOP, Lost, Session
 from lockstep.jobs.spec.types import SSH_HOST
 from lockstep.jobs.status import Disconnected, LoggedOut
 from lockstep.training.contract import UserError
-from lockstep.training.launch import archive
+from lockstep.wire import archive
 
 CONNECT_SECONDS = 15
 """Seconds for the connection itself; and seconds that a silent one counts as alive."""

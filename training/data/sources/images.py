@@ -24,9 +24,8 @@ from pydantic import AfterValidator, Field
 
 from lockstep.training.config.settings import Section
 from lockstep.training.config.types import Items
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, say
 from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
-from lockstep.training.launch.lines import say
 from lockstep.training.parallel.world import cores
 
 MOST_SIDE = 4096

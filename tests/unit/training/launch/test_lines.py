@@ -7,7 +7,8 @@ import io
 
 import pytest
 
-from lockstep.training.launch.lines import LIMIT, WholeLines, say
+from lockstep.training.contract import say
+from lockstep.training.launch.lines import LIMIT, WholeLines
 from tests.ranks import training
 
 pytestmark = pytest.mark.promise("restarts")

@@ -15,9 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from lockstep.training.launch import signed
-from lockstep.training.launch.nodes import Several, decode, encode
-from lockstep.training.launch.signed import Secret, SignedStore
+from lockstep.training.launch.rendezvous import MOST_BYTES, Secret, Several, SignedStore, decode, encode
 from lockstep.training.parallel import stores
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=timezone.utc)
@@ -63,12 +61,12 @@ def test_only_who_has_the_secret_is_believed_and_only_at_that_place(served: dist
     raw = served.get("job/0/said").decode()
     for key, value in (
         ("job/0/moved", raw), ("job/1/said", raw), ("job/0/bytes", "five"), ("job/0/none", ""),
-        ("job/0/long", "x" * (signed.MOST_BYTES + 1)), ("job/0/more", f"{raw} "),
+        ("job/0/long", "x" * (MOST_BYTES + 1)), ("job/0/more", f"{raw} "),
     ):  # fmt: skip
         served.set(key, value)
     assert [ours.read(key) for key in ("moved", "bytes", "none", "long", "more", "never-set")] == [None] * 6
     assert SignedStore(served, "job/1", Secret("ours")).read("said") is None
-    with pytest.raises(RendezvousStateError, match="no node has said 'moved'"):
+    with pytest.raises(RendezvousStateError, match="no node has written 'moved'"):
         ours.get("moved")
 
 

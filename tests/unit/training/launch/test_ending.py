@@ -1,11 +1,24 @@
-"""What a node's count of restarts keeps through the endings that cost nothing."""
+"""Several ranks' endings become one exit code, and a node's count of restarts outlives the endings that cost nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.training.launch.attempts import Attempts
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from lockstep.training.launch.ending import Attempts, exit_code
 from tests.product import EXIT_FAILED, EXIT_PREEMPTED
+
+
+def test_wrong_usage_beats_preempted_beats_failed() -> None:
+    """Of ranks that have ended at the same moment; a real launcher seldom sees two."""
+
+    def found(*codes: int) -> int:
+        failures = {rank: ProcessFailure(rank, pid=0, exitcode=code, error_file="") for rank, code in enumerate(codes)}
+        return exit_code(RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures))
+
+    assert [found(), found(1), found(-9, 75), found(75, 2, 1), found(-11)] == [0, 1, 75, 2, 1]
 
 
 def _start(folder: Path) -> Attempts | None:

@@ -9,12 +9,12 @@ from tests.processes import PYTHON, clean_env, started
 
 MANY = """
 import os, time
-from lockstep.training.launch import scratch
+from lockstep.training import files
 until, made, lost = time.monotonic() + 3, 0, 0
 while time.monotonic() < until:
-    with scratch.folder("lockstep-test-") as path:
+    with files.temporary_folder("lockstep-test-") as path:
         made += 1
-        lost += not os.path.exists(os.path.join(path, scratch.LOCK))
+        lost += not os.path.exists(os.path.join(path, files.LOCK))
 print(made, lost)
 """
 

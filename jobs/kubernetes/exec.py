@@ -36,11 +36,10 @@ class Rank:
         """The command's exit code. Raises `UserError`, `Unreachable`, `ApiError`."""
         pod, token = self._place(), uuid.uuid4().hex
         terminal = streams.terminal
-        flags = ["--token", token, *([] if terminal else ["--stdin", "told"])]
-        words = commands.beside("python", self.rank, command, run_dir, *flags)
+        words = commands.execute("python", self.rank, command, run_dir, "--token", token)
 
         def interrupt(number: int) -> None:
-            self._quietly(pod, commands.to_beside("python", token, number))
+            self._quietly(pod, commands.signal("python", token, number))
 
         client = connect(self.api.client, self.namespace, pod, self.container, words, terminal)
         return Conversation(client, pod, streams, terminal, interrupt).run()
@@ -58,7 +57,7 @@ class Rank:
                 why = f"rank {self.rank} does not run: the pod {host} {state if found is not None else 'is gone'}"
         if len(self.hosts) == 1 and running:
             return running[0]
-        looks = commands.beside("python", self.rank, [], "", "--find")
+        looks = commands.execute("python", self.rank, [], "", "--find")
         place = next((pod for pod in running if self._quietly(pod, looks) == 0), None)
         if place is None:
             raise UserError(why or f"rank {self.rank} does not run: no pod of the job has it")

@@ -20,7 +20,7 @@ from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.contract import ENV_JOB, ENV_LAUNCHER, UserError
 
 
-def run(
+def execute(
     transport: Transport, record: dict[str, Any], spec: JobSpec, rank: int, command: list[str], streams: Streams
 ) -> int:
     """The command's exit code.
@@ -38,12 +38,12 @@ def run(
     on_node = step(options, job_id, hosts[rank // spec.ranks])
     inside = [*words, "env", "-u", ENV_LAUNCHER, f"{ENV_JOB}={record['job']}"]  # whose ranks it looks for
     terminal = ["--pty"] if streams.terminal else []
-    own = commands.beside(python, rank, command, str(record["run_dir"]), "--token", token, *_flags(spec, rank))
+    own = commands.execute(python, rank, command, str(record["run_dir"]), "--token", token, *_flags(spec, rank))
 
     def interrupt(number: int) -> None:
-        told = ask(transport, *on_node, *inside, *commands.to_beside(python, token, number))
-        if told.returncode:
-            raise UserError(f"cannot send signal {number} to the command: {one_line(told.stderr)}")
+        answer = ask(transport, *on_node, *inside, *commands.signal(python, token, number))
+        if answer.returncode:
+            raise UserError(f"cannot send signal {number} to the command: {one_line(answer.stderr)}")
 
     note = PurePosixPath(record["submitit"]) / f"exec-{token}"
     code = transport.attach([*on_node, *terminal, *inside, *own], streams, interrupt, note)
@@ -67,13 +67,13 @@ def _flags(spec: JobSpec, rank: int) -> list[str]:
         "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
         "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
     }  # fmt: skip
-    return [word for name, value in values.items() for word in ("--instead", f"{name}={value}")]
+    return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
 
 
 def _place(transport: Transport, job_id: str) -> tuple[str, list[str]]:
     """The id that srun takes (a part of an array has one of its own), and the job's nodes in the order of their ranks."""
-    told = query.answer(transport, "squeue", "-h", "-j", job_id, "-o", "%A|%N")
-    own, _, nodes = next(iter(told.splitlines()), "").partition("|")
+    placed = query.answer(transport, "squeue", "-h", "-j", job_id, "-o", "%A|%N")
+    own, _, nodes = next(iter(placed.splitlines()), "").partition("|")
     if not re.fullmatch(r"\d+", own) or not nodes:
         raise UserError(f"the SLURM job {job_id} runs on no node: it has ended, or has not started")
     return own, query.answer(transport, "scontrol", "show", "hostnames", nodes).split()

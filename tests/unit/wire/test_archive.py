@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training.launch import archive
-from lockstep.training.launch.archive import File
+from lockstep.wire import archive
+from lockstep.wire.archive import File
 from tests.processes import EXCHANGE, PYTHON, Result, clean_env, require, run, started
 from tests.product import UserError
 
@@ -85,7 +85,7 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(tmp_path: Path) -> None
 NODE = """
 import os, sys, tempfile
 from pathlib import Path
-from lockstep.training.launch import archive, carried
+from lockstep.wire import archive, payload
 identity, parts, mine = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 target = Path(tempfile.gettempdir(), f"lockstep-code-{identity[:16]}")
 os.symlink(mine, target.with_name(f".{target.name}.{os.getpid()}"))  # by somebody else, as is what lies at the target
@@ -95,7 +95,7 @@ os.setuid(65534)
 if sys.argv[4:]:
     print([archive.holds(target, identity) for _ in range(20000)].count(True))
 else:
-    print(carried.unpacked(identity, parts))
+    print(payload.unpacked(identity, parts))
 """
 
 

@@ -1,12 +1,9 @@
-"""python -m lockstep.training.launch.beside --rank N -- COMMAND …
+"""python -m lockstep.wire.exec --rank N -- COMMAND …
 
 A command on the node of a rank, in the rank's folder and with its environment.
 
 `lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
 What marks the processes of a job is taken away: the command does not belong to the job, and neither does a run that it starts.
-
-With `--stdin told` the first byte says how standard input comes: `r` as it is; `f` in pieces, each behind its length in four
-bytes, the last one of length 0, for a way that cannot say where it ends.
 """
 
 from __future__ import annotations
@@ -15,9 +12,7 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,7 +27,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     UserError,
     rank_of,
-    tell_beside,
+    to_stderr,
     variables_of,
 )
 
@@ -50,45 +45,43 @@ def processes() -> Iterator[tuple[int, dict[str, str]]]:
             yield int(entry), env
 
 
-def find(rank: int, own_env: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:
+def find(rank: int, here: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:
     """The process of a rank and its environment: the oldest that has it, as the rank's own children inherit it.
 
     Args:
-        own_env: this process's environment. Where it names a job or a launcher, the rank is of that one.
+        here: this process's environment. Where it names a job or a launcher, the rank is of that one.
     """
-    job_marks = {name: own_env[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in own_env}
+    job_marks = {name: here[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in here}
     candidates = [
-        (_began(pid), pid, env)
+        (began, pid, env)
         for pid, env in processes()
         if ENV_LAUNCHER in env and rank_of(env) == str(rank) and job_marks.items() <= env.items() and pid != os.getpid()
-    ]
-    candidates = [item for item in candidates if item[0] >= 0]
-    if not candidates:
-        return None
-    _, pid, env = min(candidates, key=lambda item: item[:2])
-    return pid, env
+        and (began := _began(pid)) is not None
+    ]  # fmt: skip
+    oldest = min(candidates, key=lambda item: item[:2], default=None)
+    return None if oldest is None else oldest[1:]
 
 
-def _began(pid: int) -> int:
-    """When it was started, in clock ticks; −1 where it has ended."""
+def _began(pid: int) -> int | None:
+    """When it was started, in clock ticks; None where it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return -1
-    return -1 if fields[0] == b"Z" else int(fields[19])
+        return None
+    return None if fields[0] == b"Z" else int(fields[19])
 
 
-def environment(of_rank: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:
+def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:
     """The command's variables: the rank's, without those that mark a process of the job.
 
     Args:
         seen: they are the rank's own; else they are this process's, which is another task.
     """
-    env = {name: value for name, value in of_rank.items() if name not in _OF_THE_RANK}
+    env = {name: value for name, value in rank_env.items() if name not in _OF_THE_RANK}
     if seen:  # a recipe reads SLURM's own names
         env |= {name: env[source] for name, source in _FROM_SLURM.items() if name not in env and source in env}
     else:
-        env |= dict(text.split("=", 1) for text in args.instead)
+        env |= dict(text.split("=", 1) for text in args.env)
     if args.run_dir:
         env[ENV_RUN_DIR] = args.run_dir
     if args.token:
@@ -98,20 +91,13 @@ def environment(of_rank: Mapping[str, str], args: argparse.Namespace, seen: bool
     return env
 
 
-def _enter_folder(pid: int) -> None:
-    """Enters the rank's working directory, if this process can see it."""
-    with contextlib.suppress(OSError):
-        os.chdir(os.readlink(f"/proc/{pid}/cwd"))
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m lockstep.training.launch.beside", description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(prog="python -m lockstep.wire.exec", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
-    parser.add_argument("--instead", action="append", default=[], metavar="NAME=VALUE",
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                         help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
     parser.add_argument("--token", default="", help="what --signal finds the command by")
-    parser.add_argument("--stdin", choices=("inherited", "told"), default="inherited")
     parser.add_argument("--find", action="store_true", help=f"only tell whether the rank is here: 0, or {NOT_HERE}")
     parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -137,68 +123,22 @@ def main(argv: list[str]) -> int:
     rank_process = find(args.rank, os.environ)
     if args.find:
         return 0 if rank_process is not None else NOT_HERE
-    if rank_process is None and not args.instead:
+    if rank_process is None and not args.env:
         return _refuse(f"rank {args.rank} does not run: it has ended, or has not begun, or is being started again")
-    pid, of_rank = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))
-    env = environment(of_rank, args, rank_process is not None)
-    _enter_folder(pid)
+    pid, rank_env = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))
+    env = environment(rank_env, args, rank_process is not None)
+    with contextlib.suppress(OSError):  # this process may not see the rank's folder
+        os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     env["PWD"] = os.getcwd()
-    if args.stdin == "told":
-        how = os.read(0, 1)
-        if how == b"f":
-            return _with_pieces(args.command, env)
-        if how != b"r":
-            return _refuse("nobody said how standard input comes: the connection is gone")
-    return _take_place(args.command, env)
-
-
-def _take_place(command: list[str], env: dict[str, str]) -> int:
     try:
-        os.execvpe(command[0], command, env)  # noqa: S606 - without a shell, as it was given
+        os.execvpe(args.command[0], args.command, env)  # noqa: S606 - without a shell, as it was given
     except OSError as error:
-        return _not_started(command, error)
-
-
-def _with_pieces(command: list[str], env: dict[str, str]) -> int:
-    """The command's exit code. Its standard input is what comes in pieces."""
-    try:
-        child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE)
-    except OSError as error:
-        return _not_started(command, error)
-    assert child.stdin is not None
-    threading.Thread(target=_hand_on, args=(child.stdin.fileno(),), daemon=True).start()
-    code = child.wait()
-    os._exit(128 - code if code < 0 else code)  # the thread may wait for input that nobody sends
-
-
-def _hand_on(target: int) -> None:
-    reader_open = True
-    while size := int.from_bytes(_exactly(4), "big"):
-        data = memoryview(_exactly(size))
-        while data and reader_open:
-            try:
-                data = data[os.write(target, data) :]
-            except BrokenPipeError:  # it reads no more, and what still comes goes nowhere
-                reader_open = False
-    os.close(target)
-
-
-def _exactly(count: int) -> bytes:
-    """`count` bytes; fewer if the sender is gone."""
-    data = b""
-    while len(data) < count and (more := os.read(0, count - len(data))):
-        data += more
-    return data
-
-
-def _not_started(command: list[str], error: OSError) -> int:
-    """As a shell has it: 127 where there is no such program, 126 where it cannot be run."""
-    tell_beside(f"error: cannot start {command[0]!r}: {error.strerror}")
-    return 127 if isinstance(error, FileNotFoundError) else 126
+        to_stderr(f"error: cannot start {args.command[0]!r}: {error.strerror}")
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has it
 
 
 def _refuse(why: str) -> int:
-    tell_beside(f"error: {why}")
+    to_stderr(f"error: {why}")
     return EXIT_USAGE
 
 

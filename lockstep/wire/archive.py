@@ -11,12 +11,14 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import stat
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 
 from lockstep.training import files
@@ -48,7 +50,7 @@ class File:
 def identity(entries: Iterable[File]) -> str:
     """64 hex digits over the sorted paths, the executable bits and the bytes, and over nothing else."""
     digest = hashlib.sha256()
-    for file in sorted(entries, key=_path):
+    for file in sorted(entries, key=attrgetter("path")):
         about = f"{file.path}\0{'x' if file.executable else '-'}\0{len(file.data)}\0"
         digest.update(about.encode())
         digest.update(file.data)
@@ -59,7 +61,7 @@ def pack(entries: Iterable[File]) -> bytes:
     """A compressed archive: the same files give the same bytes, with the same zlib."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for file in sorted(entries, key=_path):
+        for file in sorted(entries, key=attrgetter("path")):
             member = tarfile.TarInfo(file.path)
             member.size, member.mode = len(file.data), 0o755 if file.executable else 0o644
             tar.addfile(member, io.BytesIO(file.data))
@@ -90,16 +92,13 @@ def read(data: bytes, expected: str) -> list[File]:
 def _members(tar: tarfile.TarFile) -> Iterator[File]:
     total, seen = 0, set[str]()
     for member in tar:
+        name, foreign = repr(member.name[:MAX_PATH]), "it was not made by Lockstep"
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-            raise UserError(
-                f"the code's archive holds {member.name[:MAX_PATH]!r}, which is not a plain file: it was not made by Lockstep"
-            )
+            raise UserError(f"the code's archive holds {name}, which is not a plain file: {foreign}")
         check_path(member.name)
         total += member.size
         if member.name in seen or total > MAX_BYTES or len(seen) >= MAX_FILES:
-            raise UserError(
-                f"the code's archive holds more than is allowed, at {member.name[:MAX_PATH]!r}: it was not made by Lockstep"
-            )
+            raise UserError(f"the code's archive holds more than is allowed, at {name}: {foreign}")
         seen.add(member.name)
         content = tar.extractfile(member)
         assert content is not None
@@ -159,8 +158,8 @@ def _write(entries: list[File], folder: Path) -> None:
 def holds(folder: Path, expected: str) -> bool:
     """Whether an unpacked folder is ours and has the code of that identity, and nothing beside it."""
     try:
-        found = folder.lstat()  # one look: where everybody writes, nobody else can replace a folder of ours
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        status = folder.lstat()  # one look: where everybody writes, nobody else can replace a folder of ours
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return False
         return identity(_unpacked(folder)) == expected
     except OSError:
@@ -171,12 +170,10 @@ def _unpacked(folder: Path) -> Iterator[File]:
     left = MAX_BYTES
     for parent, inner, names in os.walk(folder, onerror=_raised):
         inner[:] = [name for name in inner if name != DERIVED]
-        if any(os.path.islink(os.path.join(parent, name)) for name in inner):
+        if any(os.path.islink(os.path.join(parent, name)) for name in inner + names):
             raise OSError(errno.ELOOP, "it holds a link", parent)
         for name in names:
             path = Path(parent, name)
-            if path.is_symlink():
-                raise OSError(errno.ELOOP, "it is a link", str(path))
             data = files.read(path, left)
             left -= len(data)
             yield File(path.relative_to(folder).as_posix(), bool(path.stat().st_mode & 0o100), data)
@@ -188,15 +185,10 @@ def _raised(error: OSError) -> None:
 
 def remove(folder: Path) -> None:
     """Takes away an unpacked folder of ours, which is read-only."""
-    for parent, _, names in os.walk(folder):
+    for parent, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
             os.chmod(parent, 0o700)
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(parent, name))
-    for parent, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(parent)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_identity(text: str) -> str:
@@ -204,7 +196,3 @@ def check_identity(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         raise UserError(f"{text!r} is not the identity of code: expected 64 hex digits")
     return text
-
-
-def _path(file: File) -> str:
-    return file.path

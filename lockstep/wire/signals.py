@@ -1,31 +1,106 @@
-"""Signals that come while a rank is still starting. Nobody loses one, and none ends a program that would save in a moment.
+"""Launchers, their ranks and signals: the death of a launcher ends its ranks, and none loses a signal that comes while it starts.
 
 A recipe inherits a mask and takes what has come when it is ready (`lockstep.training.__main__`). Of a program of the user's own
 nobody knows whether it ever opens a Session, so nothing is blocked. Whoever starts it holds back what it would hand on
-(`Held`), until the program catches signals, or has had time for that. From `import lockstep` on the program itself keeps
-what comes for its Session (`keep_for_session`). Imports nothing heavy.
+(`PendingSignals`), until the program catches signals, or has had time for that. From `import lockstep` on the program itself keeps
+what comes for its Session (`keep_for_session`). Imports nothing heavy: it runs before torch is loaded.
 """
 
 from __future__ import annotations
 
 import _thread
-import ctypes
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lockstep.training.contract import ENV_LAUNCHER
-from lockstep.training.launch.lifeline import FORWARDED
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What the launcher hands on to its ranks."""
 HOLD_SECONDS = 20.0
 """For a rank's imports, from its start; then for what comes before its Session, from the signal on."""
 ONCE_SECONDS = 2.0
 """The same signal, later than that, is meant: it waits no longer. Launchers and clusters send one twice."""
+
+
+def command_of(words: list[str]) -> list[str]:
+    """The command and its arguments, without `--debug` and what torch.distributed.launch puts before them."""
+    while words and (words[0] == "--debug" or words[0].startswith(("--local-rank=", "--local_rank="))):
+        words = words[1:]
+    return words
+
+
+@contextlib.contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Blocks the signals in the block. A program that takes this process's place in it gets what has come."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """Asks the kernel for a TERM when the launcher dies (Linux; elsewhere nothing). Dies now where it is dead already.
+
+    The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one.
+    """
+    launcher, parent = env.get(ENV_LAUNCHER, ""), os.getppid()
+    if launcher.isdigit():
+        expected = int(launcher)
+    elif _TORCHRUN.issubset(env) and _may_be_torchrun(parent, env):
+        expected = parent if not _adopts(parent) else -1
+    else:
+        return
+    if parent == expected:
+        with contextlib.suppress(OSError, AttributeError, ImportError):
+            _libc().prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+        parent = os.getppid()
+    # It died before we asked, and init has taken us, or a supervisor in its place. A parent of 0 is in another PID
+    # namespace, where the launcher's number means nothing.
+    gone = os.path.exists("/proc/self") and not os.path.exists(f"/proc/{expected}")
+    if parent not in (0, expected) and (parent == 1 or gone):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+_TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK"}
+"""Variables that torchrun gives its ranks, and has not itself."""
+
+
+def _may_be_torchrun(parent: int, env: Mapping[str, str]) -> bool:
+    """Whether the parent has not torchrun's variables itself: a rank has, and so has a shell between the two.
+
+    One that has died since its number was asked for may be: whatever it was, nobody waits for this process any more.
+    """
+    marks = {os.fsencode(f"{name}={env[name]}") for name in _TORCHRUN}
+    try:
+        return not marks.issubset(Path(f"/proc/{parent}/environ").read_bytes().split(b"\0"))
+    except (FileNotFoundError, ProcessLookupError):
+        return os.path.exists("/proc/self")
+    except OSError:
+        return _adopts(parent)
+
+
+def _adopts(parent: int) -> bool:
+    """Whether this is init, which takes the ranks of a launcher that has died, and not a launcher that is PID 1 itself."""
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes()
+    except OSError:
+        return False
+    name = os.path.basename(words.split(b"\0")[0])
+    return name == b"systemd" or (parent == 1 and b"python" not in words and b"torch" not in words)
+
+
+def _libc() -> Any:
+    import ctypes  # only for the ranks: it takes its time
+
+    return ctypes.CDLL(None)
 
 
 def starting(pid: int, number: int) -> bool:
@@ -35,14 +110,14 @@ def starting(pid: int, number: int) -> bool:
     try:
         if "python" not in os.path.basename(os.readlink(about / "exe")):
             return False
-        said = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
-        handled = int(said["SigCgt"], 16) | int(said["SigBlk"], 16) | int(said["SigIgn"], 16)
+        status = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
+        handled = int(status["SigCgt"], 16) | int(status["SigBlk"], 16) | int(status["SigIgn"], 16)
     except (OSError, KeyError, ValueError):
         return False
     return not any(handled >> (one - 1) & 1 for one in {number, signal.SIGTERM} - {signal.SIGINT})
 
 
-class Held:
+class PendingSignals:
     """The signals for one start of some ranks.
 
     Args:
@@ -58,7 +133,7 @@ class Held:
         """They came while no rank was there."""
         self._gone: set[int] = set()
         """Those of which a rank was gone already: all may be about to start again."""
-        self.handed: set[int] = set()
+        self.delivered: set[int] = set()
 
     def send(self, pids: Iterable[int], number: int) -> None:
         """Hands it on to those who can take it, and keeps it for the others. Without a process, for those to come."""
@@ -71,7 +146,7 @@ class Held:
             if number != signal.SIGKILL and now < self._until and starting(pid, number):
                 self._waiting.setdefault((pid, number), now)
             else:
-                self._hand_on(pid, number)
+                self._deliver(pid, number)
         self._release()
 
     def release(self, pids: Iterable[int]) -> bool:
@@ -86,10 +161,10 @@ class Held:
         for pid, number in list(self._waiting):
             ready = time.monotonic() >= self._until or not starting(pid, number)
             if ready and self._waiting.pop((pid, number), None) is not None:  # a handler may have been here meanwhile
-                self._hand_on(pid, number)
+                self._deliver(pid, number)
 
-    def _hand_on(self, pid: int, number: int) -> None:
-        self.handed.add(number)
+    def _deliver(self, pid: int, number: int) -> None:
+        self.delivered.add(number)
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -97,10 +172,10 @@ class Held:
 
     def ending(self, codes: Iterable[int]) -> int | None:
         """The signal that has ended these ranks (exit codes as Python gives them), or that one has not had when it ended."""
-        ended = next((-code for code in codes if -code in self.handed), None)
+        ended = next((-code for code in codes if -code in self.delivered), None)
         return ended or next((number for _, number in list(self._waiting)), None)
 
-    def inherit(self, earlier: Held) -> None:
+    def inherit(self, earlier: PendingSignals) -> None:
         """What the ranks of an earlier start have not had comes to these."""
         self._missed |= {number for _, number in list(earlier._waiting)} | earlier._missed | earlier._gone
 
@@ -173,7 +248,7 @@ def _end_without_session(number: int) -> None:
     if _came.pop(number, None) is not None:
         if signal.getsignal(number) is _keep:  # else the program has one of its own by now
             # The default. Python's own call works in the main thread only, which may be busy.
-            ctypes.CDLL(None).signal(number, 0)
+            _libc().signal(number, 0)
         if "TORCHELASTIC_RUN_ID" in os.environ and _launched(os.environ):
             # The launcher hears of it first, and starts nobody again; it may have come to this rank alone. SLURM's task does not.
             os.kill(os.getppid(), number)

@@ -1,0 +1,145 @@
+"""What a job brings its ranks: options for their `Session`, which a recipe's job gets as arguments, and the user's own code.
+
+Code that comes as an archive is unpacked. Its folder is the ranks' working directory and the first one on their path. The
+launcher has imported its own packages by then, and its own path does not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.training import files
+from lockstep.training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, RUN_FILE, UserError, to_stderr
+from lockstep.wire import archive
+
+PART = "part-*"
+"""Pieces of the archive, in the order of their names: a cluster may hold none that is as large as the whole."""
+_NAME_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    run_dir: str = ""
+    """Where the run is kept, in place of the script's own folder; "": there."""
+    settings: tuple[str, ...] = ()
+    """NAME=VALUE, stronger than the script's own."""
+    fresh: str = ""
+    """The word of a start over (`RunDirectory.open`); "": the run goes on."""
+    expected: bool = False
+    """Whether somebody asked for settings or a start over: a program without a Session would not see them."""
+
+    def text(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self).items() if value}, sort_keys=True)
+
+    @classmethod
+    def of(cls, text: str) -> SessionOptions:
+        """Raises `UserError` for a text that is not `text()`'s."""
+        try:
+            values = json.loads(text)
+            options = cls(**{**values, "settings": tuple(values.get("settings", ()))})
+            if all(isinstance(part, str) for part in (options.run_dir, options.fresh, *options.settings)):
+                return options
+        except (ValueError, TypeError, AttributeError):
+            pass
+        raise UserError(f"{ENV_SESSION} holds {text[:60]!r}: unset it, or give it what `lockstep run` sets")
+
+    @classmethod
+    def take(cls, env: MutableMapping[str, str]) -> SessionOptions:
+        """The job's. Only the first call gets them: any further Session has its own folder.
+
+        Raises:
+            UserError: the variable holds something else.
+        """
+        text = env.pop(ENV_SESSION, None)
+        return cls.of(text) if text is not None else cls()
+
+    def unused(self) -> str:
+        """A warning if the program has ended and opened no Session with these settings, else ""."""
+        if not self.expected or not self.run_dir or os.path.exists(Path(self.run_dir, RUN_FILE)):
+            return ""
+        return (
+            f"the program opened no Session in {self.run_dir}: the job's overrides and fresh reach a program by its "
+            "lockstep.Session alone (docs/own-training.md)"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the launcher."""
+    parser.add_argument("--session", type=SessionOptions.of, metavar="JSON",
+                        help="run directory and settings for the Session that PROGRAM opens")  # fmt: skip
+    parser.add_argument("--code", type=archive.check_identity, metavar="IDENTITY",
+                        help="the ranks run code of one's own: its sha256, and where it lies")  # fmt: skip
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--code-folder", type=Path, metavar="DIR", help="the code, unpacked")
+    where.add_argument(
+        "--code-parts", type=Path, metavar="DIR", help=f"its archive in pieces, {PART}: unpacked below $TMPDIR"
+    )
+
+
+def enter(args: argparse.Namespace) -> None:
+    """What the ranks inherit: options; the code, which is their folder and comes first on their path.
+
+    Raises:
+        UserError: the code is not there, is another one, or cannot be unpacked.
+    """
+    if args.session is not None:
+        os.environ[ENV_SESSION] = args.session.text()
+    place = args.code_folder or args.code_parts
+    if (args.code is None) != (place is None):
+        raise UserError(
+            "--code needs --code-folder or --code-parts, where the code lies, and these need --code IDENTITY"
+        )
+    if place is None:
+        return
+    folder = unpacked(args.code, place) if args.code_parts is not None else place.absolute()
+    # Where `python -m lockstep.training` found the launcher; the ranks start in another folder.
+    launcher_path = sys.path[0]
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UserError(f"the code is not in {folder}: {error.strerror}") from None
+    os.environ.update(environment(folder, args.code, os.environ, launcher_path))
+
+
+def leave(args: argparse.Namespace, code: int) -> None:
+    """Warns where the ranks have ended well without a look at their options."""
+    if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
+        to_stderr(f"launch: warning: {warning}")
+
+
+def environment(folder: Path, identity: str, env: Mapping[str, str], launcher_path: str) -> dict[str, str]:
+    """The variables by which a rank finds the code.
+
+    Args:
+        launcher_path: where `lockstep` was found, if not every Python looks there.
+    """
+    existing = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    missing = bool(launcher_path) and launcher_path not in (*existing, *sys.path[1:])
+    ours = [launcher_path] if missing and Path(launcher_path, "training/contract.py").exists() else []
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *existing, *ours]), ENV_CODE: identity}
+
+
+def unpacked(identity: str, parts: Path) -> Path:
+    """The folder in which the code of these pieces lies, unpacked. Raises `UserError`."""
+    target = Path(tempfile.gettempdir()) / f"lockstep-code-{identity[:_NAME_DIGITS]}"
+    left, data = archive.MAX_PACKED, b""
+    try:
+        for part in sorted(parts.glob(PART)):
+            piece = files.read(part, left)
+            left -= len(piece)
+            data += piece
+    except OSError as error:
+        raise UserError(f"cannot read the code in {parts}: {error.strerror}") from None
+    if not data:
+        raise UserError(f"there is no code in {parts}: submit the job again")
+    entries = archive.read(data, identity)
+    if archive.holds(target, identity):
+        return target  # an earlier start of this node
+    return archive.unpack(entries, target)
