@@ -17,7 +17,7 @@ from lockstep.training.sync.base import GradientSync, broadcast_module, nbytes, 
 
 class AllReduce(GradientSync):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model, self._world, self._trainable = model, world, trainable(model)
+        self.model, self.world, self._trainable = model, world, trainable(model)
         broadcast_module(model)
         return model
 
@@ -28,6 +28,6 @@ class AllReduce(GradientSync):
         for parameter in self._trainable:
             if parameter.grad is None:  # not used on this rank; the others may have used it
                 parameter.grad = torch.zeros_like(parameter)
-            if self._world.size > 1:
+            if self.world.size > 1:
                 dist.all_reduce(parameter.grad)
                 self.bytes_sent += nbytes(parameter.grad)

@@ -32,7 +32,7 @@ class DataParallel(GradientSync):
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self._refuse(world, is_compiled(model))
-        self.model = model
+        self.model, self.world = model, world
         # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.
         return model if world.device.type == "cpu" and torch.cuda.is_available() else nn.DataParallel(model)
 

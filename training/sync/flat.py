@@ -20,7 +20,7 @@ class Flat(Bucketed):
     capturable = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model, self._world = model, world
+        self.model, self.world = model, world
         broadcast_module(model)
         self._flats: list[torch.Tensor] = []
         buckets: list[Bucket] = []

@@ -47,7 +47,7 @@ class Hooks(Bucketed):
             )
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model = model
+        self.model, self.world = model, world
         self.network = HookedDataParallel(model, scale=1.0, wait=False)  # the loop's losses make the sum the gradient
         self.reducer = self.network.reducer
         return self.network

@@ -14,9 +14,11 @@ from lockstep.training.sync.buckets import Bucketed
 
 
 class Horovod(Bucketed):
+    averages = True
+
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         hvd.adopt(world)
-        self.model, self.loss_factor = model, float(world.size)
+        self.model, self.world = model, world
         hvd.broadcast_parameters(model)
         return model
 
