@@ -21,8 +21,7 @@ from lockstep.training.contract import UserError
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.optim.ema import Ema
 from lockstep.training.optim.loss_scaler import LossScaler, is_state
-from lockstep.training.parallel.agreement import reduced
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
+from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lockstep.training import files
-from lockstep.training.parallel.memory import mapped_bytes
+from lockstep.training.parallel.process import mapped_bytes
 
 BOUND = 128 << 20
 """Bytes of mapped files that `take` may add to a process' memory, about; one batch more is possible."""

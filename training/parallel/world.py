@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
-from lockstep.training.parallel import leaving, stores  # noqa: F401 - leaving: what it registers for the end of the process
+from lockstep.training.parallel import process, stores  # noqa: F401 - process: what it registers for its end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

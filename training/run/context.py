@@ -22,8 +22,8 @@ from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.observe.rundir import RunDirectory
-from lockstep.training.parallel import memory
-from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.parallel import process
+from lockstep.training.parallel.exchange import failing_together
 from lockstep.training.parallel.world import World, set_threads
 
 
@@ -77,7 +77,7 @@ def opened(config: RunSettings, world: World, run_dir: Path, fresh: bool | str) 
     _deterministic(config)
     _arithmetic(config)
     if world.device.type == "cpu":
-        memory.keep_freed()
+        process.keep_freed()
     run: RunDirectory | None = None
     exporter: Exporter | None = None
     try:

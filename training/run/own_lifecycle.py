@@ -30,8 +30,7 @@ from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import step_clock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.rundir import begun_with
-from lockstep.training.parallel.agreement import failing_together
-from lockstep.training.parallel.exchange import broadcast_tree
+from lockstep.training.parallel.exchange import broadcast_tree, failing_together
 from lockstep.training.parallel.world import World, detect, joined
 from lockstep.training.resilience.preempt import Signals
 from lockstep.training.run.attempt import Attempt, Ended, Ending, conclude, failed

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from lockstep.training.data.batches import Part
 from lockstep.training.models.stand_in import without_batch_statistics
 from lockstep.training.optim.loss_scaler import LOWEST
-from lockstep.training.parallel.agreement import raise_together
-from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.run.attempt import Attempt
 from lockstep.training.run.own import OwnRun, Replica
 from lockstep.training.sync.base import NotSummed

@@ -28,9 +28,15 @@ from lockstep.training.observe.clock import step_clock
 from lockstep.training.observe.console import Console
 from lockstep.training.optim.ema import Ema
 from lockstep.training.optim.loss_scaler import LossScaler
-from lockstep.training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
-from lockstep.training.parallel.exchange import broadcast_tree, gather_trees
-from lockstep.training.parallel.patience import waiting_for_all
+from lockstep.training.parallel.exchange import (
+    MOST_NAMED,
+    broadcast_tree,
+    failing_together,
+    gather_trees,
+    named,
+    same_on_all,
+    waiting_for_all,
+)
 from lockstep.training.parallel.world import World
 from lockstep.training.run.context import Opened, RunContext, opened
 from lockstep.training.run.resume import load, misfits_explained, newest_here, newest_of_all

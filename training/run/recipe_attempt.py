@@ -13,7 +13,7 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED
 from lockstep.training.data.loader import Batch
 from lockstep.training.evaluate.evaluator import Evaluator, Score
 from lockstep.training.evaluate.periodic import PeriodicScore
-from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.parallel.exchange import failing_together
 from lockstep.training.resilience.preempt import Signals
 from lockstep.training.run.attempt import Attempt, Ending
 from lockstep.training.run.prepare import Prepared

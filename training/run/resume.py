@@ -16,7 +16,7 @@ from lockstep.training.contract import UserError
 from lockstep.training.launch.lines import say
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.observe.rundir import RunDirectory
-from lockstep.training.parallel.agreement import reduced
+from lockstep.training.parallel.exchange import reduced
 from lockstep.training.parallel.world import World
 
 _RANKS = 1 << 20

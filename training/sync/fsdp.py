@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lockstep.training.config import Config
 from lockstep.training.config.settings import Section
 from lockstep.training.contract import UserError
-from lockstep.training.parallel.agreement import on_any, same_on_all
+from lockstep.training.parallel.exchange import on_any, same_on_all
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import (
     GradientSync,
