@@ -27,7 +27,6 @@ class Console:
     def __init__(self, log: Log, world: World, epochs: int, steps_per_epoch: int, by_step: bool = False) -> None:
         self.log, self.world = log, world
         self._by_step = by_step
-        self._prints = world.leader or log.verbose
         self._header = False
         self._bar: Progress | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
@@ -43,7 +42,7 @@ class Console:
 
     def line(self, text: str) -> None:
         """A sentence for people; none with `log.format=json`, whose output is for programs."""
-        if self._prints and self.log.format == "table":
+        if (self.world.leader or self.log.verbose) and self.log.format == "table":
             say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
 
     def per_class(self, accuracies: dict[str, float | None]) -> None:

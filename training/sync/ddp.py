@@ -38,7 +38,7 @@ class Ddp(GradientSync):
         self.model, self.world = model, world
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._step_bytes = sum(map(nbytes, self._names))
-        self.watch = GradientWatch(world.device, unused=self.options.find_unused)
+        self.watch = GradientWatch(world, unused=self.options.find_unused)
         self.watch.expect(self._names)  # hooked before DDP's own hooks, which wait for the other ranks
         for parameter in self._names:
             _match_strides_of_gradient(parameter)

@@ -244,7 +244,7 @@ class Fsdp(GradientSync):
         make_contiguous(model)
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
-        self.watch = GradientWatch(world.device)
+        self.watch = GradientWatch(world)
         self._root = _Gathered(model)
         self._pass_bytes = 0
         mesh = init_device_mesh(world.device.type, (world.size,))

@@ -42,10 +42,9 @@ class HookedDataParallel(nn.Module):
         """
         super().__init__()
         self.module = module
-        size = group_size()
-        if size > 1:
+        if group_size() > 1:
             broadcast_module(module)
-        self.reducer = Reducer(module.named_parameters(), scale=1 / size if scale is None else scale, size=size)
+        self.reducer = Reducer(module.named_parameters(), factor=1.0 if scale is None else scale, mean=scale is None)
         self._waits, self._queued, self._complete = wait, False, False
         for parameter in self.reducer.names if wait else ():
             on_grad(parameter, self._wait_at_the_end)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import enum
 import os
 from collections.abc import Iterable
@@ -85,7 +84,7 @@ def init(comm: Any = None, process_sets: Any = None) -> tuple[int, torch.device]
                 "values travel as: call dist.init_process_group('cpu:gloo,cuda:nccl'), or leave it to hvd.init()"
             )
         me = worlds.detect(os.environ)
-        _world = dataclasses.replace(me, device=worlds.choose_device(me, "auto"))
+        _world = worlds.placed(me, worlds.choose_device(me, "auto"))
     elif _world is None:
         _world = _joined.enter_context(worlds.joined())
         atexit.register(shutdown)
@@ -209,8 +208,8 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor needs op=Average")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
-    scale = 1.0 if op is Sum else gradient_predivide_factor / size()
-    twin = distribute(optimizer, named_parameters, backward_passes_per_step, scale)
+    factor = 1.0 if op is Sum else gradient_predivide_factor
+    twin = distribute(optimizer, named_parameters, backward_passes_per_step, factor, mean=op is Average)
     twin._reducer.weight = 1 / gradient_predivide_factor  # type: ignore[attr-defined]
     return twin
 
@@ -224,7 +223,7 @@ def partition_dataset(
     `batch_size` is shared over the ranks; the parts differ by at most one sample where it does not divide.
     """
     me = _me()
-    loader = PartitionedLoader(dataset, batch_size, me.rank, me.size, device or me.device, dtype, seed, shuffle)
+    loader = PartitionedLoader(dataset, batch_size, me, device, dtype, seed, shuffle)
     return loader, loader.per_rank
 
 

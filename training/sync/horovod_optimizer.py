@@ -60,7 +60,7 @@ class _Distributed:
         dist.all_reduce(total)
         if not total:
             raise ValueError("no rank has a sample")
-        self._reducer.weight, self._reducer.scale = count / float(total), 1.0
+        self._reducer.weight, self._reducer.factor, self._reducer.mean = count / float(total), 1.0, False
         self._weighting_settled = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
@@ -105,7 +105,8 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None,
     passes: int,
-    scale: float,
+    factor: float,
+    mean: bool,
 ) -> torch.optim.Optimizer:
     """A twin of `optimizer`, of a subclass of its class, that shares its state and reduces gradients before each step.
 
@@ -121,7 +122,7 @@ def distribute(
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
     _Distributed.__init__(twin)
-    twin._reducer = Reducer(named, scale=scale, passes=passes)
+    twin._reducer = Reducer(named, factor=factor, mean=mean, passes=passes)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     return twin

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.training.observe.clock import Mark, mark
+from lockstep.training.parallel.world import World
 
 
 def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
@@ -37,8 +38,8 @@ class GradientWatch:
         unused: some gradients may not come at all. Then the own part ends with the backward pass.
     """
 
-    def __init__(self, device: torch.device, unused: bool = False) -> None:
-        self._device, self._unused = device, unused
+    def __init__(self, world: World, unused: bool = False) -> None:
+        self._world, self._unused = world, unused
         self._hooked: set[torch.Tensor] = set()
         self._queued = False
         self.missing: set[torch.Tensor] = set()
@@ -90,7 +91,7 @@ class GradientWatch:
             self.announced.clear()  # the others are not used, and count as here
 
     def _completed(self) -> None:
-        self.complete = mark(self._device)
+        self.complete = mark(self._world.device)
         self.waits += self._waits_since
         self._waits_since.clear()
 
@@ -98,8 +99,8 @@ class GradientWatch:
         self._is_past = False
 
     def now(self) -> Mark:
-        return mark(self._device)
+        return mark(self._world.device)
 
     def waited(self, since: Mark) -> None:
         """The rank has waited for other ranks since then. It counts where own gradients come after it."""
-        self._waits_since.append((since, mark(self._device)))
+        self._waits_since.append((since, mark(self._world.device)))
