@@ -27,7 +27,7 @@ from lockstep.training.checkpoint import state as states
 from lockstep.training.checkpoint import store
 from lockstep.training.data import shards
 from lockstep.training.exercises.bench.gang import on_ranks
-from lockstep.training.parallel import agreement
+from lockstep.training.parallel import exchange
 from lockstep.training.parallel.world import World, detect, joined
 from lockstep.training.resilience import closeness
 from lockstep.training.resilience.preempt import Consensus
@@ -123,11 +123,11 @@ def calls(world: World, state: states.TrainState) -> dict[str, tuple[Callable[[]
     def agree(fails: bool) -> None:
         error = store.CorruptCheckpoint("a file of this rank is damaged") if fails and world.leader else None
         with contextlib.suppress(RuntimeError):
-            agreement.raise_together(error, world)
+            exchange.raise_together(error, world)
 
     def merged() -> None:
         states.averaged_buffers(state.model, world)
-        agreement.reduced(torch.zeros(21, dtype=torch.float64), world)
+        exchange.reduced(torch.zeros(21, dtype=torch.float64), world)
 
     return {
         "consensus, a step": (lambda: (consensus.poll(), consensus.settle()), REPEATS),

@@ -23,8 +23,7 @@ from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
 from lockstep.training.models.stand_in import without_batch_statistics
 from lockstep.training.observe.reading import mean_loss
-from lockstep.training.parallel.agreement import raise_together
-from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.resilience import divergence
 from lockstep.training.run.attempt import Attempt
 from lockstep.training.run.context import RunContext

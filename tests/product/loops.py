@@ -211,3 +211,22 @@ def mlp_exercise() -> tuple[Any, Any, Any]:
     features, labels = SOURCES["classification"]().train
     generators.seed(0)
     return torch.from_numpy(features), torch.from_numpy(labels), models.build("mlp", {}, 32, (1024,))
+
+
+def gathered(network: Any) -> int:
+    """Elements of parameters that `fsdp` holds in full now, or is about to."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in network.modules() if hasattr(m, "_get_fsdp_state")]
+    return sum(
+        parameter._orig_size.numel()
+        for group in groups
+        if group is not None and (group.is_unsharded or group._all_gather_result is not None)
+        for parameter in group.fsdp_params
+    )
+
+
+def fsdp_blocks(model: Any, wanted: list[str] | None = None) -> list[str]:
+    """The names of what `fsdp` gathers by itself."""
+    from lockstep.training.sync.fsdp import find_blocks
+
+    blocks = find_blocks(model, wanted)
+    return [name for name, module in model.named_modules() if module in blocks]

@@ -37,9 +37,11 @@ def _gradients_and_parameters(shapes: Shapes, size: int, step: int) -> int:
     return 2 * 4 * _elements(shapes)
 
 
-def _padded(shapes: Shapes, size: int, step: int) -> int:
-    """The same, with the first dimension filled up to a multiple of the world size."""
-    return 2 * 4 * sum(-(-shape[0] // size) * size * math.prod(shape[1:]) for shape in shapes)
+def _by_blocks(shapes: Shapes, size: int, step: int) -> int:
+    """Gradients to their owners, parameters back, with the first dimension filled up to a multiple of the world size. The two
+    matrices of `Net.layers` are gathered once more, for the backward pass."""
+    padded = [4 * -(-shape[0] // size) * size * math.prod(shape[1:]) for shape in shapes]
+    return 2 * sum(padded) + sum(padded[2:4])
 
 
 def _low_rank(shapes: Shapes, size: int, step: int) -> int:
@@ -94,7 +96,7 @@ ROWS: dict[str, Row] = {
     "zero1": Row(sent_early=True, step_bytes=_gradients_and_parameters),
     "powersgd": Row(error=0.35, unused="refused", step_bytes=_low_rank, options=_POWERSGD),
     "bf16_compress": Row(error=0.01, sum_error=2**-8, sent_early=True, step_bytes=2),
-    "fsdp": Row(step_bytes=_padded),
+    "fsdp": Row(step_bytes=_by_blocks),
     "data_parallel": Row(ranks=False),
     "ddp, find_unused": Row(unused="left out", variants_only=True, options={"find_unused": True}, bucket_mb=25),
     "powersgd, find_unused": Row(

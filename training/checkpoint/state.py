@@ -20,8 +20,7 @@ from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.contract import UserError
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.optim.ema import Ema
-from lockstep.training.parallel.agreement import reduced
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
+from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
@@ -52,7 +51,7 @@ class TrainState:
 
 
 def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
-    """The whole state on rank 0, None elsewhere; with `everywhere`, on all ranks. Collective.
+    """The whole state on rank 0; with `everywhere`, on the first rank of each node. Elsewhere it may be None. Collective.
 
     Its tensors are the live ones: copy them before the next step.
     """
@@ -65,10 +64,10 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
         "kept": state.kept.rank_state(),
     }
     ranks = all_gather_trees(rank_state, state.world) if everywhere else gather_trees(rank_state, state.world)
-    model = dict(state.sync.full_module(state.model).named_parameters())
-    average = dict(state.sync.full_module(state.ema.average).named_parameters()) if state.ema else {}
+    model = state.sync.full_parameters(state.model, everywhere)
+    average = state.sync.full_parameters(state.ema.average, everywhere) if state.ema else {}
     optimizer = state.sync.optimizer_state(state.optimizer, everywhere)
-    if ranks is None or optimizer is None:
+    if ranks is None or model is None or average is None or optimizer is None:
         return None
     shared = {
         "model": model,

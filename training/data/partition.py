@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.training.data.order import bounds, global_ids, part
+from lockstep.training.parallel.world import World
 
 
 def torch_type(name: torch.dtype | str) -> torch.dtype:
@@ -31,34 +32,39 @@ class PartitionedLoader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], batch_size: int, rank: int, size: int,
-        device: torch.device | str, dtype: torch.dtype | str, seed: int = 0, shuffle: bool = True,
+        self, dataset: Dataset[Any], batch_size: int, world: World, device: torch.device | str | None,
+        dtype: torch.dtype | str, seed: int = 0, shuffle: bool = True,
     ) -> None:  # fmt: skip
-        """`batch_size` is the global one. Floating-point inputs become `dtype`; targets keep their type.
+        """`batch_size` is the global one; `device` None: the rank's. Floating-point inputs become `dtype`; targets keep their type.
 
         Raises:
             ValueError: a rank would have no sample.
         """
-        self.dataset, self.batch_size, self.rank, self.size = dataset, batch_size, rank, size
+        self.dataset, self.batch_size, self.world = dataset, batch_size, world
         self.device, self.dtype, self.seed, self.shuffle = device, torch_type(dtype), seed, shuffle
         self.passes = 0
         self.count = len(dataset)  # type: ignore[arg-type]
-        if batch_size < size or self.count < size:
+        if batch_size < world.size or self.count < world.size:
             raise ValueError(
-                f"a batch of {batch_size} out of {self.count} samples leaves some of {size} ranks without one"
+                f"a batch of {batch_size} out of {self.count} samples leaves some of {world.size} ranks without one"
             )
-        low, high = bounds(batch_size, rank, size)
-        self.per_rank = high - low
+
+    @property
+    def per_rank(self) -> int:
         """Samples of this rank in a full batch."""
+        low, high = bounds(self.batch_size, self.world.rank, self.world.size)
+        return high - low
 
     def __len__(self) -> int:
-        return self.count // self.batch_size + (self.count % self.batch_size >= self.size)
+        return self.count // self.batch_size + (self.count % self.batch_size >= self.world.size)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         global unequal_parts
         number, self.passes = self.passes, self.passes + 1
         for step in range(len(self)):
             ids = global_ids(self.count, self.seed, number, step, self.batch_size, "weight", self.shuffle)
-            unequal_parts += len(ids) % self.size != 0
-            inputs, targets = default_collate([self.dataset[i] for i in part(ids, self.rank, self.size).tolist()])
-            yield inputs.to(device=self.device, dtype=self.dtype), targets.to(self.device)
+            unequal_parts += len(ids) % self.world.size != 0
+            rank_ids = part(ids, self.world.rank, self.world.size)
+            inputs, targets = default_collate([self.dataset[i] for i in rank_ids.tolist()])
+            device = self.device or self.world.device
+            yield inputs.to(device=device, dtype=self.dtype), targets.to(device)

@@ -34,7 +34,7 @@ from lockstep.training.contract import UserError, say
 from lockstep.training.data import sources
 from lockstep.training.data.sources.raw import Piece, Raw, Stream, numbered
 from lockstep.training.data.spool import Spool
-from lockstep.training.parallel.memory import mapped_bytes
+from lockstep.training.parallel.process import mapped_bytes
 
 MANIFEST = "manifest.json"
 MADE_FROM = "made-from.json"

@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from lockstep.training.cli import PROGRAM, Parser, about, positive
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from lockstep.training.parallel.agreement import raise_together
-from lockstep.training.parallel.exchange import all_gather_rows, gather_trees, pack, split, unpack
+from lockstep.training.parallel.exchange import all_gather_rows, gather_trees, pack, raise_together, split, unpack
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 
 _TYPES = (torch.float32, torch.float64)

@@ -80,6 +80,7 @@ class BagOfTricks(nn.Module):
     """
 
     batch_multiple = GHOST
+    fsdp_blocks = ()  # a part with a short last block of samples goes through the layers twice, and others once
 
     def __init__(self, num_classes: int = 10, width: float = 1.0) -> None:
         super().__init__()

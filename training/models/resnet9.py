@@ -25,6 +25,8 @@ class ResNet9(nn.Module):
         device, dtype: where a script of one's own wants it, e.g. `device="cuda", dtype="float32"`.
     """
 
+    fsdp_blocks = ("stem", "stage?", "residual?.?")
+
     def __init__(
         self, num_classes: int = 10, in_channels: int = 3, width: int = 64, *, device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,

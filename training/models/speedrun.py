@@ -54,6 +54,8 @@ class Speedrun(nn.Module):
         momentum: weight of a batch in the running statistics (torch's sense).
     """
 
+    fsdp_blocks = ("group?",)
+
     def __init__(
         self, num_classes: int = 10, width: float = 1.0, activation: Literal["gelu", "silu"] = "gelu",
         momentum: float = 0.4,

@@ -38,7 +38,6 @@ class Console:
     ) -> None:  # fmt: skip
         self.log, self.world, self._now = log, world, now
         self._by_step, self._columns = by_step, columns
-        self._prints = world.leader or log.verbose
         self._header = False
         self._planned = 0
         self._told: tuple[float, int] | None = None
@@ -57,7 +56,7 @@ class Console:
 
     def line(self, text: str) -> None:
         """A sentence for people; none with `log.format=json`, whose output is for programs."""
-        if self._prints and self.log.format == "table":
+        if (self.world.leader or self.log.verbose) and self.log.format == "table":
             say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
 
     def warn(self, text: str) -> None:

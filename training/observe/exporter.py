@@ -63,7 +63,7 @@ class Exporter:
     ) -> None:  # fmt: skip
         self._run_dir = run_dir = run_dir.resolve()
         self.metrics = Metrics(settings.run or run_dir.name, world.rank, world.device)
-        self.enabled, self._rank, self._settings = settings.enabled, world.rank, settings
+        self.enabled, self._world, self._settings = settings.enabled, world, settings
         self._warned: set[str] = set()
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
         self._server: _Server | None = None
@@ -142,7 +142,7 @@ class Exporter:
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            say(f"warning: rank {self._rank}: {message}; the run continues", sys.stderr)
+            say(f"warning: rank {self._world.rank}: {message}; the run continues", sys.stderr)
 
     def close(self, code: int) -> None:
         """The attempt has ended: the last textfiles, then the end of the server."""

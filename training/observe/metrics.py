@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lockstep.training.observe.clock import Times
-from lockstep.training.parallel.memory import resident_bytes
+from lockstep.training.parallel.process import resident_bytes
 
 PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)

@@ -20,17 +20,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
-from lockstep.training.parallel import leaving, stores  # noqa: F401 - leaving: what it registers for the end of the process
+from lockstep.training.parallel import process, stores  # noqa: F401 - process: what it registers for its end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """One process's place. `rank` counts over all nodes, `local_rank` within `node`."""
+class Membership:
+    """A process's place among the ranks. `rank` counts over all nodes, `local_rank` within `node`."""
 
     rank: int = 0
     size: int = 1
@@ -42,9 +43,77 @@ class World:
     launcher: str = "none"
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
+
+class World:
+    """Who this process is among the ranks: the one holder of it, which is asked wherever it is needed and not copied.
+
+    `World(rank=1, size=2)` has the fields of a `Membership`.
+    """
+
+    def __init__(self, **membership: Any) -> None:
+        self._membership = Membership(**membership)
+        self._generation = 0
+
+    def replace(self, membership: Membership) -> None:
+        """From now on this process has another place: whoever asks after this gets it."""
+        self._membership = membership
+        self._generation += 1
+
+    @property
+    def membership(self) -> Membership:
+        """All of it at one moment."""
+        return self._membership
+
+    @property
+    def generation(self) -> int:
+        """How often the place has changed."""
+        return self._generation
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks. Asked of torch each time: held here, it would outlive its end."""
+        return dist.distributed_c10d._get_default_group()
+
+    @property
+    def rank(self) -> int:
+        return self._membership.rank
+
     @property
     def leader(self) -> bool:
-        return self.rank == 0
+        return self._membership.rank == 0
+
+    @property
+    def size(self) -> int:
+        return self._membership.size
+
+    @property
+    def local_rank(self) -> int:
+        return self._membership.local_rank
+
+    @property
+    def local_size(self) -> int:
+        return self._membership.local_size
+
+    @property
+    def node(self) -> int:
+        return self._membership.node
+
+    @property
+    def nodes(self) -> int:
+        return self._membership.nodes
+
+    @property
+    def master(self) -> tuple[str, int] | None:
+        """Where rank 0 serves the store."""
+        return self._membership.master
+
+    @property
+    def launcher(self) -> str:
+        return self._membership.launcher
+
+    @property
+    def device(self) -> torch.device:
+        return self._membership.device
 
 
 def detect(env: Mapping[str, str]) -> World:
@@ -260,6 +329,11 @@ def choose_device(world: World, wanted: str) -> torch.device:
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
+def placed(world: World, device: torch.device) -> World:
+    """The same place on this device."""
+    return World(**{**dataclasses.asdict(world.membership), "device": device})
+
+
 @contextlib.contextmanager
 def joined(world: World | None = None, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Joins the process group (of one, where nothing was launched) and leaves it at the end.
@@ -297,7 +371,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             device_id=gpu,
         )  # fmt: skip
         leave = dist.destroy_process_group
-        yield dataclasses.replace(world, device=chosen)
+        yield placed(world, chosen)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
         if chosen.type == "cuda" and not done and dist.is_initialized():

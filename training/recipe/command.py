@@ -14,8 +14,7 @@ from lockstep.training.data.augment import check_settings
 from lockstep.training.data.shards import Manifest, prepare, verify
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.observe.rundir import recipe_of
-from lockstep.training.parallel.agreement import failing_together
-from lockstep.training.parallel.patience import waiting_for_all
+from lockstep.training.parallel.exchange import failing_together, waiting_for_all
 from lockstep.training.parallel.world import World
 from lockstep.training.recipe.evaluate import Evaluator, Score
 

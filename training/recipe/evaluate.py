@@ -16,7 +16,7 @@ from lockstep.training.data.batches import fits
 from lockstep.training.data.order import bounds
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.models.arithmetic import autocast, real_type
-from lockstep.training.parallel.agreement import reduced
+from lockstep.training.parallel.exchange import reduced
 from lockstep.training.parallel.world import World
 
 

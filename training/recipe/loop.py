@@ -19,7 +19,7 @@ from lockstep.training.data.augment import augment
 from lockstep.training.data.batches import Batch
 from lockstep.training.models.arithmetic import autocast, compiled, real_type
 from lockstep.training.optim import set_rates
-from lockstep.training.parallel.agreement import failing_together
+from lockstep.training.parallel.exchange import failing_together
 from lockstep.training.recipe import setup
 from lockstep.training.recipe.evaluate import Evaluator, Score
 from lockstep.training.session import Session

@@ -21,9 +21,15 @@ from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.data.shards import prepare as prepare_shards
 from lockstep.training.data.shards import verify as verify_shards
 from lockstep.training.models.arithmetic import real_type
-from lockstep.training.parallel.agreement import MOST_NAMED, failing_together, named, same_on_all
-from lockstep.training.parallel.exchange import broadcast_tree, gather_trees
-from lockstep.training.parallel.patience import waiting_for_all
+from lockstep.training.parallel.exchange import (
+    MOST_NAMED,
+    broadcast_tree,
+    failing_together,
+    gather_trees,
+    named,
+    same_on_all,
+    waiting_for_all,
+)
 from lockstep.training.parallel.world import World
 from lockstep.training.session import Session
 

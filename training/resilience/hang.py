@@ -36,13 +36,12 @@ class Heartbeat:
     """Writes this rank's step to the store, at most once a second."""
 
     def __init__(self, world: World, now: Callable[[], float] = time.monotonic) -> None:
-        self._key, self._now, self._last = f"lockstep/step/{world.rank}", now, -1.0
-        self._store = _get_default_store() if world.size > 1 else None
+        self._world, self._now, self._last = world, now, -1.0
 
     def beat(self, step: int) -> None:
-        if self._store is not None and self._now() - self._last >= 1.0:
+        if self._world.size > 1 and self._now() - self._last >= 1.0:
             self._last = self._now()
-            self._store.set(self._key, str(step))
+            _get_default_store().set(f"lockstep/step/{self._world.rank}", str(step))
 
 
 def is_collective(error: BaseException) -> bool:
@@ -111,7 +110,7 @@ def naming_the_missing(
                     stream.flush()
             os._exit(EXIT_FAILED)  # the thread that waits for the GPU cannot be raised in
 
-    backend = dist.distributed_c10d._get_default_group()._get_backend(world.device)
+    backend = world.group._get_backend(world.device)
     hooked = bool(getattr(backend, "supports_abort_hooks", False))
     if hooked:
         backend.register_abort_hook(id(left), end)

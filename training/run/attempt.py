@@ -27,8 +27,7 @@ from lockstep.training import contract
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
-from lockstep.training.parallel.agreement import same_on_all
-from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.exchange import all_gather_trees, same_on_all
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint

@@ -35,9 +35,8 @@ from lockstep.training.observe.clock import step_clock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.rundir import RunDirectory, begun_with
-from lockstep.training.parallel import memory
-from lockstep.training.parallel.agreement import failing_together, reduced
-from lockstep.training.parallel.exchange import broadcast_tree
+from lockstep.training.parallel import process
+from lockstep.training.parallel.exchange import broadcast_tree, failing_together, reduced
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 from lockstep.training.recording import Recorder, capture_stream, obstacle
 from lockstep.training.resilience import hang
@@ -121,7 +120,7 @@ class Lifecycle:
         self.threads = set_threads(world, settings.threads, os.environ)
         _arithmetic(settings)
         if world.device.type == "cpu":
-            memory.keep_freed()
+            process.keep_freed()
         self.directory: RunDirectory | None = None
         exporter: Exporter | None = None
         try:

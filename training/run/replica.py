@@ -54,10 +54,10 @@ class Replica:
         strategy = strategies.build(self._settings)
         parts = {**self._parts, name: strategy}
         strategy.model = model
-        several = Several(self._settings, parts) if len(parts) > 1 else None  # refuses before it wraps
+        several = Several(self._settings, self._world, parts) if len(parts) > 1 else None  # refuses before it wraps
         network = strategy.wrap(model, self._world, example)
         if several is not None:
-            several = Several(self._settings, parts)
+            several = Several(self._settings, self._world, parts)
         self._parts, self._networks[name] = parts, network
         self.sync = several or strategy
         self.model, self.network = self.sync.model, network

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -43,11 +43,12 @@ class NoOptions(typed.Section):
 class GradientSync(ABC):
     model: nn.Module
     """The module as the user wrote it; set by `wrap`."""
+    world: World
+    """The ranks; set by `wrap`."""
     Options: ClassVar[type[typed.Section]] = NoOptions
     """The strategy's own settings (`sync.options`)."""
-    loss_factor: float = 1.0
-    """What the loop multiplies the loss by: the world size where the strategy averages the ranks' gradients, as torch's DDP
-    and FSDP do, else 1. (The scaling of float16's losses is `optim/loss_scaler.py`.)"""
+    averages: bool = False
+    """Whether it averages the ranks' gradients, as torch's DDP and FSDP do; else it sums them."""
     bytes_sent: int = 0
     """Payload of the collectives that this rank has joined for its steps so far, in bytes: the gradients, and the
     parameters where a strategy sends those too."""
@@ -64,6 +65,11 @@ class GradientSync(ABC):
         """Raises `UserError` for an option that the strategy does not have."""
         self.settings = settings
         self.options: Any = typed.build(self.Options, settings.options, f"sync {settings.name}", "sync.options.")
+
+    @property
+    def loss_factor(self) -> float:
+        """What the loop multiplies the loss by: the world size where the strategy averages, else 1."""
+        return float(self.world.size) if self.averages else 1.0
 
     def check(self, config: Config, world: World) -> None:  # noqa: B027 - most strategies take everything
         """Raises `UserError` for settings of the run, or a world, that the strategy cannot serve."""
@@ -183,6 +189,11 @@ class GradientSync(ABC):
         """`module` (the model or a duplicate) with full parameters, to be called by this rank alone. Collective."""
         return module
 
+    def full_parameters(self, module: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor] | None:  # noqa: ARG002
+        """The full parameters of `module` (the model or a duplicate) by name, on rank 0, or with `everywhere` on the first
+        rank of each node; elsewhere it may be None. Collective: they are gathered one after the other."""
+        return dict(module.named_parameters())
+
     def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
         """Copies a full parameter into this rank's shard. `full` has the shape of the unsharded parameter."""
         parameter.copy_(full)
@@ -192,7 +203,7 @@ class GradientSync(ABC):
         return [list(group["params"]) for group in optimizer.param_groups]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
-        """The unsharded `state_dict` of the optimizer on rank 0 (else None), or on all ranks. Collective."""
+        """The unsharded `state_dict` of the optimizer, on the ranks and in the way of `full_parameters`."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -243,6 +254,18 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         dist.broadcast(flat, source)
         for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group])):
             tensor.copy_(piece.view(tensor.shape))
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """A forward pass inside leaves no trace in the model's buffers and in the generators."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers):
+            buffer.copy_(before)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -69,9 +69,9 @@ class Reducer:
     Args:
         named: names and parameters, in the same order on all ranks. Those without `requires_grad` are left alone.
         buckets: in the order in which they start; by default one a parameter, last layers first.
-        scale: what the sum is multiplied with; 1/world size for the mean.
+        factor: what the sum is multiplied with.
+        mean: the sum is divided by the number of ranks, too.
         passes: backward passes whose gradients are added up before a parameter is sent.
-        size: ranks of the process group; by default asked of it.
 
     `backward` raises `SentAlready` where a parameter gets a gradient in more passes than that, and `UserError` for a sparse
     gradient.
@@ -82,21 +82,30 @@ class Reducer:
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
-        scale: float = 1.0, passes: int = 1, size: int | None = None,
+        factor: float = 1.0, mean: bool = False, passes: int = 1,
     ) -> None:  # fmt: skip
         self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
         self.buckets = [Bucket([p]) for p in reversed(self.names)] if buckets is None else buckets
-        self.scale, self.passes = scale, passes
+        self.factor, self.mean, self.passes = factor, mean, passes
         self.weight = 1.0
         """What this rank's gradients are multiplied with before they are summed."""
         self.bytes_sent = 0
-        self.size = dist.get_world_size() if size is None else size
         self.paused_now = False
         self._bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params}
         self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
         for parameter in self._bucket:
             on_grad(parameter, self.on_gradient)
         self.reset()
+
+    @property
+    def size(self) -> int:
+        """Ranks of the process group; 1 in a process that has none."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def scale(self) -> float:
+        """What the sum is multiplied with."""
+        return self.factor / self.size if self.mean else self.factor
 
     def reset(self) -> None:
         """Forgets what has come. Nothing may be under way."""
@@ -161,8 +170,8 @@ class Reducer:
             bucket.work.wait()
             bucket.work = None
             self.receive(bucket)
-        if self.scale != 1.0:
-            bucket.payload.mul_(self.scale)
+        if (scale := self.scale) != 1.0:
+            bucket.payload.mul_(scale)
 
     def synchronize(self) -> None:
         """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""

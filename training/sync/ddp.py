@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.training.config.settings import Section
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync, NotSummed, nbytes
+from lockstep.training.sync.base import GradientSync, NotSummed, nbytes, undisturbed
 from lockstep.training.sync.watch import GradientWatch
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -29,15 +29,16 @@ class DdpOptions(Section):
 
 class Ddp(GradientSync):
     Options = DdpOptions
+    averages = True
     watch: GradientWatch
     _warm = False
     """The ranks' first backward passes, after which DDP orders its buckets anew, are over."""
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
-        self.model, self.loss_factor = model, float(world.size)
+        self.model, self.world = model, world
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self._step_bytes = sum(map(nbytes, self._names)) if world.size > 1 else 0
-        self.watch = GradientWatch(world.device, unused=self.options.find_unused)
+        self._step_bytes = sum(map(nbytes, self._names))
+        self.watch = GradientWatch(world, unused=self.options.find_unused)
         self.watch.expect(self._names)  # hooked before DDP's own hooks, which wait for the other ranks
         for parameter in self._names:
             _match_strides_of_gradient(parameter)
@@ -75,19 +76,14 @@ class Ddp(GradientSync):
         torch orders its buckets anew after the first backward pass, and with them the order of summation: without this
         a resumed run's first step would sum in another order than the uninterrupted run's.
         """
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        device = next(self.model.parameters()).device
         announced, self.watch.announced = self.watch.announced, set(self._names)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with undisturbed(self.model):
             outputs = [
                 t for t in tree_leaves(self.network(*args, **named)) if isinstance(t, torch.Tensor) and t.requires_grad
             ]
             (torch.stack([tensor.sum() for tensor in outputs]).sum() * 0.0).backward()
         self._check_all_used()
         self.watch.announced, self._warm = announced, True
-        with torch.no_grad():
-            for buffer, before in zip(self.model.buffers(), buffers):
-                buffer.copy_(before)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -115,7 +111,7 @@ class Ddp(GradientSync):
         self._check_all_used()  # DDP itself has waited within the backward pass
         self.watch.announced = set()
         self._begin()
-        self.bytes_sent += self._step_bytes
+        self.bytes_sent += self._step_bytes if self.world.size > 1 else 0
 
     def _refuse_past(self) -> NoReturn:
         """Raises `NotSummed`. Ranks that went through DDP wait for this one's gradients, and are given NaN for them."""

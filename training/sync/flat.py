@@ -35,7 +35,7 @@ class Flat(Bucketed):
     capturable = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model, self._world = model, world
+        self.model, self.world = model, world
         broadcast_module(model)
         self._flats: list[torch.Tensor] = []
         buckets: list[Bucket] = []
@@ -139,7 +139,7 @@ class Zero1(Flat):
     capturable = False
 
     def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        self._owner = _assign_owners(params, self._world.size)
+        self._owner = _assign_owners(params, self.world.size)
         self._owned: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in params:
             self._owned.setdefault((self._owner[parameter], parameter.dtype), []).append(parameter)
@@ -151,16 +151,16 @@ class Zero1(Flat):
     def synchronize(self) -> None:
         super().synchronize()
         for parameter, owner in self._owner.items():
-            if owner != self._world.rank:
+            if owner != self.world.rank:
                 parameter.grad = None  # a partial sum, which only its owner has completed
 
     def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
         if of is not None:
             return super().gradients(of)
-        return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self._world.rank]
+        return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self.world.rank]
 
     def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
-        return global_norm(self.gradients(of), self._world)
+        return global_norm(self.gradients(of), self.world)
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
@@ -172,14 +172,14 @@ class Zero1(Flat):
         # The parameters of all ranks; the optimizer keeps this rank's.
         self._param_groups = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if self._owner.get(p) == self._world.rank]
+            group["params"] = [p for p in group["params"] if self._owner.get(p) == self.world.rank]
         optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
         return optimizer
 
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
         """Every owner sends its parameters to the others."""
-        if self._world.size == 1:
+        if self.world.size == 1:
             return
         broadcasts = []
         for (owner, _), params in self._owned.items():
@@ -189,7 +189,7 @@ class Zero1(Flat):
         for work, flat, owner, params in broadcasts:
             if work is not None:
                 work.wait()
-            if owner != self._world.rank:
+            if owner != self.world.rank:
                 for parameter, piece in zip(params, flat.split([p.numel() for p in params])):
                     parameter.copy_(piece.view(parameter.shape))
 
@@ -206,7 +206,7 @@ class Zero1(Flat):
             p: n for params, numbers in zip(self._param_groups, self._numbered()) for p, n in zip(params, numbers)
         }
         own_state = {number[p]: state for p, state in optimizer.state.items()}
-        parts = all_gather_trees(own_state, self._world) if everywhere else gather_trees(own_state, self._world)
+        parts = all_gather_trees(own_state, self.world) if everywhere else gather_trees(own_state, self.world)
         if parts is None:
             return None
         groups = optimizer.state_dict()["param_groups"]
@@ -221,7 +221,7 @@ class Zero1(Flat):
                 f"the optimizer has {len(self._param_groups)} groups, the checkpoint {len(state['param_groups'])}"
             )
         for group, params in zip(state["param_groups"], self._param_groups):
-            own_numbers = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self._world.rank]
+            own_numbers = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self.world.rank]
             groups.append({**group, "params": own_numbers})
         kept = {n for group in groups for n in group["params"]}
         entries = {n: entry for n, entry in state["state"].items() if n in kept}

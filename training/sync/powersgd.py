@@ -58,7 +58,6 @@ class PowerSgd(Ddp):
             raise self.refuse(
                 f"cannot take a parameter without dimensions, and {scalars[0]} is one", "give it the shape [1]"
             )
-        self._world = world
         options = self.options
         self._state = PowerSGDState(
             None, matrix_approximation_rank=options.rank, start_powerSGD_iter=options.start,
@@ -86,12 +85,11 @@ class PowerSgd(Ddp):
         before, compresses = state.total_numel_after_compression, state.iter >= state.start_powerSGD_iter
         # torch's hook starts its second and third collective from callbacks, whose order among several buckets differs
         # by rank. So each bucket is waited for before the next one starts.
-        since, incomplete = self.watch.now(), self.watch.incomplete
+        since = self.watch.now()
         done = powerSGD_hook(state, bucket).wait()
-        if incomplete:  # the wait for the last bucket comes after the last own gradient: the clock has it already
-            self.watch.waited(since)
+        self.watch.waited(since)
         sent = state.total_numel_after_compression - before if compresses else bucket.buffer().numel()
-        if self._world.size > 1:
+        if self.world.size > 1:
             self.bytes_sent += sent * bucket.buffer().element_size()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(done[0] if isinstance(done, list) else done)
@@ -119,7 +117,7 @@ class PowerSgd(Ddp):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        current, device = self._state, self._world.device
+        current, device = self._state, self.world.device
         current.iter = state["step"]
         # Copies: a tensor from a file lies at any address, and matrix products differ in their last bits by alignment.
         current.error_dict, current.p_memory_dict, current.q_memory_dict = (

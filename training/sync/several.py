@@ -23,14 +23,13 @@ class Several(GradientSync):
     `model` holds the models by their names.
     """
 
-    def __init__(self, settings: Sync, parts: dict[str, GradientSync]) -> None:
+    def __init__(self, settings: Sync, world: World, parts: dict[str, GradientSync]) -> None:
         super().__init__(settings)
         if settings.name not in ALLOWED:
             raise self.refuse("takes one model", f"use sync.name={' or '.join(ALLOWED[:2])} for several")
         self.parts = list(parts.values())
         self.model = nn.ModuleDict({name: part.model for name, part in parts.items()})
-        self.learning = self.parts
-        self.loss_factor = self.parts[0].loss_factor
+        self.learning, self.averages, self.world = self.parts, self.parts[0].averages, world
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.training.observe.clock import Mark, mark
+from lockstep.training.parallel.world import World
 
 
 def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
@@ -37,8 +38,8 @@ class GradientWatch:
         unused: some gradients may not come at all. Then the own part ends with the backward pass.
     """
 
-    def __init__(self, device: torch.device, unused: bool = False) -> None:
-        self._device, self._unused = device, unused
+    def __init__(self, world: World, unused: bool = False) -> None:
+        self._world, self._unused = world, unused
         self._hooked: set[torch.Tensor] = set()
         self._queued = False
         self.missing: set[torch.Tensor] = set()
@@ -56,6 +57,8 @@ class GradientWatch:
         """When the last own gradient came."""
         self.waits: list[tuple[Mark, Mark]] = []
         """Waits for other ranks, from … to …, before that."""
+        self._waits_since: list[tuple[Mark, Mark]] = []
+        """Those since then: of no interest, unless a further pass follows."""
 
     def expect(self, parameters: Iterable[torch.Tensor]) -> None:
         """A pass begins that gives each of these a gradient."""
@@ -76,27 +79,28 @@ class GradientWatch:
                 torch.autograd.Variable._execution_engine.queue_callback(self._past_ends)
         if not self._unused:
             if not self.missing:
-                self.complete = mark(self._device)
+                self._completed()
         elif not self._queued:  # at the first gradient, so that it is called before a callback of DDP, which waits
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
 
     def _on_end(self) -> None:
-        self._queued, self.complete = False, mark(self._device)
+        self._queued = False
+        self._completed()
         if self.announced:
             self.announced.clear()  # the others are not used, and count as here
+
+    def _completed(self) -> None:
+        self.complete = mark(self._world.device)
+        self.waits += self._waits_since
+        self._waits_since.clear()
 
     def _past_ends(self) -> None:
         self._is_past = False
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether own gradients may still come in this pass."""
-        return bool(self.missing) or self._unused
-
     def now(self) -> Mark:
-        return mark(self._device)
+        return mark(self._world.device)
 
     def waited(self, since: Mark) -> None:
-        """The rank has waited for other ranks since then, and has own gradients still to come."""
-        self.waits.append((since, mark(self._device)))
+        """The rank has waited for other ranks since then. It counts where own gradients come after it."""
+        self._waits_since.append((since, mark(self._world.device)))

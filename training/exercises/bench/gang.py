@@ -244,6 +244,6 @@ def _memory_in_use(device: Any) -> int:
     """Bytes in use before the model is built: the libraries' own on the CPU, none on a GPU."""
     if device.type == "cuda":
         return 0
-    from lockstep.training.parallel.memory import resident_bytes
+    from lockstep.training.parallel.process import resident_bytes
 
     return resident_bytes() or 0  # none is known where there is no Linux

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import warnings
 from collections import Counter
@@ -68,7 +67,7 @@ def init() -> tuple[int, torch.device]:
                 "values travel as: call dist.init_process_group('cpu:gloo,cuda:nccl'), or leave it to hvd.init()"
             )
         me = worlds.detect(os.environ)
-        _world = dataclasses.replace(me, device=worlds.choose_device(me, "auto"))
+        _world = worlds.placed(me, worlds.choose_device(me, "auto"))
     elif _world is None:
         _world = _joined.enter_context(worlds.joined())
         atexit.register(shutdown)
@@ -192,7 +191,7 @@ def partition_dataset(
 ) -> tuple[partition.PartitionedLoader, int]:  # fmt: skip
     """(a loader of this rank's part of each batch of all ranks, the size of that part), of a data set of (input, target)."""
     me = _me()
-    loader = partition.PartitionedLoader(dataset, batch_size, me.rank, me.size, device or me.device, dtype)
+    loader = partition.PartitionedLoader(dataset, batch_size, me, device, dtype)
     return loader, loader.per_rank
 
 
@@ -227,7 +226,7 @@ def DistributedOptimizer(
     cls = type(optimizer)
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
-    twin._reducer = Reducer(reduced, scale=1.0 if op == Sum else 1 / size(), passes=backward_passes_per_step)
+    twin._reducer = Reducer(reduced, mean=op == Average, passes=backward_passes_per_step)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     return twin
@@ -266,7 +265,7 @@ class _Distributed:
         dist.all_reduce(total)
         if not total:
             raise ValueError("no rank has a sample")
-        self._reducer.weight, self._reducer.scale = count / float(total), 1.0
+        self._reducer.weight, self._reducer.mean = count / float(total), False
         self._weighting_settled = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
@@ -303,10 +302,12 @@ class _Distributed:
 class Horovod(Bucketed):
     """What a Horovod script does, as a strategy of the loop."""
 
+    averages = True
+
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         global _world
         _world = world  # the loop has joined already, and leaves by itself
-        self.model, self.loss_factor = model, float(world.size)
+        self.model, self.world = model, world
         broadcast_parameters(model)
         return model
 

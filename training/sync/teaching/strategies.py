@@ -24,7 +24,7 @@ class AllReduce(GradientSync):
     """
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model, self._world, self._trainable = model, world, trainable(model)
+        self.model, self.world, self._trainable = model, world, trainable(model)
         broadcast_module(model)
         return model
 
@@ -35,7 +35,7 @@ class AllReduce(GradientSync):
         for parameter in self._trainable:
             if parameter.grad is None:  # not used on this rank; the others may have used it
                 parameter.grad = torch.zeros_like(parameter)
-            if self._world.size > 1:
+            if self.world.size > 1:
                 dist.all_reduce(parameter.grad)
                 self.bytes_sent += nbytes(parameter.grad)
 
@@ -47,7 +47,7 @@ class Hooks(Bucketed):
     """
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model = model
+        self.model, self.world = model, world
         broadcast_module(model)
         self.reducer = Reducer(model.named_parameters())  # the loop's losses make the sum the gradient
         return model
@@ -69,10 +69,9 @@ class HookedDataParallel(nn.Module):
         """Raises `UserError` where the launcher started several ranks, but there is no process group."""
         super().__init__()
         self.module = module
-        size = group_size()
-        if size > 1:
+        if group_size() > 1:
             broadcast_module(module)
-        self.reducer = Reducer(module.named_parameters(), scale=1 / size, size=size)
+        self.reducer = Reducer(module.named_parameters(), mean=True)
         self._queued = self._complete = False
         for parameter in self.reducer.names:
             on_grad(parameter, self._wait_at_the_end)
@@ -125,7 +124,7 @@ class DataParallel(GradientSync):
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self._refuse(world, is_compiled(model))
-        self.model = model
+        self.model, self.world = model, world
         # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.
         return model if world.device.type == "cpu" and torch.cuda.is_available() else nn.DataParallel(model)
 

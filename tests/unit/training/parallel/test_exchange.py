@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.training.parallel.agreement import raise_together
+from lockstep.training.parallel.exchange import raise_together
 from tests.product import UserError
 from tests.ranks import on_ranks
 

@@ -1,0 +1,94 @@
+"""What this process asks of its system: an allocator that keeps freed memory, the memory's size, and an end without an abort."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import time
+from pathlib import Path
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""`mallopt` parameters, from glibc's malloc.h."""
+
+
+def keep_freed() -> bool:
+    """Tells glibc's allocator not to return memory to the kernel. False where the C library is another one.
+
+    The next step then does not have to ask the kernel for it again. glibc gives every large block back at once. A training
+    step on a CPU frees and takes the same gigabytes of activations each time, and a fifth of its time goes into pages that
+    the kernel hands out and clears anew.
+
+    The process then keeps the most memory that it had in use at any one time, plus what fragments in between.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018 - musl has a mallopt too, which does nothing
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process that are in RAM now; None on other systems than Linux."""
+    return _statm(1)
+
+
+def mapped_bytes() -> int | None:
+    """Bytes of resident memory that are mapped files or shared with other processes; None as `resident_bytes`."""
+    return _statm(2)
+
+
+def _statm(column: int) -> int | None:
+    """Bytes of a column of /proc/self/statm (proc(5)), which counts pages."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[column]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+_TASKS = Path("/proc/self/task")
+_LOOK_SECONDS = 0.012
+"""More than twice the 5 ms after which a thread that waits for Python's lock wakes and asks again."""
+_BOUND_SECONDS = 5.0
+
+
+def let_gloo_finish() -> None:
+    """For a process whose gloo threads live on: a script that left its group open, or holds a DDP that holds it.
+
+    Returns when gloo's threads have let go of what they have sent. Call it before Python begins to end, without its lock
+    held: `time.sleep` gives it away.
+
+    A thread that comes to drop a tensor while Python ends is ended there, in the middle of C++, and that aborts the process
+    ("terminate called without an active exception", exit code 134). Only Linux shows what its threads do; elsewhere nothing
+    is waited for.
+    """
+    deadline = time.monotonic() + _BOUND_SECONDS
+    before = _looked()
+    while before and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        now = _looked()
+        if now == before and all(state == "S" for state, _ in now.values()):
+            return
+        before = now
+
+
+atexit.register(let_gloo_finish)
+
+
+def _looked() -> dict[str, tuple[str, str]]:
+    """Of each thread that runs gloo's collectives: its state, and how often it has gone to sleep so far."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in os.listdir(_TASKS):
+            with contextlib.suppress(OSError):  # it has just ended
+                if (_TASKS / task / "comm").read_text() == "pt_gloo_runloop\n":
+                    said = dict(
+                        line.split(":\t", 1)
+                        for line in (_TASKS / task / "status").read_text().splitlines()
+                        if "\t" in line
+                    )
+                    found[task] = said["State"][:1], said["voluntary_ctxt_switches"]
+    return found
