@@ -60,8 +60,9 @@ test: $(READY) ## unit tests, and real runs on 2 and 3 ranks; SUITE=slurm (k8s, 
 test-nightly: $(READY) ## the long forms: GPU rehearsal, 50 random scenarios, benchmarks' programs, images, the mutants (hours)
 	@$(RUN) -m tests nightly
 
-test-gpu: $(TRAIN) ## what this machine's GPUs can do, in five minutes: one table, and a file in benchmarks/results; DATA= with CIFAR-10
-	$(VENV)/bin/lockstep doctor gpu --out benchmarks/results --data-root $(or $(DATA),data)
+test-gpu: $(READY) ## what this machine's GPUs can do: a table, and whole runs on them; DATA= with CIFAR-10
+	$(VENV)/bin/lockstep doctor gpu
+	@$(RUN) -m tests gpu
 
 lint: $(READY) ## ruff, mypy, hadolint, zizmor, the words and the promises
 	$(RUN) -m ruff check .

@@ -50,7 +50,7 @@ _BEGAN = time.perf_counter()
 
 _APART = {
     "launch": "launch.agent", "collectives": "exercises.collectives", "toy": "exercises.toy", "bench": "exercises.bench",
-    "doctor": "doctor.command",
+    "doctor": "doctor",
 }  # fmt: skip
 """Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"

@@ -73,16 +73,16 @@ SUM_OF_ALLREDUCE = "lockstep.training.sync.allreduce:AllReduce.synchronize"
 
 def doctor_gpu(words: list[str], rank: tuple[str, ...]) -> int:
     """`lockstep doctor gpu WORDS`, whose ranks are started by the command `rank`; its exit code."""
-    from lockstep.training.doctor.command import main
+    from lockstep.training.doctor import main
 
     return main(words, rank)
 
 
 def gpu_checks() -> dict[str, int]:
     """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
-    from lockstep.training.doctor.table import ROWS
+    from lockstep.training.doctor.checks import ROWS
 
-    return {check.name: check.gpus for check in ROWS}
+    return {row.name: row.gpus for row in ROWS}
 
 
 def late_inputs(seconds: float) -> None:
