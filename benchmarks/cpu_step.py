@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.measure import Figure, Run, figure, interleaved, options, ratios
+from benchmarks.ranks import on_ranks
 from lockstep.training import config, optim, sync
 from lockstep.training.checkpoint.state import Cursor, TrainState
 from lockstep.training.contract import user_errors
 from lockstep.training.cudagraph import CapturedTrainer, obstacle
 from lockstep.training.data.loader import Batch
-from lockstep.training.exercises.bench.gang import on_ranks
 from lockstep.training.models import batch_multiple, build
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.observe.clock import Times, step_clock
