@@ -60,8 +60,9 @@ test: $(READY) ## unit tests, and real runs on 2 and 3 ranks; SUITE=slurm (k8s, 
 test-nightly: $(READY) ## the long forms: GPU rehearsal, 50 random scenarios, benchmarks' programs, images, the mutants (hours)
 	@$(RUN) -m tests nightly
 
-test-gpu: $(TRAIN) ## what this machine's GPUs can do, in five minutes: one table, and a file in benchmarks/results; DATA= with CIFAR-10
-	$(VENV)/bin/lockstep doctor gpu --out benchmarks/results --data-root $(or $(DATA),data)
+test-gpu: $(READY) ## what this machine's GPUs can do: a table, and whole runs on them; DATA= with CIFAR-10
+	$(VENV)/bin/lockstep doctor gpu
+	@$(RUN) -m tests gpu
 
 lint: $(READY) ## ruff, mypy, hadolint, zizmor, the words and the promises
 	$(RUN) -m ruff check .
@@ -150,7 +151,7 @@ smoke: image-cpu ## train in containers, check accuracy and metrics, leave nothi
 	  --set "$(SET)" $(if $(OUT),--out $(OUT)) $(if $(ACCURACY),--accuracy $(ACCURACY)) $(if $(PROMETHEUS_IMAGE),--prometheus-image $(PROMETHEUS_IMAGE))
 
 # uv resolves for the images' Python, not for this one. LOCK_FLAGS="--upgrade" takes newer versions.
-LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --extra slurm --excludes docker/excluded.txt --generate-hashes --no-emit-index-url \
+LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --extra slurm --generate-hashes --no-emit-index-url \
   --python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock" $(LOCK_FLAGS)
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 

@@ -17,20 +17,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from lockstep.training.cudagraph import CapturedTrainer, obstacle
+from lockstep.training.data.loader import Batch
+from lockstep.training.trainer import Trainer
 
 from benchmarks.measure import Figure, Run, figure, interleaved, options, ratios
+from benchmarks.ranks import on_ranks
 from lockstep.training import config, optim, sync
 from lockstep.training.checkpoint.state import Cursor, TrainState
 from lockstep.training.contract import user_errors
-from lockstep.training.cudagraph import CapturedTrainer, obstacle
-from lockstep.training.data.loader import Batch
-from lockstep.training.exercises.bench.gang import on_ranks
 from lockstep.training.models import batch_multiple, build
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.observe.clock import Times, step_clock
 from lockstep.training.optim.ema import Ema
 from lockstep.training.parallel.world import World, detect, joined
-from lockstep.training.trainer import Trainer
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Load, write
+from benchmarks.ranks import on_ranks
 from lockstep.training import config as configuration
 from lockstep.training.checkpoint import state as states
 from lockstep.training.checkpoint import store
 from lockstep.training.data import shards
-from lockstep.training.exercises.bench.gang import on_ranks
 from lockstep.training.parallel import exchange
 from lockstep.training.parallel.world import World, detect, joined
 from lockstep.training.resilience import closeness

@@ -18,7 +18,7 @@ TOPICS = (
     "guarantees.md",
 )
 """Pages in docs/ itself that describe one part of Lockstep each."""
-BEHIND = ("architecture.md", "exercises.md", "source/benchmarks.md")
+BEHIND = ("architecture.md", "source/examples/modules.md", "source/benchmarks.md")
 """Pages from elsewhere that belong to the explanations."""
 FIRST = {
     "tutorials": (

@@ -49,8 +49,6 @@ API = {
         "lockstep.training.parallel.world.joined": "The same, for a program that handles errors itself.",
         "lockstep.training.parallel.world.detect": "Reads what the launcher says of this process.",
         "lockstep.training.parallel.world.World": "A process's place among the ranks.",
-        "lockstep.training.exercises.collectives.all_gather": "Tensors of unequal length, to all ranks.",
-        "lockstep.training.exercises.collectives.gather_objects": "Plain values, to rank 0.",
     },
     "Gradient sync": {
         "lockstep.training.sync.build": "A gradient strategy by its name.",
@@ -301,7 +299,8 @@ OTHERS = {
 
 
 def environment() -> str:
-    parts = ["# Environment variables\n", "Lockstep's own. [The five modules](../exercises.md#what-does-each-launch-variable-mean) "
+    modules = "../source/examples/modules.md#what-does-each-launch-variable-mean"
+    parts = ["# Environment variables\n", f"Lockstep's own. [The five modules]({modules}) "
         "explain those of the launchers.\n",
              "| variable | meaning |\n|---|---|"]  # fmt: skip
     known = {value: text for _, value, text in constants("training/contract.py", "ENV_")} | OTHERS

@@ -52,6 +52,9 @@ SUITES = {
         "-n WORKERS -m smoke tests/gpu_rehearsal",
         "g++, torch's CUDA build",
     ),
+    "gpu": Suite(
+        "runs that are recorded, killed and hung up on this machine's GPUs", "tests/gpu -rs --device cuda", "a GPU"
+    ),
     "slurm": Suite(
         "a real SLURM of two nodes",
         "tests/slurm",
@@ -70,6 +73,7 @@ NIGHTLY = [
     Suite("how-to pages in containers", "-m 'nightly and not cuda_image' tests/containers"),
     SUITES["floors"],
     Suite("the whole GPU rehearsal", SCOPES + "tests/gpu_rehearsal"),
+    Suite("the runs of the suite gpu, on the CPU", "-n WORKERS tests/gpu"),
     Suite("benchmarks' programs", "-n WORKERS tests/benchmarks"),
     Suite(
         "random scenarios, starts with --fresh, damaged files",

@@ -18,7 +18,11 @@ import pytest
 
 from tests.processes import PYTHON, ROOT, Result, run
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "examples/modules/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 
 HARDWARE = {
     "on SLURM": "a SLURM of two nodes: tests/slurm/test_slurm_docs.py",

@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings | collectives | toy | bench | doctor
+"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings | bench | doctor
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -46,10 +46,7 @@ from lockstep.training.files import keep_out_others, publish
 _BEGAN = time.perf_counter()
 
 
-_APART = {
-    "launch": "launch.agent", "collectives": "exercises.collectives", "toy": "exercises.toy", "bench": "exercises.bench",
-    "doctor": "doctor.command",
-}  # fmt: skip
+_APART = {"launch": "launch.agent", "bench": "observe.scaling", "doctor": "doctor"}
 """Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"
 

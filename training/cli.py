@@ -27,10 +27,8 @@ COMMANDS = {
     "report": "show one or several runs as one HTML file",
     "settings": "list every setting with its meaning and default, or a recipe's",
     "launch": "start the ranks of a node and wait for their end",
-    "collectives": "a matrix product split by rows and by reduction",
-    "toy": "model parallel with data parallel, on the tutorial's toy model and on a 2-D mesh",
     "doctor": "what the GPUs of this machine can do, and what to do where they cannot",
-    "bench": "where the time of a step goes at 1, 2, 4 … ranks; inference under DataParallel",
+    "bench": "where the time of a step goes at 1, 2, 4 … ranks",
 }
 """Each with a line of help."""
 INSIDE = ("run", "launch", "doctor")

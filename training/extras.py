@@ -15,7 +15,7 @@ from lockstep.training.contract import UserError
 DISTRIBUTION = "lockstep-torch"
 """The name that pip knows; `lockstep` on the public index is another project."""
 EXTRAS = {
-    "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "matplotlib", "PIL"),
+    "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "PIL"),
     "k8s": ("kubernetes", "urllib3"),
     "slurm": ("submitit",),
 }

@@ -145,6 +145,10 @@ class Recorder:
             self._step = step
             step.run.state.clock.before_replay()
 
+    @property
+    def recorded(self) -> bool:
+        return self._recorded is not None
+
     def finish(self) -> None:
         self.replays = None
 

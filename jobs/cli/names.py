@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -173,14 +172,9 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="ROW", help="gpu: only the rows whose names begin with this; repeat for more."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="gpu: a JSON file to write, or a folder for one.")] = None,
-    data_root: Annotated[Path | None, typer.Option(help="gpu: where CIFAR-10 lies, for the speedrun.")] = None,
-    seconds: Annotated[int | None, typer.Option(help="gpu: begin no row after this time (300).", min=1)] = None,
 ) -> None:
     """Check whether a cluster can run a job, or what this machine's GPUs can do. Exit code 1 if something is missing."""
     words = [word for row in only or () for word in ("--only", row)]
-    for flag, value in (("--out", out), ("--data-root", data_root), ("--seconds", seconds)):
-        words += [flag, str(value)] if value is not None else []
     if backend == "gpu":
         places = {"--namespace": namespace, "--context": context, "--host": host, "--profile": profile}
         for name, unwanted in {"FILE": file, "--image": image, **places}.items():

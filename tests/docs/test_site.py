@@ -15,8 +15,6 @@ from tests.printed import PAGES
 from tests.processes import ROOT
 
 FILES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "benchmarks/README.md"]
-INTERNAL = {"LOCKSTEP_DOCTOR_FAULT": "lockstep doctor gpu sets it for ranks that it starts itself"}
-"""Variables that no user and no script meets, each with the reason."""
 OURS = r"lockstep\b[\w.]*"
 BEGINS = r"(?:^[ ]*|`)"
 """What stands before an import: in code, in a docstring, or within backticks."""
@@ -92,7 +90,7 @@ def test_every_variable_that_the_code_knows_is_on_the_page(pages: dict[str, str]
     assert all(len(meaning) > 20 for _, meaning in rows), rows
     for path in (path for package in ("training", "jobs", "lockstep") for path in (ROOT / package).rglob("*.py")):
         for name in re.findall(r"\bLOCKSTEP_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")):
-            assert name in {*dict(rows), *INTERNAL}, f"{path.relative_to(ROOT)}: {name} (docsite/reference.py: OTHERS)"
+            assert name in dict(rows), f"{path.relative_to(ROOT)}: {name} (docsite/reference.py: OTHERS)"
 
 
 def _imported(text: str) -> set[str]:

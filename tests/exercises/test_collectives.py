@@ -1,105 +1,73 @@
-"""The matrix product on several ranks, sizes that do not divide included; gathering of unequal parts."""
+"""The modules' programs in examples/modules: the collectives, the matrix product, the gathered predictions, inference."""
 
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
-from lockstep.training.exercises import collectives
-from lockstep.training.parallel.world import World
-from tests.processes import PYTHON, ROOT, run
-from tests.ranks import gang, on_ranks, training
+from tests.processes import PYTHON, ROOT, Result, clean_env
+from tests.ranks import launched
+from tests.warm.gang import python, running
 
 pytestmark = pytest.mark.promise("modules")
 
-SIZES = [(7, 5, 3), (2, 9, 4), (1, 1, 1), (33, 2, 17)]
+MODULES = ROOT / "examples/modules"
 
 
-def _products(world: World) -> list[tuple[torch.Tensor | None, torch.Tensor, dict[str, int], dict[str, int]]]:
-    found = []
-    for m, k, n in SIZES:
-        generator = torch.Generator().manual_seed(m)
-        a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
-        mine = (a, b) if world.leader else (None, None)
-        row_traffic, traffic = collectives.Traffic(), collectives.Traffic()
-        by_row = collectives.matmul_by_row(*mine, world, row_traffic)
-        summed = collectives.matmul_by_reduction(*mine, world, traffic)
-        found.append((by_row, summed, row_traffic.sent, traffic.sent))
-    return found
+def _program(ranks: int, *words: str) -> Result:
+    with running([[str(MODULES / words[0]), *words[1:]]] * ranks) as started:
+        return started.wait(120)
 
 
-def _gathered(world: World) -> tuple[object, list[torch.Tensor]]:
-    value = {"rank": world.rank, "ids": torch.arange(world.rank), "name": ("r" * world.rank, None)}
-    return collectives.gather_objects(value), collectives.all_gather(torch.full((world.rank * 2, 3), float(world.rank)))
-
-
-def _all(world: World) -> tuple[object, object]:
-    return _products(world), _gathered(world)
-
-
-def _refused(world: World) -> str:
-    """One rank alone has a value that cannot be sent."""
-    try:
-        collectives.gather_objects({"fine": 1} if world.rank != 1 else {"a path": Path()}, world)
-    except TypeError as error:
-        return str(error)
-    return "went through"
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_both_products_are_that_of_one_process(size: int) -> None:
-    results = on_ranks(_all, size)
-    for number, (m, k, n) in enumerate(SIZES):
-        generator = torch.Generator().manual_seed(m)
-        expected = torch.randn(m, k, generator=generator) @ torch.randn(k, n, generator=generator)
-        torch.testing.assert_close(results[0][0][number][0], expected)
-        for products, _ in results:
-            torch.testing.assert_close(products[number][1], expected)
-        assert all(products[number][0] is None for products, _ in results[1:])
-        rows, inner, others = -(-m // size), -(-k // size), size - 1
-        sent, reduced = results[0][0][number][2:]
-        assert sent == {
-            "broadcast B": 4 * k * n * others,
-            "scatter A": 4 * rows * k * others,
-            "gather C": 4 * rows * n * others,
-        }
-        assert reduced == {
-            "scatter A": 4 * inner * m * others, "scatter B": 4 * inner * n * others, "all-reduce C": 8 * m * n * others,
-        }  # fmt: skip
-    for rank, (_, (objects, tensors)) in enumerate(results):
-        assert [len(tensor) for tensor in tensors] == [2 * r for r in range(size)]
-        assert all(bool((tensor == r).all()) for r, tensor in enumerate(tensors))
-        if rank:
-            assert objects is None
-        else:
-            assert [(o["rank"], o["ids"].tolist(), o["name"]) for o in objects] == [
-                (r, list(range(r)), ("r" * r, None)) for r in range(size)
-            ]
-
-
-def test_a_value_that_one_rank_cannot_send_is_refused_on_all() -> None:
-    found = on_ranks(_refused, 2)  # the collective that would wait has a minute
-    assert all("rank 1" in said and "PosixPath" in said for said in found), found
-
-
-def test_the_command_checks_itself_and_prints_time_and_bytes() -> None:
-    done = gang(2, "collectives", "--sizes", "31", "20", "9", "--repeat", "2")
+@pytest.mark.parametrize(
+    ("size", "m", "k", "n"), [(1, 7, 5, 3), (3, 7, 5, 3), (3, 2, 9, 4), (3, 1, 1, 1), (2, 33, 2, 17)]
+)
+def test_both_products_are_that_of_one_process(size: int, m: int, k: int, n: int) -> None:
+    done = _program(size, "collectives.py", "--sizes", str(m), str(k), str(n))
     assert done.code == 0 and "both are the product of one process" in done.output, done.output
-    for name in ("by row", "by reduction"):
-        line = next(line for line in done.output.splitlines() if name in line)
-        assert " ms " in line and "bytes (" in line
-    for sizes in (("0", "1", "1"), ("10000000", "1", "10000000"), ("2147483647",) * 3):  # also beyond the memory
-        done = training("collectives", "--sizes", *sizes)
-        assert done.code == 2 and done.output.count("\n") == 1 and "--sizes" in done.output, done.output
+    rows, inner, others = -(-m // size), -(-k // size), size - 1
+    moved = [4 * k * n, 4 * rows * k, 4 * rows * n, 4 * inner * m, 4 * inner * n, 8 * m * n]
+    found = re.findall(r"(?:broadcast|scatter|gather|all-reduce) [ABC] ([\d,]+)", done.output)
+    assert [int(count.replace(",", "")) for count in found] == [count * others for count in moved]
+
+
+def test_each_collective_says_what_it_did() -> None:
+    done = _program(3, "collectives.py", "--sizes", "4", "4", "4")
+    for line in (
+        "send, recv   a running sum from rank to rank: [1.0]",
+        "broadcast    rank 0's number, on every rank: [1.0]",
+        "scatter      of rank 0's list to each rank one: [10.0]",
+        "gather       the numbers of all, on rank 0: [1.0, 2.0, 3.0]",
+        "reduce       their sum, on rank 0: [6.0]",
+        "all_reduce   their sum, on every rank: [6.0]",
+        "all_gather   the numbers of all, on every rank: [1.0, 2.0, 3.0]",
+    ):
+        assert line in done.output, done.output
+
+
+def test_under_the_launcher() -> None:
+    done = launched(2, "--", PYTHON, str(MODULES / "collectives.py"), "--sizes", "31", "20", "9")
+    assert done.code == 0 and "both are the product of one process" in done.output, done.output
 
 
 def test_the_example_gathers_predictions_to_rank_0(tmp_path: Path) -> None:
     out = tmp_path / "predictions.json"
-    script = str(ROOT / "examples" / "gather_predictions.py")
-    done = run([PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", script, str(out)])
+    done = _program(3, "gather_predictions.py", str(out))
     assert done.code == 0, done.output
     written = json.loads(out.read_text())
-    assert len(written["predictions"]) == 359 and written["parts"] == [119, 120, 120] and written["accuracy"] > 0.85
+    assert len(written["predictions"]) == 359 and written["parts"] == [120, 120, 119] and written["accuracy"] > 0.85
+
+
+def test_inference_says_where_data_parallel_is_a_pass_through() -> None:
+    done = python(
+        str(MODULES / "inference.py"), "--batches", "1", "4", "--rounds", "1", env=clean_env(OMP_NUM_THREADS="1")
+    )
+    assert done.code == 0 and "DataParallel is a pass-through here: with no GPU(s)" in done.output, done.output
+    assert re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+ +[\d.]+×$", done.output, re.M) == ["1", "4"]
+    verdict = runpy.run_path(str(MODULES / "inference.py"))["verdict"]
+    assert verdict(4, {8: 0.5, 512: 1.5}) == "DataParallel over 4 GPUs pays from a batch of 512 on, at best 1.50×."
+    assert "is not faster than one" in verdict(2, {8: 0.5}) and "pass-through" in verdict(1, {8: 0.5})

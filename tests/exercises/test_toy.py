@@ -6,13 +6,17 @@ import re
 
 import pytest
 
-from tests.ranks import gang, training
+from tests.processes import ROOT
+from tests.warm.gang import running
 
 pytestmark = pytest.mark.promise("modules")
 
+TOY = str(ROOT / "examples/modules/toy.py")
+
 
 def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:
-    done = gang(4, "toy")
+    with running([[TOY]] * 4) as started:
+        done = started.wait(120)
     assert done.code == 0, done.output
     for rank in range(4):
         assert done.output.count(f"Running basic DDP example on rank {rank}.") == 1
@@ -20,6 +24,6 @@ def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:
     assert "both halves on one cpu device" in done.output
     off = re.search(r"mesh of 2 \(data\) × 2 \(tensor\): differs from one process by at most (\S+)", done.output)
     assert off is not None and float(off[1].rstrip(".,")) < 1e-9, done.output
-    for tensor, told in (("2", "must divide 1 ranks"), ("0", "'0'")):
-        done = training("toy", "--tensor", tensor)
-        assert done.code == 2 and told in done.output, done.output
+    with running([[TOY, "--tensor", "2"]]) as started:
+        done = started.wait(60)
+    assert done.code == 2 and "must divide 1 ranks" in done.output, done.output

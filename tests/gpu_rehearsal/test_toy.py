@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.gpu_rehearsal.rehearsal import rehearsing
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.promise("gpu-standin")
 
 
 @pytest.mark.parametrize(("devices", "where"), [(4, "two GPUs a rank"), (2, "both halves on one cuda device")])
 def test_the_toy_ends_in_the_parameters_of_one_process(tmp_path: Path, devices: int, where: str) -> None:
-    with rehearsing(tmp_path, ["toy"], ranks=2, devices=devices) as gang:
+    with rehearsing(tmp_path, [str(ROOT / "examples/modules/toy.py")], ranks=2, devices=devices) as gang:
         assert gang.wait(90) == [0, 0], gang.output
     assert f"model parallel under DDP ({where}" in gang.ranks[0].output
     touched = [{int(line.split("gpu=")[1].split()[0]) for line in rank.lines("CONTEXT")} for rank in gang.ranks]

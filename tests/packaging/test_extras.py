@@ -111,7 +111,8 @@ DRIVER = (
     ("extra", "words"),
     [
         ("train", [*MAIN, "run", "smoke"]), ("train", [*MAIN, "submit", "local", "--recipe", "smoke"]),
-        ("train", [*TRAINING, "launch", "run", "smoke"]), ("train", [*TRAINING, "shard", "smoke"]), ("train", [*TRAINING, "toy"]),
+        ("train", [*TRAINING, "launch", "run", "smoke"]), ("train", [*TRAINING, "shard", "smoke"]),
+        ("train", [*TRAINING, "bench", "scaling"]),
         ("k8s", [*MAIN, "submit", "k8s", *JOB]), ("k8s", [*MAIN, "doctor", "k8s"]), ("k8s", ["-c", DRIVER]),
         ("slurm", [*MAIN, "submit", "slurm", "--recipe", "smoke"]), ("slurm", [*MAIN, "lint", "--backend", "slurm", "--recipe", "smoke"]),
     ],

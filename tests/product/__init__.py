@@ -20,6 +20,5 @@ PUBLIC = {
     "lockstep.training.sync.teaching.strategies",
     "lockstep.training.parallel.world",
     "lockstep.training.resilience.closeness",
-    "lockstep.training.exercises.collectives",
 }
 """Modules that the documentation tells users to import from; `lockstep` itself besides."""

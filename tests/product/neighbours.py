@@ -87,13 +87,6 @@ def metrics() -> Any:
     return Metrics("x", 0, torch.device("cpu"))
 
 
-def doctor_rows(*names: str, bound: float) -> list[Any]:
-    """Rows of `lockstep doctor gpu` that need one process and have this many seconds."""
-    from lockstep.training.doctor.table import Check
-
-    return [Check(name, "alone", "none:none", "…", bound=bound) for name in names]
-
-
 def extras() -> dict[str, Any]:
     """Extra of pyproject.toml → the packages that a message about it knows."""
     from lockstep.training.extras import EXTRAS

@@ -73,29 +73,30 @@ SUM_OF_ALLREDUCE = "lockstep.training.sync.teaching.strategies:AllReduce.synchro
 
 def doctor_gpu(words: list[str], rank: tuple[str, ...]) -> int:
     """`lockstep doctor gpu WORDS`, whose ranks are started by the command `rank`; its exit code."""
-    from lockstep.training.doctor.command import main
+    from lockstep.training.doctor import main
 
     return main(words, rank)
 
 
 def gpu_checks() -> dict[str, int]:
     """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
-    from lockstep.training.doctor.table import ROWS
+    from lockstep.training.doctor.checks import ROWS
 
-    return {check.name: check.gpus for check in ROWS}
+    return {row.name: row.gpus for row in ROWS}
 
 
 def late_inputs(seconds: float) -> None:
     """Each recorded step of this process gets its inputs late, as one whose data is late."""
-    from lockstep.training.cudagraph import CapturedTrainer
+    from lockstep.training.recording import Recorder
 
-    fill = CapturedTrainer._copy_inputs
+    prepare = Recorder.prepare
 
-    def late(*args: Any) -> None:
-        time.sleep(seconds)
-        fill(*args)
+    def late(self: Any, *args: Any) -> None:
+        if self.recorded:
+            time.sleep(seconds)
+        prepare(self, *args)
 
-    CapturedTrainer._copy_inputs = late  # type: ignore[method-assign]
+    Recorder.prepare = late  # type: ignore[method-assign]
 
 
 def watch_disk(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -6,14 +6,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.training.exercises.collectives import gather_objects
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import check_parameter_closeness
 from lockstep.training.sync.teaching import horovod
@@ -23,25 +21,6 @@ from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import launched, on_ranks, training
 
 pytestmark = pytest.mark.promise("modules")
-
-
-def _gathered(world: World) -> Any:
-    value = {
-        "array": np.arange(6, dtype=np.float32).reshape(2, 3) + world.rank, "number": np.float64(world.rank), 3: (1, [None, True]),
-        "set": {1, "a"}, "frozen": frozenset({(1, 2)}), "bytes": bytes([world.rank, 255]), "empty": b"",
-        "tensor": torch.ones(2) * world.rank,
-    }  # fmt: skip
-    found = gather_objects(value, world)
-    for rank, one in enumerate(found or []):
-        assert {key: type(inner) for key, inner in one.items()} == {key: type(inner) for key, inner in value.items()}
-        assert np.array_equal(one["array"], np.arange(6).reshape(2, 3) + rank) and one["array"].dtype == np.float32
-        assert (one["number"], one[3], one["set"]) == (rank, (1, [None, True]), {1, "a"})
-        assert one["bytes"] == bytes([rank, 255])
-    return None if found is None else len(found)
-
-
-def test_gathered_values_keep_their_types() -> None:
-    assert on_ranks(_gathered, 2) == [2, None]
 
 
 def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
@@ -100,7 +79,7 @@ def test_an_example_without_data_is_one_line(tmp_path: Path) -> None:
     """Where nothing can be downloaded; one rank of the node tries, the others wait for it."""
     offline = clean_env(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9", PYTHONPATH=str(ROOT))
     done = run(
-        [PYTHON, str(ROOT / "examples/horovod_resnet9.py"), "--data", "cifar10", "--root", str(tmp_path)],
+        [PYTHON, str(ROOT / "examples/modules/horovod_resnet9.py"), "--data", "cifar10", "--root", str(tmp_path)],
         offline,
         cwd=tmp_path,
     )
@@ -152,7 +131,7 @@ last = []
 atexit.register(lambda: print("dropped" if last[0]() is None else "in gloo's hands"))  # called after all others
 import torch
 import torch.distributed as dist
-from lockstep.training.exercises.collectives import gather_objects
+from lockstep.training import parallel
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.barrier()

@@ -83,11 +83,19 @@ def test_a_horovod_script_under_mpiexec(tmp_path: Path) -> None:
 def test_the_resnet9_script_under_mpiexec() -> None:
     """It prints what its module prints."""
     words = ["--data", "digits", "--width", "4", "--epochs", "2", "--log-every", "5"]
-    done = _mpiexec(2, str(EXAMPLES / "horovod_resnet9.py"), *words, timeout=180)
+    done = _mpiexec(2, str(EXAMPLES / "modules/horovod_resnet9.py"), *words, timeout=180)
     assert done.code == 0 and "12 batches of 128, 64 on this rank" in done.output, done.output
     found = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
     assert len(found) == 6 and float(found[-1][0]) > 0.6 and float(found[-1][1]) < float(found[0][1]), done.output
     assert len(re.findall(r"^Training Time: \d+\.\d+ s$", done.output, re.M)) == 1
+
+
+@pytest.mark.promise("modules")
+def test_the_modules_programs_under_mpiexec() -> None:
+    done = _mpiexec(2, str(EXAMPLES / "modules/collectives.py"), "--sizes", "9", "5", "4")
+    assert done.code == 0 and "both are the product of one process" in done.output, done.output
+    done = _mpiexec(2, str(EXAMPLES / "modules/toy.py"))
+    assert done.code == 0 and done.output.count("differs from one process by at most") == 3, done.output
 
 
 @pytest.mark.promise("own-script")

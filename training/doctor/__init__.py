@@ -1,1 +1,300 @@
-"""`lockstep doctor gpu`: whether the GPUs of this machine compute, exchange and fail as the training expects of them."""
+"""lockstep doctor gpu: one table of what this machine's GPUs can do, with advice for each row that failed.
+
+Each row runs in processes of its own and has two minutes: what fails or hangs keeps no other row from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.training import sync
+from lockstep.training.cli import PROGRAM, Parser, about
+from lockstep.training.config import Sync
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError, printable
+from lockstep.training.models.arithmetic import autocast, float32_on_gpus
+from lockstep.training.parallel.world import World, detect, joined, set_threads
+
+SECONDS = 120
+"""For a row, with the start of its processes. Collectives end by themselves before."""
+REHEARSAL = "Rehearsal"
+"""The name of the GPUs of tests/gpu_rehearsal: what runs on these stand-ins does not show how fast a GPU is."""
+STRATEGIES = [name for name in sync.STRATEGIES if name != "data_parallel"]
+ELEMENTS, STEPS = 32_000_000, 6
+EXACT, LOSSY = 1e-3, {"powersgd": 0.5, "bf16_compress": 0.02}
+"""Largest distance of the weights' way from that of one process, relative to it (L2). Kernels choose the order of their
+sums by the size of a batch; a gradient that was not summed, or divided wrongly, is off by a tenth at least."""
+OPTIONS = {"powersgd": {"rank": 2, "start": 3}}
+PRECISIONS = {"tf32": 0.005, "bfloat16": 0.02, "float16": 0.005}
+"""Largest distance of a precision's gradient from float32's, relative to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a row. `rates`: name with its unit → value. `facts`: plain values for the file."""
+
+    result: str  # ok, failed, not tried
+    detail: str = ""
+    rates: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`gpus`: how many it takes at least. `needs`: the row that has to be in order before it is tried."""
+
+    name: str
+    check: Callable[[World], Outcome]
+    advice: str
+    gpus: int = 1
+    alone: bool = False
+    needs: str = "visible"
+
+
+def visible(world: World) -> Outcome:  # noqa: ARG001 - every check is called with it
+    """Every visible GPU multiplies two matrices."""
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    driver = Path("/proc/driver/nvidia/version")
+    facts = {
+        "gpus": [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "bytes": gpu.total_memory} for gpu in gpus],
+        "torch": str(torch.__version__), "built for": torch.cuda.get_arch_list(), "cuda": torch.version.cuda,
+        "nccl": torch.cuda.nccl.version(), "cudnn": torch.backends.cudnn.version(),
+        "driver": driver.read_text().partition("\n")[0] if driver.exists() else "",
+    }  # fmt: skip
+    for number, gpu in enumerate(gpus):
+        ones = torch.ones(128, 128, device=f"cuda:{number}")
+        if not torch.equal((ones @ ones).cpu(), torch.full((128, 128), 128.0)):
+            return Outcome("failed", f"GPU {number} ({gpu.name}) multiplies wrongly", facts=facts)
+    counts = ", ".join(f"{count} × {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
+    memory = min(gpu.total_memory for gpu in gpus) / 1e9
+    return Outcome("ok", f"{counts}, {memory:.0f} GB, torch {torch.__version__}", facts=facts)
+
+
+def peers(world: World) -> Outcome:  # noqa: ARG001
+    """A copy from each GPU to each other one arrives unchanged; the rates of the slowest and the fastest pair."""
+    numbers = range(torch.cuda.device_count())
+    pairs = [(source, target) for source in numbers for target in numbers if source != target]
+    speeds = []
+    for source, target in pairs:
+        pattern = torch.arange(ELEMENTS, dtype=torch.int32, device=f"cuda:{source}")
+        arrived = torch.empty_like(pattern, device=f"cuda:{target}")
+        seconds = _seconds(partial(arrived.copy_, pattern, non_blocking=True), source)  # which does the work
+        speeds.append(ELEMENTS * 4 / seconds / 1e9)
+        if not torch.equal(arrived.cpu(), pattern.cpu()):
+            return Outcome("failed", f"a copy from GPU {source} to GPU {target} arrives changed")
+    direct = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    detail = f"{direct} of {len(pairs)} pairs copy directly, the others through the host"
+    return Outcome("ok", detail, {"slowest pair, GB/s": min(speeds), "fastest pair, GB/s": max(speeds)})
+
+
+def all_reduce(world: World) -> Outcome:
+    """Sums whole numbers, so that every order of summation gives the same bits; and the rate. Collective."""
+    values = torch.arange(100_003, device=world.device, dtype=torch.float32) % 1000
+    expected = values * world.size + sum(range(world.size))
+    values += world.rank
+    dist.all_reduce(values)
+    if wrong := int((values != expected).sum()):
+        return Outcome("failed", f"{wrong} of {len(values)} sums over {world.size} GPUs are wrong")
+    data = torch.ones(ELEMENTS, device=world.device)
+    seconds = _seconds(partial(dist.all_reduce, data), world.device)
+    sent = ELEMENTS * 4 * 2 * (world.size - 1) / world.size  # over each link of a ring
+    rates = {"over the slowest link, GB/s": sent / seconds / 1e9}
+    return Outcome("ok", f"sums over {world.size} GPUs are right", rates)
+
+
+def _seconds(work: Callable[[], object], device: int | torch.device, times: int = 10) -> float:
+    """What work on a GPU takes once its path is open."""
+    work()
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / times
+
+
+def strategy(name: str, world: World) -> Outcome:
+    """Some steps with a gradient-sync strategy end where one process with the whole batch ends. Collective."""
+    start = _small(world)
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(STEPS, 8 * world.size, 3, 16, 16, generator=draw).to(world.device)
+    labels = torch.randint(10, (STEPS, 8 * world.size), generator=draw).to(world.device)
+    alone = copy.deepcopy(start)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for x, y in zip(images, labels):
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    model = copy.deepcopy(start)
+    synchroniser = sync.build(Sync(name=name, bucket_mb=0.005, options=OPTIONS.get(name, {})))  # type: ignore[arg-type]
+    network = synchroniser.wrap(model, world, images[0, :2])
+    optimizer = synchroniser.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    for x, y in zip(images[:, world.rank :: world.size], labels[:, world.rank :: world.size]):
+        synchroniser.zero_grad()
+        loss = F.cross_entropy(network(x), y, reduction="sum") / labels.shape[1]
+        (loss * synchroniser.loss_factor).backward()
+        synchroniser.synchronize()
+        optimizer.step()
+    begun, expected, actual = (_flat(one.parameters()) for one in (start, alone, synchroniser.full_module(model)))
+    after = f"from one process after {STEPS} steps on {world.size} GPUs"
+    return _compared(actual - begun, expected - begun, LOSSY.get(name, EXACT), after)
+
+
+def precision(name: str, world: World) -> Outcome:
+    """The gradient of a small network on this rank's GPU, against float32's."""
+    model = _small(world)
+    images = torch.randn(32, 3, 32, 32).to(world.device)
+    labels = torch.zeros(32, dtype=torch.int64, device=world.device)  # alike: the samples' gradients do not cancel
+    gradients = []
+    for kind in ("float32", name):
+        float32_on_gpus(tf32=kind == "tf32")
+        with autocast(kind, world.device):
+            loss = F.cross_entropy(model(images), labels)
+        # Scaled: float16 has nothing below 6e-8.
+        gradients.append(_flat(torch.autograd.grad(1024 * loss, list(model.parameters()))))
+    return _compared(gradients[1], gradients[0], PRECISIONS[name], "from float32's gradient")
+
+
+def _small(world: World) -> nn.Module:
+    """[b, 3, h, w] → [b, 10], without batch statistics: the same function of a sample at every world size."""
+    torch.manual_seed(0)
+    convolutions = (nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU())
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).to(world.device)
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
+
+
+def _compared(actual: torch.Tensor, expected: torch.Tensor, bound: float, how: str) -> Outcome:
+    """Whether the distance (L2, relative to `expected`) is within a bound; one that is not a number is not."""
+    away = float((actual - expected).norm() / expected.norm())
+    detail = f"{away:.1e} {how}, at most {bound:g}"
+    return Outcome("ok" if away <= bound else "failed", detail, facts={"distance": away})
+
+
+_OF_A_GPU = "install a torch build for this GPU and driver (`nvidia-smi` names both), and look at CUDA_VISIBLE_DEVICES"
+_OF_PEERS = "switch off the IOMMU or PCIe's ACS in the BIOS, or set NCCL_P2P_DISABLE=1"
+_NCCL, _OF_NCCL = (
+    "NCCL all-reduce",
+    "see which transport NCCL takes with NCCL_DEBUG=INFO; `nvidia-smi topo -m` shows what links the GPUs. In containers give "
+    "/dev/shm more memory; NCCL_P2P_DISABLE=1 is slow and tells whether direct copies are at fault",
+)
+_OF_A_STRATEGY = "take sync.name=flat meanwhile, and report what --json prints: it is an error of ours or of torch"
+_OF_A_PRECISION = (
+    "train in float32 meanwhile. Drivers and torch builds older than the GPU are the usual cause: install the torch build for "
+    "this GPU, and look at `nvidia-smi` for memory errors (ECC)"
+)
+ROWS = (
+    Row("visible", visible, _OF_A_GPU, alone=True),
+    Row("peer access", peers, _OF_PEERS, gpus=2, alone=True),
+    Row(_NCCL, all_reduce, _OF_NCCL, gpus=2),
+    *(Row(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, False, _NCCL) for name in STRATEGIES),
+    *(Row(f"precision {name}", partial(precision, name), _OF_A_PRECISION) for name in PRECISIONS),
+)
+"""In the order in which they run. The first one is always there: it says what the others ran on."""
+
+
+def main(argv: list[str], program: Sequence[str] = (sys.executable, "-u", "-m", "lockstep.training")) -> int:
+    """Prints the table, and returns 1 where a row failed. `program` stands for `python -m lockstep.training`.
+
+    Raises:
+        UserError: there is no GPU; wrong arguments.
+    """
+    parser = Parser(prog=f"{PROGRAM} doctor", description=about(__doc__))
+    parser.add_argument("what", metavar="gpu", help="what to look at: this machine's GPUs")
+    parser.add_argument("--only", action="append", metavar="ROW", help="rows that begin with this; repeat for more")
+    parser.add_argument("--json", action="store_true", help="print JSON; the table goes to stderr")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # for the processes that it starts
+    args = parser.parse_args(argv)
+    if args.inside:
+        return _inside(args.what)
+    if args.what != "gpu":
+        raise UserError(f"doctor looks at `gpu`, got {args.what!r}")
+    for word in args.only or ():
+        if not any(row.name.startswith(word) for row in ROWS):
+            raise UserError(f"--only {word}: there is no such row; known: {', '.join(row.name for row in ROWS)}")
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise UserError(f"nothing to look at: torch {torch.__version__} sees no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
+    rows = [row for row in ROWS if row is ROWS[0] or row.name.startswith(tuple(args.only or [""]))]
+    value = table(rows, gpus, program, sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(value, indent=1))
+    return EXIT_FAILED if any(row["result"] == "failed" for row in value["rows"]) else EXIT_DONE
+
+
+def table(rows: Sequence[Row], gpus: int, program: Sequence[str], stream: Any) -> dict[str, Any]:
+    """Runs the rows and shows each on `stream`. Returns plain values; those of a rehearsal say so, and have no rates."""
+    value: dict[str, Any] = {"date": date.today().isoformat(), "gpus": gpus, "rows": []}  # noqa: DTZ011 - the user's own day
+    for row in rows:
+        began = time.monotonic()
+        if row.gpus > gpus:
+            outcome = Outcome("not tried", "one GPU")
+        elif (row.needs, "failed") in [(earlier["name"], earlier["result"]) for earlier in value["rows"]]:
+            outcome = Outcome("not tried", f"see the row {row.needs!r}")
+        else:
+            outcome = _outcome(row.name, 1 if row.alone else gpus, program)
+        plain = {"name": row.name, **asdict(outcome), "seconds": time.monotonic() - began}
+        if REHEARSAL in [gpu["name"] for gpu in outcome.facts.get("gpus", [])]:
+            value["rehearsal"] = True
+        if "rehearsal" in value:
+            plain["rates"], plain["seconds"] = {}, 0.0
+        rates = [f"{name} {rate:.3g}" for name, rate in plain["rates"].items()]
+        lines = [f"{row.name:22}  {outcome.result:9}  {'; '.join([outcome.detail, *rates])}"]
+        if outcome.result == "failed":
+            plain["advice"] = row.advice
+            lines.append(f"{'':22}  → {row.advice}")
+        print("\n".join(map(printable, lines)), file=stream, flush=True)
+        value["rows"].append({key: content for key, content in plain.items() if content not in ({}, 0.0, "")})
+    return value
+
+
+def _outcome(name: str, ranks: int, program: Sequence[str]) -> Outcome:
+    """What became of a row in fresh processes, with the rank's name where not all of them failed."""
+    launch = ["launch", "--ranks", str(ranks), "--time-limit", str(SECONDS), "--grace", "5", "--"]
+    command = [*program, *launch, *program, "doctor", "--inside", name]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    lines = done.stdout.decode(errors="backslashreplace").strip().splitlines() or ["it wrote nothing"]
+    found = dict(json.loads(line[line.index('["rank ') :]) for line in lines if '["rank ' in line)
+    failed = {rank: values for rank, values in found.items() if values["result"] == "failed"}
+    if not failed and len(found) < ranks:
+        late = done.returncode == EXIT_TIMED_OUT
+        return Outcome("failed", f"no answer within {SECONDS} s" if late else lines[-1][:300])
+    rank, values = min((failed or found).items())
+    outcome = Outcome(**values)
+    return replace(outcome, detail=f"{rank}: {outcome.detail}") if 0 < len(failed) < ranks else outcome
+
+
+def _inside(name: str) -> int:
+    """Runs a row in this rank, which prints what became of it."""
+    (row,) = (row for row in ROWS if row.name == name)
+    world = detect(os.environ)
+    set_threads(world, 0, os.environ)
+    with joined(world, "cuda", SECONDS / 2) as world:
+        float32_on_gpus(tf32=False)  # as a run of ours
+        try:
+            outcome = row.check(world)
+        except Exception as error:
+            outcome = Outcome("failed", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+            raise  # then nothing waits in NCCL for ranks that do not come
+        finally:
+            print(json.dumps([f"rank {world.rank}", asdict(outcome)]), flush=True)
+    return EXIT_DONE

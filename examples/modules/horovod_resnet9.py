@@ -1,7 +1,7 @@
 """ResNet-9 on the Horovod interface: Adam 1e-3, weight decay 1e-3, a batch of 128 that the ranks share.
 
-mpiexec -np 2 python examples/horovod_resnet9.py --data cifar10 --root data
-torchrun --standalone --nproc-per-node 2 examples/horovod_resnet9.py --data digits --width 8 --epochs 2
+mpiexec -np 2 python examples/modules/horovod_resnet9.py --data cifar10 --root data
+torchrun --standalone --nproc-per-node 2 examples/modules/horovod_resnet9.py --data digits --width 8 --epochs 2
 """
 
 import argparse

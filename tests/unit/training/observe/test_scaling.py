@@ -1,0 +1,70 @@
+"""`lockstep bench scaling`: what it prints adds up. No test here looks at a speed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lockstep.training.observe.scaling import Row, why
+from tests.ranks import training
+
+
+def test_the_sentence_is_arithmetic_on_what_was_measured() -> None:
+    """Of the median step: one of each was slow."""
+    first = Row("", 1, 8, 1, steps=[[0.1, 0.0, 0.09, 0.0], [0.1, 0.0, 0.09, 0.0], [9.0, 9.0, 9.0, 9.0]])
+    last = Row("", 2, 8, 1, steps=[[0.08, 0.0, 0.05, 0.02], [0.08, 0.0, 0.05, 0.02], [9.0, 9.0, 9.0, 9.0]])
+    assert last.phases == pytest.approx([0.0, 0.05, 0.02, 0.01])
+    sentence = why([first, last])
+    assert "Why is it not 2×?" in sentence and "takes 80.0 ms where 1/2 of the step on 1 would be 50.0 ms" in sentence
+    assert "The difference: waiting +20.0 ms, compute +5.0 ms, rest +5.0 ms, data +0.0 ms." in sentence
+    assert "give --ranks at least two" in why([first])
+
+
+def test_it_prints_a_row_for_each_way_to_train(tiny: list[str]) -> None:
+    words = ["--ranks", "2,1", "--steps", "4", "--rounds", "1", "--batch", "12", "--threads", "1"]
+    settings = [word for word in tiny if not word.startswith("data.")]
+    done = training("bench", "scaling", *words, "--strategies", "ddp,data_parallel", "--set", *settings, timeout=400)
+    assert done.code == 0 and "Why is it not 2×?" in done.output, done.output
+    row = r"^(\w+(?: \w+)?) +(\d) +(\d+) +([\d.]+) +[\d.]+× +([\d.]+) \|((?: +[\d.]+){4}) \| +[\d.]+ +[\d.]+$"
+    rows = re.findall(row, done.output, re.M)
+    named = [("batch fixed", "1", "12"), ("batch fixed", "2", "12"), ("batch grows", "2", "24"), ("ddp", "2", "12")]
+    assert [values[:3] for values in rows] == [*named, ("data_parallel", "1", "12")], done.output
+    for _, _, batch, rate, step, phases in rows:
+        assert float(rate) == pytest.approx(1000 * int(batch) / float(step), rel=0.05)
+        assert sum(map(float, phases.split())) == pytest.approx(float(step), abs=0.3)
+
+
+def test_a_run_that_fails_leaves_the_others_their_rows(tiny: list[str]) -> None:
+    words = [
+        "--ranks",
+        "2",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--batch",
+        "12",
+        "--strategies",
+        "data_parallel,allreduce",
+    ]
+    settings = [word for word in tiny if not word.startswith(("data.", "model="))]
+    done = training("bench", "scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
+    assert done.code == 0 and re.search(r"^data_parallel .*nobody is here", done.output, re.M), done.output
+    assert re.search(r"^allreduce +2 +12 ", done.output, re.M), done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scaling", "--ranks", "1,zero"], "must be a whole number from 1, got 'zero'"),
+        (["scaling", "--strategies", "nothing"], "nothing"),
+        (["scaling", "--recipe", "smoky"], "did you mean 'smoke'"),
+        (["speed"], "invalid choice: 'speed'"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], message: str) -> None:
+    done = training("bench", *words)
+    assert (
+        done.code == 2 and message in done.output and done.output.startswith("error: ") and done.output.count("\n") == 1
+    ), done.output

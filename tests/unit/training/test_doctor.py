@@ -1,0 +1,81 @@
+"""How `lockstep doctor gpu` starts its rows and what it shows: what fails, dies or hangs keeps no other row from running."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.training import doctor
+from tests.ranks import training
+
+PLAYED = """
+import json, sys, time
+ranks, name = int(sys.argv[sys.argv.index("--ranks") + 1]), sys.argv[-1]
+assert sys.argv[1] == "launch" and sys.argv[-3:-1] == ["doctor", "--inside"]
+facts = {"gpus": [{"name": "%s"}]} if name == "visible" else {}
+for rank in range(ranks):
+    lost = name == "dies" or (name == "one dies" and rank == 1)
+    values = {"result": "failed" if name == "fails" and rank == 1 else "ok", "detail": name, "rates": {"speed": 3.0}, "facts": facts}
+    print(f"[{rank}] " + ("the driver is gone" if lost else json.dumps([f"rank {rank}", values])))
+sys.exit(124 if name == "hangs" else 0)
+"""
+"""Stands for the launcher and its ranks."""
+
+
+def _table(folder: Path, gpu: str, *rows: tuple[str, str], gpus: int = 2) -> tuple[list[dict[str, Any]], str, bool]:
+    """(the rows, what is shown, whether it is called a rehearsal) of rows with a name and what they need."""
+    script = folder / "played.py"
+    script.write_text(PLAYED % gpu)
+    checks = [doctor.Row(name, doctor.visible, "do this", gpus=2, needs=needs) for name, needs in rows]
+    shown = io.StringIO()
+    value = doctor.table(checks, gpus, (sys.executable, str(script)), shown)
+    return value["rows"], shown.getvalue(), value.get("rehearsal", False)
+
+
+def test_what_fails_or_dies_keeps_no_other_row_from_running(tmp_path: Path) -> None:
+    names = [("visible", ""), ("fails", ""), ("dies", ""), ("one dies", ""), ("behind", "fails"), ("last", "visible")]
+    rows, shown, _ = _table(tmp_path, "NVIDIA H100", *names)
+    assert [(row["name"], row["result"], row["detail"]) for row in rows] == [
+        ("visible", "ok", "visible"),
+        ("fails", "failed", "rank 1: fails"),
+        ("dies", "failed", "[1] the driver is gone"),
+        ("one dies", "failed", "[1] the driver is gone"),
+        ("behind", "not tried", "see the row 'fails'"),
+        ("last", "ok", "last"),
+    ]
+    assert [row.get("advice") for row in rows] == [None, "do this", "do this", "do this", None, None]
+    assert shown.count("→ do this") == 3 and "last; speed 3" in shown
+    rows, *_ = _table(tmp_path, "NVIDIA H100", ("visible", ""), gpus=1)
+    assert [(row["result"], row["detail"]) for row in rows] == [("not tried", "one GPU")]
+
+
+def test_a_row_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
+    """By the launcher's time limit: `hung.py` is a rank that never answers."""
+    hung = tmp_path / "hung.py"
+    hung.write_text(
+        "import sys, time\n"
+        "from lockstep.training.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:])) if sys.argv[1] == 'launch' else time.sleep(600)\n"
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(doctor, "SECONDS", 5)
+        patched.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+        outcome = doctor._outcome("hangs", 2, (sys.executable, str(hung)))
+    assert (outcome.result, outcome.detail) == ("failed", "no answer within 5 s")
+
+
+@pytest.mark.parametrize(("name", "rates"), [(doctor.REHEARSAL, None), ("NVIDIA H100", {"speed": 3.0})])
+def test_only_what_a_gpu_did_has_rates(tmp_path: Path, name: str, rates: object) -> None:
+    rows, shown, rehearsal = _table(tmp_path, name, ("visible", ""), ("next", ""))
+    assert [row.get("rates") for row in rows] == [rates, rates] and rehearsal == (rates is None)
+    assert ["seconds" in row for row in rows] == [rates is not None] * 2 and ("speed" in shown) == (rates is not None)
+
+
+def test_what_it_cannot_do_is_one_line() -> None:
+    for words, named in (([], "nothing to look at"), (["--only", "nothing"], "--only nothing")):
+        told = training("doctor", "gpu", *words)
+        assert told.code == 2 and told.output.count("\n") == 1 and named in told.output, told

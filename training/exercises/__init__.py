@@ -1,1 +1,0 @@
-"""Programs on top of the rest, which imports none of them."""
