@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.training.checkpoint import generators
 from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
 from lockstep.training.models.stand_in import without_batch_statistics
@@ -93,6 +94,7 @@ class Step:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
+        self._drawing = generators.Drawing(run.world.device)
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -214,7 +216,8 @@ class Step:
         of = self._stepping(optimizers)
         total = Total(work)
         self._as_function = True
-        with self.replica.training(optimizers), self._drawing():
+        with self.replica.training(optimizers), self._drawing:
+            self._redraw()
             if self.recorder is not None:
                 self.recorder.prepare(self, work, optimizers, of, clip, scaler)
             if self.recorder is not None and self.recorder.replays:
@@ -384,29 +387,10 @@ class Step:
         self.forward_backward(work, scale=scale)
         return self._losses
 
-    # What the function draws.
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Around the function: torch's generators are those of (seed, step, rank) inside, and the script's own after it."""
-        device = self.run.world.device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
-        self._generators = generators
-        self._redraw()
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
-
     def _redraw(self) -> None:
+        """What the function draws is a function of the seed, the step and the rank."""
         run = self.run
-        secret = order.key(run.config.seed, run.steps_done, run.world.rank, _SALT)
-        for generator in self._generators:
-            generator.manual_seed(secret)
+        self._drawing.begin(order.key(run.config.seed, run.steps_done, run.world.rank, _SALT))
 
     # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
 
