@@ -80,7 +80,7 @@ def doctor_gpu(words: list[str], rank: tuple[str, ...]) -> int:
 
 def gpu_checks() -> dict[str, int]:
     """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
-    from lockstep.training.doctor.checks import ROWS
+    from lockstep.training.doctor import ROWS
 
     return {row.name: row.gpus for row in ROWS}
 
