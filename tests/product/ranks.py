@@ -118,7 +118,7 @@ def load_for_forks() -> None:
     root = Path(__file__).parents[2]
     for file in (root / "training").rglob("*.py"):
         name = ".".join(("lockstep", *file.relative_to(root).with_suffix("").parts))
-        if not name.endswith(("__main__", "__init__")) and "inference" not in name:
+        if not name.endswith(("__main__", "__init__")):
             importlib.import_module(name)
     config.load("smoke", [])
     own_settings("script", {}, {}, ())
