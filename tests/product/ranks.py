@@ -80,7 +80,7 @@ def doctor_gpu(words: list[str], rank: tuple[str, ...]) -> int:
 
 def gpu_checks() -> dict[str, int]:
     """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
-    from lockstep.training.doctor.checks import ROWS
+    from lockstep.training.doctor import ROWS
 
     return {row.name: row.gpus for row in ROWS}
 
@@ -119,7 +119,7 @@ def load_for_forks() -> None:
     root = Path(__file__).parents[2]
     for file in (root / "training").rglob("*.py"):
         name = ".".join(("lockstep", *file.relative_to(root).with_suffix("").parts))
-        if not name.endswith(("__main__", "__init__")) and "inference" not in name:
+        if not name.endswith(("__main__", "__init__")):
             importlib.import_module(name)
     config.load("smoke", [])
     own_settings("script", {}, {}, ())
