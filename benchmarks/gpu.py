@@ -22,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from lockstep.training.cudagraph import capture_stream
 
 from benchmarks import speedrun
 from benchmarks.cpu_step import FLOP_PER_IMAGE, our_step
 from benchmarks.measure import RESULTS, interleaved, machine, write
 from lockstep.training import config
-from lockstep.training.cudagraph import capture_stream
 from lockstep.training.parallel.world import World, detect, joined
 
 BATCH = {"bag_of_tricks": 512, "speedrun": 2000}

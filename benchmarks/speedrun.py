@@ -34,16 +34,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from lockstep.training.data.loader import Loader
+from lockstep.training.evaluate.evaluator import Evaluator
+from lockstep.training.run.recipe import train
 from scipy import stats
 
 from benchmarks.measure import RESULTS, machine, write
 from lockstep.training import config
-from lockstep.training.data.loader import Loader
 from lockstep.training.data.sources import load
-from lockstep.training.evaluate.evaluator import Evaluator
 from lockstep.training.parallel.world import detect, joined
 from lockstep.training.run import prepare, recipe_attempt
-from lockstep.training.run.recipe import train
 
 ON_GPU = ["precision=float16", "capture=auto", "nonfinite=ignore"]
 AGAINST = {"bag_of_tricks": "bag", "speedrun": "airbench"}

@@ -87,7 +87,7 @@ def gpu_checks() -> dict[str, int]:
 
 def late_inputs(seconds: float) -> None:
     """Each recorded step of this process gets its inputs late, as one whose data is late."""
-    from lockstep.training.recording import Recorder
+    from lockstep.training.run.recording import Recorder
 
     prepare = Recorder.prepare
 

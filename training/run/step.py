@@ -264,7 +264,7 @@ class Step:
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
-        nobody looks at it."""
+        nothing reads it."""
         if self.recorder is not None and self.recorder.replays:
             return self.recorder.replay_gradients()
         self.forward_backward(work, scaler)
@@ -377,7 +377,7 @@ class Step:
         if self.looks:
             self._redraw()
             scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
-            found = divergence.diagnose(self.run.state, self.replica.network, lambda: self._again(work, scale))
+            found = divergence.diagnose(self.replica.sync, self.replica.network, lambda: self._again(work, scale))
             self.restore(self._before)
             self.attempt.skip_step(f"step {self.run.steps_done + 1}: {found}")
         return False

@@ -28,7 +28,7 @@ from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
 if TYPE_CHECKING:
-    from lockstep.training.step import Step, Work
+    from lockstep.training.run.step import Step, Work
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
