@@ -94,6 +94,8 @@ class Step:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
+        self.finite = torch.tensor(True)
+        """Whether the last gradient that was looked at is finite, on the device."""
         self._drawing = generators.Drawing(run.world.device)
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
@@ -226,8 +228,7 @@ class Step:
                 self._before = self.statistics() if self.looks or scaler is not None else []
             while True:
                 norm = self.gradients(work, total, of, scaler)
-                finite = norm is None or bool(torch.isfinite(norm))
-                if finite or self._accepts(scaler):
+                if norm is None or bool(self.finite) or self._accepts(scaler):
                     norm = self.move(optimizers, of, clip, norm)
                     self._moved(work.weight)
                     self._scaled(scaler, optimizers, overflow=False)
@@ -306,9 +307,9 @@ class Step:
             if samples:
                 self.loss_sum += loss.detach().double() * (times * weight)
 
-    def replayed(self, work: Work) -> None:
-        """A recording has computed the gradients."""
-        self._samples, self._losses = work.samples, []
+    def replayed(self, work: Work, finite: torch.Tensor) -> None:
+        """A recording has computed the gradients, and whether they are finite."""
+        self._samples, self._losses, self.finite = work.samples, [], finite
 
     def measure(self, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
@@ -321,6 +322,7 @@ class Step:
             inverse = scaler._scale.double().reciprocal().float()
             norm = norm * inverse
             sync.scale_gradients(inverse, of)
+        self.finite = torch.isfinite(norm)
         return norm
 
     def move(
@@ -489,7 +491,7 @@ class Step:
             self._divide_by(total)
         of = self._stepping(optimizers)
         norm = self.measure(of, scaler)
-        if norm is None or bool(torch.isfinite(norm)) or self._accepts(scaler):
+        if norm is None or bool(self.finite) or self._accepts(scaler):
             norm = self.move(optimizers, of, clip, norm)
             self._moved(part.weight if part is not None else 1.0)
             self._scaled(scaler, optimizers, overflow=False)
