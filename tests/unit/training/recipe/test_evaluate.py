@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.training.evaluate.evaluator import augmented
+
+from lockstep.training.recipe.evaluate import augmented
 
 
 @pytest.mark.promise("published-methods")
