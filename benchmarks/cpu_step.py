@@ -27,7 +27,7 @@ from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.parallel.world import World, detect, joined
 from lockstep.training.recipe.loop import Recipe
-from lockstep.training.recording import WARM_UP
+from lockstep.training.run.recording import WARM_UP
 from lockstep.training.session import Session
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}

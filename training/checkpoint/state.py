@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.checkpoint import generators, naming
+from lockstep.training.checkpoint import generators
 from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.contract import UserError
 from lockstep.training.observe.clock import StepClock
@@ -72,8 +72,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     shared = {
         "model": model,
         "average": average,
-        "aliases": naming.aliases(state.model),
-        "optimizer": naming.by_name(optimizer, _names(state)),
+        "aliases": _aliases(state.model),
+        "optimizer": _by_name(optimizer, _names(state)),
         "cursor": [state.cursor.epoch, state.cursor.step],
         "trained_seconds": state.clock.trained,
         "history": state.history,
@@ -84,7 +84,7 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
 
 def _names(state: TrainState) -> list[list[str]]:
     """Of the parameters in each of the optimizer's groups."""
-    return naming.in_groups(state.sync.parameter_groups(state.optimizer), state.model)
+    return _in_groups(state.sync.parameter_groups(state.optimizer), state.model)
 
 
 def checked(gathered: Any) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
-    saved = naming.by_number(shared["optimizer"], _names(state))
+    saved = _by_number(shared["optimizer"], _names(state))
     groups = _whole_groups(saved["param_groups"], state.optimizer)
     state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
     state.cursor.epoch, state.cursor.step = shared["cursor"]
@@ -376,3 +376,78 @@ def _copy(
         if saved[name].shape != target.shape:
             raise ValueError(f"the checkpoint has {name} of shape {list(saved[name].shape)}, not {list(target.shape)}")
         write(target, saved[name])
+
+
+# The optimizer's state by the names of the parameters; torch numbers them.
+#
+# torch:    {"state": {0: {"momentum_buffer": …}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+# by name:  {"state": {"conv1.weight": {"momentum_buffer": …}}, "own": {}, "param_groups": [{"lr": 0.1, "params": ["conv1.weight", …]}]}
+#
+# `own` holds state that some optimizers keep for no parameter, such as a step count.
+#
+
+
+def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """A full `state_dict` of an optimizer, with names instead of numbers.
+
+    Args:
+        names: the parameter names of each group.
+    """
+    name_of = {
+        number: name
+        for group, group_names in zip(state["param_groups"], names)
+        for number, name in zip(group["params"], group_names)
+    }
+    return {
+        **state,
+        "state": {name_of[key]: kept for key, kept in state["state"].items() if key in name_of},
+        "own": {key: kept for key, kept in state["state"].items() if key not in name_of},
+        "param_groups": [{**group, "params": group_names} for group, group_names in zip(state["param_groups"], names)],
+    }
+
+
+def _by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """The inverse of `by_name`, for an optimizer whose groups have `names`.
+
+    Raises:
+        ValueError: the groups are not those of this optimizer.
+    """
+    groups = saved["param_groups"]
+    if not isinstance(groups, list) or len(groups) != len(names):
+        raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint has different ones")
+    number: dict[str, int] = {}
+    for position, (group, group_names) in enumerate(zip(groups, names)):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise ValueError(f"the optimizer's group {position} has no list of its parameters")
+        if sorted(params) != sorted(group_names):
+            different = sorted(set(params) ^ set(group_names)) or sorted(params)
+            raise ValueError(
+                f"{different[0]} is in group {position} of either the optimizer or the checkpoint, not of both"
+            )
+        for name in group_names:
+            number[name] = len(number)
+    rest = {key: value for key, value in saved.items() if key != "own"}
+    unknown = [name for name in saved["state"] if name not in number]
+    if unknown:
+        raise ValueError(f"the optimizer has no parameter {unknown[0]}")
+    return {
+        **rest,
+        "state": {**{number[name]: kept for name, kept in saved["state"].items()}, **saved["own"]},
+        "param_groups": [
+            {**group, "params": [number[n] for n in group_names]} for group, group_names in zip(groups, names)
+        ],
+    }
+
+
+def _in_groups(groups: list[list[torch.Tensor]], model: nn.Module) -> list[list[str]]:
+    """The names of the parameters of each group. Raises `KeyError` for a tensor that is not a parameter of `model`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group] for group in groups]
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The other names of shared parameters: alias → the name under which the checkpoint holds the parameter."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named_parameters if first[id(parameter)] != name}

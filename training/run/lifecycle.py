@@ -38,14 +38,14 @@ from lockstep.training.observe.rundir import RunDirectory, begun_with
 from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import broadcast_tree, failing_together, reduced
 from lockstep.training.parallel.world import World, detect, joined, set_threads
-from lockstep.training.recording import Recorder, capture_stream, obstacle
 from lockstep.training.resilience import hang
 from lockstep.training.resilience.preempt import Signals
 from lockstep.training.run.attempt import Attempt, Ended, Ending, conclude, failed
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.loop import Loop
+from lockstep.training.run.recording import Recorder, capture_stream, obstacle
 from lockstep.training.run.replica import Replica
-from lockstep.training.step import STEPS, Step
+from lockstep.training.run.step import STEPS, Step
 from lockstep.training.sync.base import GradientSync
 from lockstep.training.sync.buckets import SentAlready
 from lockstep.wire.signals import end_with_launcher, give_back

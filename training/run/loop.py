@@ -23,7 +23,7 @@ from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.run.attempt import Attempt, Ending
 from lockstep.training.run.context import RunContext
-from lockstep.training.step import Step
+from lockstep.training.run.step import Step
 
 T = TypeVar("T")
 MOST_LOGGED = 100

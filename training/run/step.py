@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.training.checkpoint import generators
 from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
 from lockstep.training.models.stand_in import without_batch_statistics
@@ -93,6 +94,9 @@ class Step:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
+        self.finite = torch.tensor(True)
+        """Whether the last gradient that was looked at is finite, on the device."""
+        self._drawing = generators.Drawing(run.world.device)
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -214,7 +218,8 @@ class Step:
         of = self._stepping(optimizers)
         total = Total(work)
         self._as_function = True
-        with self.replica.training(optimizers), self._drawing():
+        with self.replica.training(optimizers), self._drawing:
+            self._redraw()
             if self.recorder is not None:
                 self.recorder.prepare(self, work, optimizers, of, clip, scaler)
             if self.recorder is not None and self.recorder.replays:
@@ -223,8 +228,7 @@ class Step:
                 self._before = self.statistics() if self.looks or scaler is not None else []
             while True:
                 norm = self.gradients(work, total, of, scaler)
-                finite = norm is None or bool(torch.isfinite(norm))
-                if finite or self._accepts(scaler):
+                if norm is None or bool(self.finite) or self._accepts(scaler):
                     norm = self.move(optimizers, of, clip, norm)
                     self._moved(work.weight)
                     self._scaled(scaler, optimizers, overflow=False)
@@ -261,7 +265,7 @@ class Step:
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
-        nobody looks at it."""
+        nothing reads it."""
         if self.recorder is not None and self.recorder.replays:
             return self.recorder.replay_gradients()
         self.forward_backward(work, scaler)
@@ -303,9 +307,9 @@ class Step:
             if samples:
                 self.loss_sum += loss.detach().double() * (times * weight)
 
-    def replayed(self, work: Work) -> None:
-        """A recording has computed the gradients."""
-        self._samples, self._losses = work.samples, []
+    def replayed(self, work: Work, finite: torch.Tensor) -> None:
+        """A recording has computed the gradients, and whether they are finite."""
+        self._samples, self._losses, self.finite = work.samples, [], finite
 
     def measure(self, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
@@ -318,6 +322,7 @@ class Step:
             inverse = scaler._scale.double().reciprocal().float()
             norm = norm * inverse
             sync.scale_gradients(inverse, of)
+        self.finite = torch.isfinite(norm)
         return norm
 
     def move(
@@ -374,7 +379,7 @@ class Step:
         if self.looks:
             self._redraw()
             scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
-            found = divergence.diagnose(self.run.state, self.replica.network, lambda: self._again(work, scale))
+            found = divergence.diagnose(self.replica.sync, self.replica.network, lambda: self._again(work, scale))
             self.restore(self._before)
             self.attempt.skip_step(f"step {self.run.steps_done + 1}: {found}")
         return False
@@ -384,29 +389,10 @@ class Step:
         self.forward_backward(work, scale=scale)
         return self._losses
 
-    # What the function draws.
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Around the function: torch's generators are those of (seed, step, rank) inside, and the script's own after it."""
-        device = self.run.world.device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
-        self._generators = generators
-        self._redraw()
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
-
     def _redraw(self) -> None:
+        """What the function draws is a function of the seed, the step and the rank."""
         run = self.run
-        secret = order.key(run.config.seed, run.steps_done, run.world.rank, _SALT)
-        for generator in self._generators:
-            generator.manual_seed(secret)
+        self._drawing.begin(order.key(run.config.seed, run.steps_done, run.world.rank, _SALT))
 
     # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
 
@@ -505,7 +491,7 @@ class Step:
             self._divide_by(total)
         of = self._stepping(optimizers)
         norm = self.measure(of, scaler)
-        if norm is None or bool(torch.isfinite(norm)) or self._accepts(scaler):
+        if norm is None or bool(self.finite) or self._accepts(scaler):
             norm = self.move(optimizers, of, clip, norm)
             self._moved(part.weight if part is not None else 1.0)
             self._scaled(scaler, optimizers, overflow=False)
