@@ -27,11 +27,10 @@ FREE = [
 def _counted(world: World, folder: str, nodes: int) -> dict[str, Any]:
     """Of this rank: messages and bytes of each exchange; names that its exporter lists; shards read to be verified."""
     root, here = Path(folder), world.size // nodes
-    place = dataclasses.replace(
-        world, local_rank=world.rank % here, local_size=here, node=world.rank // here, nodes=nodes
-    )
+    at = {"local_rank": world.rank % here, "local_size": here, "node": world.rank // here, "nodes": nodes}
+    world.replace(dataclasses.replace(world.membership, **at))
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
-    with verified_files() as verified, RunBegun(place, root / "run", f"data.root={root / 'data'}", *FREE) as run:
+    with verified_files() as verified, RunBegun(world, root / "run", f"data.root={root / 'data'}", *FREE) as run:
         found: dict[str, Any] = {"verified": verified}
         dist.barrier()  # all of them have written
         before = counts.now()
