@@ -97,6 +97,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for recipe, ranks in itertools.product(args.recipes, args.ranks):
             case = f"{recipe}, {ranks} rank{'s' * (ranks > 1)}"
+            print(f"{case} …", file=sys.stderr, flush=True)
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in checkouts}
 
             def turn(name: str) -> Callable[[], None]:
