@@ -284,7 +284,12 @@ class Step:
             sends = contextlib.nullcontext() if not work.parts or high == count else sync.accumulate()
             batch = trees.cut(work.batch, low, high, count) if work.parts else work.batch
             with sends:
-                loss = _checked(work.compute(*batch))
+                try:
+                    loss = _checked(work.compute(*batch))
+                except Exception:  # the script may catch it, and call the step again
+                    sync.zero_grad()
+                    self.restore(self._before)
+                    raise
                 if work.divisor is not None:
                     factor = work.weight * sync.loss_factor / work.divisor
                 else:
