@@ -215,6 +215,22 @@ WRONG = {
     "two optimizers under a strategy that takes one": (
         "run.settings.sync.name = 'zero1'; make(run); run.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), 'second')",
         "error", "sync.name=zero1"),
+    "several models under a strategy that takes one": (
+        "run.settings.sync.name = 'zero1'; run.replicate(torch.nn.Linear(1, 1), name='a'); run.replicate(torch.nn.Linear(1, 1), name='b')",
+        "error", "sync.name=zero1"),
+    "a model's name twice": (
+        "run.replicate(torch.nn.Linear(1, 1)); run.replicate(torch.nn.Linear(1, 1))", "ValueError", 'the name "model"'),
+    "a model's name that is none": ("run.replicate(torch.nn.Linear(1, 1), name='a.b')", "ValueError", "a.b"),
+    "a parameter in two models": (
+        "n = torch.nn.Linear(1, 1); run.replicate(n, name='a'); run.replicate(torch.nn.Sequential(n), name='b')",
+        "ValueError", "replicate(b)"),
+    "an optimizer that is not saved": (
+        LOOP + "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "        for x, y in run.batches(DATA, 16): run.step(lambda x, y: F.cross_entropy(m(x), y), x, y, optimizer=o)",
+        "ValueError", "run.optimizer()"),
+    "micro-batches of nothing": (
+        "run.settings.micro_batch_size = 4; " + LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda: F.cross_entropy(m(x), y))",
+        "TypeError", "micro_batch_size"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""
 
