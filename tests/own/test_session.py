@@ -342,6 +342,23 @@ def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object) -> Res
     return script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
 
 
+def test_lines_of_a_text_and_steps_of_a_batch(tmp_path: Path) -> None:
+    """`print` takes a text of several lines; what is planned counts the steps that a batch really has."""
+    lines = """
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    for _ in run.epochs(3):
+        for x, y in run.batches(DATA, 8):
+            for _ in range(2):
+                run.step(lambda x, y: F.cross_entropy(m(x), y), x, y)
+    run.print("first\\nsecond")
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0 and "\nfirst\nsecond\n" in done.output, done.output
+    text = (tmp_path / "run/metrics/rank-00001.prom").read_text()
+    assert 'training_steps_planned{rank="1",run="run"} 24.0' in text, text
+
+
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     run_dir = tmp_path / "mine"
     done = _train(run_dir, "log.every=2", ranks=2)
