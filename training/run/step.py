@@ -213,7 +213,7 @@ class Step:
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
         work = self._work(compute, batch, samples, divisor)
-        optimizers = optimizers or tuple(self.replica.optimizers.values())
+        optimizers = self._known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
         total = Total(work)
@@ -258,6 +258,11 @@ class Step:
         multiple, weight = (part.multiple, part.weight) if part is not None else (1, 1.0)
         parts: tuple[tuple[int, int], ...] = ()
         if most and count > most:
+            if not batch:
+                raise TypeError(
+                    "micro_batch_size cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
+                    "run.step(lambda: loss)"
+                )
             number = -(-count // max(most // multiple * multiple, multiple))
             ranges = (order.bounds(count, at, number, multiple) for at in range(number))
             parts = tuple((low, high) for low, high in ranges if high > low)
@@ -288,7 +293,12 @@ class Step:
             sends = contextlib.nullcontext() if not work.parts or high == count else sync.accumulate()
             batch = trees.cut(work.batch, low, high, count) if work.parts else work.batch
             with sends:
-                loss = _checked(work.compute(*batch))
+                try:
+                    loss = _checked(work.compute(*batch))
+                except Exception:  # the script may catch it, and call the step again
+                    sync.zero_grad()
+                    self.restore(self._before)
+                    raise
                 if work.divisor is not None:
                     factor = work.weight * sync.loss_factor / work.divisor
                 else:
@@ -468,7 +478,7 @@ class Step:
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
         without a `backward`."""
-        optimizers = optimizers or tuple(self.replica.optimizers.values())
+        optimizers = self._known(optimizers)
         run, sync, part = self.run, self.replica.sync, self.part
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if not self.pending:
@@ -518,6 +528,13 @@ class Step:
         return False
 
     # What both have in common.
+
+    def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
+        """These, or all. Raises `ValueError` for one that no checkpoint would hold."""
+        known = tuple(self.replica.optimizers.values())
+        if not all(any(one is other for other in known) for one in optimizers):
+            raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
+        return optimizers or known
 
     def _synchronize(self) -> None:
         try:
