@@ -220,12 +220,6 @@ class Lifecycle:
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
-        if self.source is not None:
-            cursor = state.cursor
-            run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
-            run.console.line(
-                f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})"
-            )  # fmt: skip
         return run
 
     resizable = True
