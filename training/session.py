@@ -501,12 +501,13 @@ class Session:
         return tuple(total.tolist())
 
     def print(self, text: str) -> None:
-        """Prints a line, on rank 0 alone; nothing with `log.format=json`.
+        """Prints the lines of a text, on rank 0 alone; nothing with `log.format=json`.
 
         Examples:
             >>> run.print(f"{sum(p.numel() for p in model.parameters())} parameters")
         """
-        self._started().run.console.line(text)
+        for line in text.splitlines():
+            self._started().run.console.line(line)
 
     def path(self, name: str) -> Path:
         """Where a file of the script's own belongs: in the run directory, below `files/`. The folder is there.

@@ -215,6 +215,22 @@ WRONG = {
     "two optimizers under a strategy that takes one": (
         "run.settings.sync.name = 'zero1'; make(run); run.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), 'second')",
         "error", "sync.name=zero1"),
+    "several models under a strategy that takes one": (
+        "run.settings.sync.name = 'zero1'; run.replicate(torch.nn.Linear(1, 1), name='a'); run.replicate(torch.nn.Linear(1, 1), name='b')",
+        "error", "sync.name=zero1"),
+    "a model's name twice": (
+        "run.replicate(torch.nn.Linear(1, 1)); run.replicate(torch.nn.Linear(1, 1))", "ValueError", 'the name "model"'),
+    "a model's name that is none": ("run.replicate(torch.nn.Linear(1, 1), name='a.b')", "ValueError", "a.b"),
+    "a parameter in two models": (
+        "n = torch.nn.Linear(1, 1); run.replicate(n, name='a'); run.replicate(torch.nn.Sequential(n), name='b')",
+        "ValueError", "replicate(b)"),
+    "an optimizer that is not saved": (
+        LOOP + "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "        for x, y in run.batches(DATA, 16): run.step(lambda x, y: F.cross_entropy(m(x), y), x, y, optimizer=o)",
+        "ValueError", "run.optimizer()"),
+    "micro-batches of nothing": (
+        "run.settings.micro_batch_size = 4; " + LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda: F.cross_entropy(m(x), y))",
+        "TypeError", "micro_batch_size"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""
 
@@ -324,6 +340,23 @@ def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object) -> Res
     values = {"CONFIG": {"width": 8}, "GLOBAL": 8, "STOP": 0, "CODE": 0, **changes}
     head = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     return script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
+
+
+def test_lines_of_a_text_and_steps_of_a_batch(tmp_path: Path) -> None:
+    """`print` takes a text of several lines; what is planned counts the steps that a batch really has."""
+    lines = """
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    for _ in run.epochs(3):
+        for x, y in run.batches(DATA, 8):
+            for _ in range(2):
+                run.step(lambda x, y: F.cross_entropy(m(x), y), x, y)
+    run.print("first\\nsecond")
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    assert done.code == 0 and "\nfirst\nsecond\n" in done.output, done.output
+    text = (tmp_path / "run/metrics/rank-00001.prom").read_text()
+    assert 'training_steps_planned{rank="1",run="run"} 24.0' in text, text
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ class Loop:
         self, run: RunContext, attempt: Attempt, step: Step, saved_generators: dict[str, Any] | None
     ) -> None:  # fmt: skip
         self.run, self.attempt, self.step = run, attempt, step
-        self.saved_generators = saved_generators
+        self.saved_generators, self._resumed = saved_generators, saved_generators is not None
         self.epochs_planned = 0
-        self.steps_planned = 0
         self._epoch_is_through = False
         """The loop over the batches of the epoch under way has ended, in this attempt."""
 
@@ -75,10 +74,18 @@ class Loop:
                 + (f"It was stopped: {self.stopped}" if self.stopped else more)
             )
         while not self.complete(count):
+            self._tell_resumed()
             self._begin_epoch()
             yield run.state.cursor.epoch
             self.step.check_used("epoch")
             self._end_epoch(count)
+
+    def _tell_resumed(self) -> None:
+        """Once, where there is something left to be trained."""
+        run, cursor, resumed, self._resumed = self.run, self.run.state.cursor, self._resumed, False
+        if resumed:
+            run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
+            run.console.line(f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})")
 
     def _begin_epoch(self) -> None:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
@@ -131,11 +138,8 @@ class Loop:
     def batches(self, batches: Batches) -> Iterator[Any]:
         """What is left of the epoch. Raises `UserError` where it was begun with other batches."""
         self._expect_data(batches.division.describe())
-        cursor = self.run.state.cursor
-        if planned := self.epochs_planned * batches.division.steps:
-            self.run.metrics.planned(planned)
-            self.run.console.plan(planned)
-        return self._between_boundaries(batches.epoch(cursor.epoch, cursor.step), batches.division.steps)
+        cursor, steps = self.run.state.cursor, batches.division.steps
+        return self._between_boundaries(batches.epoch(cursor.epoch, cursor.step), steps, length=steps)
 
     def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
         """What is left of the epoch: batches, or lists of up to `accumulate`. The cursor counts what is given. Collective.
@@ -146,13 +150,14 @@ class Loop:
         if accumulate is not None and (type(accumulate) is not int or accumulate < 1):
             raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
         self._expect_data({} if accumulate is None else {"accumulate": accumulate})
-        _check_lengths(loader, self.run.world)
+        length = _check_lengths(loader, self.run.world)
         leave_signals_to_the_rank(loader)
         passed, given = 0 if self.run.kept.has(loader) else self.run.state.cursor.step, iter(loader)
         if accumulate is not None:
             given = _lists(given, accumulate)
         next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
-        return self._between_boundaries((item, None) for item in given)
+        length = None if length is None else -(-length // (accumulate or 1))
+        return self._between_boundaries(((item, None) for item in given), length=length)
 
     def _expect_data(self, about: dict[str, Any]) -> None:
         """Raises `UserError` where the epoch was begun with other batches, and the run resumes in its middle; `RuntimeError` for
@@ -175,9 +180,16 @@ class Loop:
             )
         self.run.kept.data = about
 
-    def _between_boundaries(self, given: Iterator[tuple[T, Part | None]], count: int | None = None) -> Iterator[T]:
-        """`count`: batches of the epoch, where it is known: after the last one its end saves."""
+    def _between_boundaries(
+        self, given: Iterator[tuple[T, Part | None]], count: int | None = None, length: int | None = None
+    ) -> Iterator[T]:
+        """
+        Args:
+            count: batches of the epoch, after the last of which its end saves; None: none of them is known to be the last.
+            length: batches of the epoch, for the progress that is shown; None: not known.
+        """
         run, step, clock = self.run, self.step, self.run.state.clock
+        self._tell_resumed()
         self._resume_generators()
         try:
             while True:
@@ -193,11 +205,20 @@ class Loop:
                     step.same_samples = _same_samples(item, run.world)
                 clock.data_ready()
                 step.begin_batch(part)
+                before = run.steps_done
                 yield to_device(item, run.world.device)
                 clock.between()
                 step.end_batch()
+                if length is not None:  # how many steps the script makes of a batch is known now
+                    self._plan(self.epochs_planned * length * (run.steps_done - before))
+                    length = None
         finally:
             getattr(given, "close", lambda: None)()
+
+    def _plan(self, steps: int) -> None:
+        if steps:
+            self.run.metrics.planned(steps)
+            self.run.console.plan(steps)
 
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
@@ -287,8 +308,11 @@ class Loop:
         return True
 
 
-def _check_lengths(loader: Any, world: World) -> None:
-    """Raises `ValueError` where the ranks' loaders have different lengths: the ranks would wait for one another. Collective."""
+def _check_lengths(loader: Any, world: World) -> int | None:
+    """The number of batches; None: a loader does not know it. Collective.
+
+    Raises `ValueError` where the ranks' loaders have different lengths: the ranks would wait for one another.
+    """
     try:
         length = len(loader)
     except (TypeError, NotImplementedError, AttributeError):
@@ -300,6 +324,7 @@ def _check_lengths(loader: Any, world: World) -> None:
             f"the loaders of the ranks have different numbers of batches ({said}): give each rank the same number, for "
             "example with torch's DistributedSampler and drop_last=True, or use run.batches()"
         )
+    return length
 
 
 def _same_samples(batch: Any, world: World) -> int:

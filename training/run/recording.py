@@ -28,7 +28,8 @@ from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
 if TYPE_CHECKING:
-    from lockstep.training.run.step import Step, Work
+    from lockstep.training.run.step import Step
+    from lockstep.training.run.work import Work
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
@@ -135,6 +136,7 @@ class Recorder:
         clip: float, scaler: Any,
     ) -> None:  # fmt: skip
         """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
+        self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
         kind = self._optimizer.step_kind
         if not self.failure and self._is_due(work, kind):

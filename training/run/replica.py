@@ -48,6 +48,13 @@ class Replica:
             raise ValueError(
                 f'replicate() was called twice with the name "{name}": give the second model another, replicate(model, name="…")'
             )
+        if not name.isidentifier() or hasattr(nn.ModuleDict, name):
+            raise ValueError(f'replicate(name="{name}") cannot be the name of a module: use a word such as "generator"')
+        if {*model.parameters()} & {p for part in self._parts.values() for p in part.model.parameters()}:
+            raise ValueError(
+                f"replicate({name}) has parameters of a model that was replicated before, and they would be summed twice: "
+                "replicate one module that holds both"
+            )
         if self.optimizers:
             raise RuntimeError("replicate() comes before optimizer(): replicate all models first")
         model.to(self._world.device)

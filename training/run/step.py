@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -29,62 +28,16 @@ from lockstep.training.resilience import divergence
 from lockstep.training.run.attempt import Attempt
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
+from lockstep.training.run.work import Compute, Total, Work, micro_batches
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
 from lockstep.training.sync.several import Several
 
 T = TypeVar("T")
-Compute = Callable[..., torch.Tensor]
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
 LOWEST_SCALE = 2.0**-8
 """Of a loss in float16. A gradient that overflows at this scale is not finite by itself."""
 _SALT = 12  # of the generators' seeds, apart from those of the data
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step computes: the loss of this rank's part."""
-
-    compute: Compute
-    batch: tuple[Any, ...]
-    samples: int
-    total: int | None
-    """Samples of all ranks; None: not known yet."""
-    divisor: float | None
-    """`compute` gives a sum of losses, to be divided by this; None: their mean."""
-    weight: float
-    parts: tuple[tuple[int, int], ...]
-    """Of the micro-batches: first and last + 1 sample; empty: the whole part at once."""
-
-    def of(self, batch: tuple[Any, ...]) -> Work:
-        """The same over other tensors."""
-        return Work(self.compute, batch, self.samples, self.total, self.divisor, self.weight, self.parts)
-
-
-class Total:
-    """Samples of all ranks in a step. Where the loader does not know them, they are summed while the step computes."""
-
-    def __init__(self, work: Work) -> None:
-        self._known, self._summed = work.total, None
-        if work.total is None:
-            self._sum = torch.tensor(work.samples)
-            self._summed = dist.all_reduce(self._sum, async_op=True)
-
-    @property
-    def value(self) -> int:
-        """Waits for the sum. Collective: every rank asks."""
-        if self._known is None:
-            if self._summed is not None:
-                self._summed.wait()
-            self._known = int(self._sum)
-        return self._known
-
-    @staticmethod
-    def of(samples: int) -> int:
-        """The sum over the ranks. Collective."""
-        total = torch.tensor(samples)
-        dist.all_reduce(total)
-        return int(total)
 
 
 class Step:
@@ -213,7 +166,7 @@ class Step:
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
         work = self._work(compute, batch, samples, divisor)
-        optimizers = optimizers or tuple(self.replica.optimizers.values())
+        optimizers = self._known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
         total = Total(work)
@@ -256,11 +209,12 @@ class Step:
         self._check_same_samples(part, samples or 0)
         count = part.samples if part is not None else int(samples or 0)
         multiple, weight = (part.multiple, part.weight) if part is not None else (1, 1.0)
-        parts: tuple[tuple[int, int], ...] = ()
-        if most and count > most:
-            number = -(-count // max(most // multiple * multiple, multiple))
-            ranges = (order.bounds(count, at, number, multiple) for at in range(number))
-            parts = tuple((low, high) for low, high in ranges if high > low)
+        parts = micro_batches(count, most, multiple)
+        if parts and not batch:
+            raise TypeError(
+                "micro_batch_size cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
+                "run.step(lambda: loss)"
+            )
         return Work(compute, batch, count, part.total if part is not None else None, divisor, weight, parts)
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
@@ -288,7 +242,12 @@ class Step:
             sends = contextlib.nullcontext() if not work.parts or high == count else sync.accumulate()
             batch = trees.cut(work.batch, low, high, count) if work.parts else work.batch
             with sends:
-                loss = _checked(work.compute(*batch))
+                try:
+                    loss = _checked(work.compute(*batch))
+                except Exception:  # the script may catch it, and call the step again
+                    sync.zero_grad()
+                    self.restore(self._before)
+                    raise
                 if work.divisor is not None:
                     factor = work.weight * sync.loss_factor / work.divisor
                 else:
@@ -468,7 +427,7 @@ class Step:
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
         without a `backward`."""
-        optimizers = optimizers or tuple(self.replica.optimizers.values())
+        optimizers = self._known(optimizers)
         run, sync, part = self.run, self.replica.sync, self.part
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if not self.pending:
@@ -518,6 +477,13 @@ class Step:
         return False
 
     # What both have in common.
+
+    def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
+        """These, or all. Raises `ValueError` for one that no checkpoint would hold."""
+        known = tuple(self.replica.optimizers.values())
+        if not all(any(one is other for other in known) for one in optimizers):
+            raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
+        return optimizers or known
 
     def _synchronize(self) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.training.config.settings import Section
 from lockstep.training.parallel.world import World
@@ -64,9 +64,10 @@ class Ddp(GradientSync):
             self.watch.announced = set(self._names)
 
     def _first_pass(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._names):  # none: another model's step
             self._until_first.remove()
             syncs, self.network.require_backward_grad_sync = self.network.require_backward_grad_sync, True
+            args, named = tree_map(_detached, (args, named))  # the graph of another network is its loss's
             self._warm_up(*args, **named)
             self.network.require_backward_grad_sync = syncs
 
@@ -155,3 +156,7 @@ def _match_strides_of_gradient(parameter: nn.Parameter) -> None:
     if parameter.ndim == 4 and parameter.shape[1] == 1 and parameter.is_contiguous():
         strides = torch.empty(parameter.shape, device="meta", memory_format=torch.channels_last).stride()
         parameter.data = parameter.data.as_strided(parameter.shape, strides)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,59 @@
+"""Several models in one run: each step trains those whose optimizers it steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.own.job import script, shared
+
+pytestmark = pytest.mark.promise("session-same")
+
+CODE = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+run_dir, first, *words = sys.argv[1:]
+DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3)
+with Session(run_dir, *words) as run:
+    torch.manual_seed(3)
+    body = run.replicate(torch.nn.Linear(4, 8), name="body")
+    head = run.replicate(torch.nn.Linear(8, 3), name="head")
+    of_body, of_head = (run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1), str(n), m) for n, m in enumerate((body, head)))
+    calls = 0
+    def loss(x, y):
+        global calls
+        calls += 1
+        if calls == 2:
+            raise ArithmeticError("that is caught")
+        return F.cross_entropy(head(body(x).relu()), y)
+    order = [of_head, of_body, [of_body, of_head]]
+    for _ in run.epochs(1):
+        for x, y in run.batches(DATA, 16):
+            for optimizer in order if first == "head" else reversed(order):
+                try:
+                    run.step(loss, x, y, optimizer=optimizer)
+                except ArithmeticError:
+                    run.step(loss, x, y, optimizer=optimizer)
+"""
+
+
+def test_models_that_learn_in_turn_and_together_are_the_same_under_ddp(tmp_path: Path) -> None:
+    """The first pass of a network may be one in which it does not learn, or one through another network. A step whose function
+    failed in its second micro-batch, and is called again, leaves nothing behind."""
+    for first in ("head", "both"):
+        weights: list[dict[str, torch.Tensor]] = []
+        for sync, micro in (("flat", 0), ("flat", 4), ("ddp", 4)):
+            run_dir = tmp_path / f"{first}-{sync}-{micro}"
+            done = script(2, CODE, run_dir, first, f"sync.name={sync}", f"micro_batch_size={micro}")
+            assert done.code == 0, done.output
+            weights.append(shared(run_dir)["model"])
+        for other in weights[1:]:
+            assert (
+                other.keys()
+                == weights[0].keys()
+                == {f"{of}.{kind}" for of in ("body", "head") for kind in ("weight", "bias")}
+            )
+            for name, tensor in weights[0].items():
+                torch.testing.assert_close(other[name], tensor)
