@@ -61,6 +61,14 @@ def test_peers(peer: str, tmp_path: Path) -> None:
     assert f"{result['peers'][peer]['lockstep_over_it']:9.2f} × as fast" in output
 
 
+def test_own_loop(tmp_path: Path) -> None:
+    """Of its loops the one that needs nothing else, undisturbed."""
+    words = ["-m", "benchmarks.own_loop.compare", "--loops", "Session", "--fates"]
+    output, result = _run(words, tmp_path / "out.json")
+    lines = result["loops"]["Session"]["changed_lines"]
+    assert lines > 0 and f'"changed_lines": {lines}' in output
+
+
 @pytest.fixture(scope="module")
 def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
