@@ -312,19 +312,24 @@ class Session:
         """Appends a line to events.jsonl in the run directory (rank 0)."""
         self._started().run.event(kind, **values)
 
-    def epochs(self, count: int) -> Iterator[int]:
+    def epochs(self, count: int | None = None, *, steps: int | None = None) -> Iterator[int]:
         """The epochs that are left, up to `count`; numbers start at 0. The run is saved at the end of each epoch, unless
         `checkpoint.every_steps` is set.
 
+        Args:
+            steps: in place of `count`: as many epochs as these optimizer steps need. After the last step the loop over the batches
+                ends; a start with more steps goes on from there.
+
         Raises:
             RuntimeError: an epoch ends with gradients that no `update` has used.
+            TypeError: neither of the two is given, or both are.
 
         Examples:
             >>> for epoch in run.epochs(10):
             ...     for x, y in run.batches(dataset, 512):
             ...         run.step(F.cross_entropy(model(x), y))
         """
-        yield from self._started().epochs(count)
+        yield from self._started().epochs(count, steps)
 
     def batches(
         self, dataset: Any, global_batch_size: int = 0, *, shuffle: bool = True, uneven: str = "drop", workers: int = 0,

@@ -42,7 +42,11 @@ class Loop:
     ) -> None:  # fmt: skip
         self.run, self.attempt, self.step = run, attempt, step
         self.saved_generators, self._resumed = saved_generators, saved_generators is not None
-        self.epochs_planned = 0
+        self.epochs_planned: int | None = None
+        self.steps_planned: int | None = None
+        """What `epochs` was asked for; both None: it was not called."""
+        self._left_at_last_step = False
+        """The last step was made in the middle of an epoch, which a start with more steps goes on with."""
         self._epoch_is_through = False
         """The loop over the batches of the epoch under way has ended, in this attempt."""
 
@@ -54,8 +58,14 @@ class Loop:
         reason = self.run.state.history.get("stopped")
         return reason if isinstance(reason, str) else None
 
-    def complete(self, epochs: int) -> bool:
-        return self.stopped is not None or self.run.state.cursor.epoch >= epochs
+    @property
+    def complete(self) -> bool:
+        cursor, epochs = self.run.state.cursor, self.epochs_planned
+        return self.stopped is not None or self._at_last_step or (epochs is not None and cursor.epoch >= epochs)
+
+    @property
+    def _at_last_step(self) -> bool:
+        return self.steps_planned is not None and self.run.steps_done >= self.steps_planned
 
     def stop(self, reason: str) -> None:
         """Ends the run for good, on all ranks, at the next boundary. Raises `TypeError` for a reason that is no text."""
@@ -63,9 +73,11 @@ class Loop:
             raise TypeError(f"stop() takes the reason, a text for status.json; got {reason!r}")
         self.attempt.consensus.final = reason
 
-    def epochs(self, count: int) -> Iterator[int]:
-        run, self.epochs_planned = self.run, count
-        if self.complete(count):
+    def epochs(self, count: int | None, steps: int | None) -> Iterator[int]:
+        if (count is None) == (steps is None):
+            raise TypeError("epochs() takes a number of epochs, or steps=…")
+        run, self.epochs_planned, self.steps_planned = self.run, count, steps
+        if self.complete:
             accuracy = run.state.history.get("accuracy")
             reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
             epochs, more = run.state.cursor.epoch, "Raise the number of epochs to continue, or start over with --fresh"
@@ -73,12 +85,13 @@ class Loop:
                 f"The run is complete: {epochs} epochs, {run.steps_done} steps{reached}. "
                 + (f"It was stopped: {self.stopped}" if self.stopped else more)
             )
-        while not self.complete(count):
+        while not self.complete:
             self._tell_resumed()
             self._begin_epoch()
             yield run.state.cursor.epoch
             self.step.check_used("epoch")
-            self._end_epoch(count)
+            if not self._left_at_last_step:
+                self._end_epoch()
 
     def _tell_resumed(self) -> None:
         """Once, where there is something left to be trained."""
@@ -104,7 +117,7 @@ class Loop:
             generators.restore(self.saved_generators, self.run.world.device)
             self.saved_generators = None
 
-    def _end_epoch(self, epochs: int) -> None:
+    def _end_epoch(self) -> None:
         """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
         run, state, kept, config = self.run, self.run.state, self.run.kept, self.run.config
         state.clock.settle()
@@ -125,7 +138,7 @@ class Loop:
             examples_seen=kept.samples,
             images_per_second=kept.samples / max(state.clock.trained, 1e-9),
         )  # fmt: skip
-        last, every_epoch = self.complete(epochs), config.checkpoint.every_steps == 0
+        last, every_epoch = self.complete, config.checkpoint.every_steps == 0
         if last or every_epoch or self.attempt.saver.due_by_step() or self._best_is_due() or unscored:
             self.attempt.save()
 
@@ -193,7 +206,10 @@ class Loop:
         self._resume_generators()
         try:
             while True:
-                stopped = not step.pending and run.state.cursor.step != count and self.attempt.boundary()
+                self._left_at_last_step = self._at_last_step and not step.pending and run.state.cursor.step != count
+                stopped = self._left_at_last_step or (
+                    not step.pending and run.state.cursor.step != count and self.attempt.boundary()
+                )
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
@@ -210,13 +226,13 @@ class Loop:
                 clock.between()
                 step.end_batch()
                 if length is not None:  # how many steps the script makes of a batch is known now
-                    self._plan(self.epochs_planned * length * (run.steps_done - before))
+                    self._plan(length * (run.steps_done - before))
                     length = None
         finally:
             getattr(given, "close", lambda: None)()
 
-    def _plan(self, steps: int) -> None:
-        if steps:
+    def _plan(self, steps_an_epoch: int) -> None:
+        if steps := self.steps_planned or (self.epochs_planned or 0) * steps_an_epoch:
             self.run.metrics.planned(steps)
             self.run.console.plan(steps)
 
@@ -287,9 +303,12 @@ class Loop:
         remark = run.kept.summary.get("remark")
         if self.stopped is not None:
             return Ending(EXIT_DONE, f"stopped: {self.stopped}")
-        if self.epochs_planned and not self.complete(self.epochs_planned):
-            reason = f"left after {run.state.cursor.epoch} of {self.epochs_planned} epochs: another start goes on"
-            run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
+        if (self.epochs_planned, self.steps_planned) != (None, None) and not self.complete:
+            epochs = f"{run.state.cursor.epoch} of {self.epochs_planned} epochs"
+            so_far = epochs if self.steps_planned is None else f"{run.steps_done} of {self.steps_planned} steps"
+            reason = f"left after {so_far}: another start goes on"
+            if run.world.leader:
+                run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
             return Ending(EXIT_DONE, reason)
         return Ending(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
 
