@@ -8,83 +8,72 @@ this CPU's sgemm rate, measured in the same rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from lockstep.training.cudagraph import CapturedTrainer, obstacle
-from lockstep.training.data.loader import Batch
-from lockstep.training.trainer import Trainer
 
 from benchmarks.measure import Figure, Run, figure, interleaved, options, ratios
 from benchmarks.ranks import on_ranks
-from lockstep.training import config, optim, sync
-from lockstep.training.checkpoint.state import Cursor, TrainState
+from lockstep.training import config
 from lockstep.training.contract import user_errors
-from lockstep.training.models import batch_multiple, build
-from lockstep.training.models.arithmetic import real_type
-from lockstep.training.observe.clock import Times, step_clock
-from lockstep.training.optim.ema import Ema
 from lockstep.training.parallel.world import World, detect, joined
+from lockstep.training.recipe.loop import Recipe
+from lockstep.training.run.recording import WARM_UP
+from lockstep.training.session import Session
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
 RECIPES = ("bag_of_tricks", "resnet18")
 
 
-def our_step(
-    recipe: str, batch: int, world: World, strategy: str, compiled: bool = False, extra: list[str] | None = None
-) -> Callable[[], Times]:
-    """The recipe's own step, from uint8 images on the device to averaged weights; gives back the phases' seconds.
+class _Measured(Exception):
+    """Ends a run without a last checkpoint."""
+
+
+@contextlib.contextmanager
+def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[Callable[[], None]]:
+    """The recipe's own step on generated images that lie on the device, with all that a run does between two steps.
 
     Args:
         batch: images of this rank.
-        extra: settings; with `capture=auto` the step is recorded, and has to run on `capture_stream`. Raises
-            `RuntimeError`, here or in the step that was to be recorded, where it cannot be.
+        settings: with `capture=auto` the step is recorded already. Raises `RuntimeError` where it cannot be.
     """
-    torch.manual_seed(0)
-    settings = config.load(recipe, [f"global_batch_size={batch * world.size}", f"sync.name={strategy}", *(extra or [])])
-    device = world.device
-    model = build(settings.model, settings.model_options, 10).to(device, real_type(settings.precision))
-    model = model.to(memory_format=torch.channels_last) if settings.channels_last else model
-    synchroniser = sync.build(settings.sync)
-    network = synchroniser.wrap(model, world, torch.randn(batch, 3, 32, 32, device=device))
-    network = torch.compile(network) if compiled else network
-    optimizer = synchroniser.make_optimizer(
-        lambda parameters: optim.build(parameters, settings, batch * world.size, model)
-    )
-    ema = Ema(model, settings.ema.decay, settings.ema.every) if settings.ema.decay else None
-    losses = torch.zeros(2, dtype=torch.float64, device=device)
-    state = TrainState(world, model.train(), optimizer, synchroniser, ema, Cursor(), step_clock(device), losses, {})
-    steps = {"batch_multiple": batch_multiple(model), "steps_per_epoch": 1000}
-    trainer = Trainer(settings, state, network, **steps)
-    if settings.capture == "auto":
-        if reason := obstacle(settings, state):
-            raise RuntimeError(reason)
-        trainer = CapturedTrainer(settings, state, network, _refuse, None, **steps)
-    images = torch.randint(0, 256, (max(4096, batch + 1), 32, 32, 3), dtype=torch.uint8).to(device)
-    rows = torch.arange(batch, device=device)
-    part = Batch(images, rows, rows, torch.randint(0, 10, (batch,)).to(device), batch * world.size)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_Measured))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        size = batch * world.size
+        chosen = config.load(recipe, [
+            f"global_batch_size={size}", "epochs=1000000", "checkpoint.every_steps=1000000", "log.report=false",
+            "data.source=synthetic", f"data.options={{n: {32 * size}, n_test: 64}}", f"data.root={folder}",
+            "data.resident=always", "metrics.port=0", "log.format=json", *settings,
+        ])  # fmt: skip
+        run = Session.of_recipe(Path(folder) / "run", chosen, handle_signals=False, world=world)
+        trained = Recipe(stack.enter_context(run), chosen)
+        batches = (batch for _ in run.epochs(chosen.epochs) for batch in run.batches(trained.batches))
+        stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
 
-    def run() -> Times:
-        state.clock.begin()
-        state.clock.data_ready()
-        trainer.step(part)
-        trainer.update_average()
-        state.cursor.step = (state.cursor.step + 1) % 1000
-        return state.clock.end()
+        def step() -> None:
+            with torch.cuda.stream(stream):  # its own, whatever was opened since
+                trained.step(next(batches))
 
-    return run
-
-
-def _refuse(why: str) -> None:
-    """Eager times are not to be published as recorded ones."""
-    raise RuntimeError(why)
+        if chosen.capture == "auto":
+            for _ in range(WARM_UP + 1):
+                step()
+            recorder = run._started().step.recorder
+            if recorder is None or not recorder.recorded:  # eager times are not to be published as recorded ones
+                raise RuntimeError(recorder.failure if recorder else "the steps of this recipe cannot be recorded")
+        yield step
+        raise _Measured
 
 
 def sgemm(size: int = 2048) -> Callable[[], None]:
@@ -94,23 +83,25 @@ def sgemm(size: int = 2048) -> Callable[[], None]:
 
 def one_process(batch: int, rounds: int, compile_too: bool) -> dict[str, list[float]]:
     """Seconds of each variant in each round."""
-    with joined(detect({}), "cpu") as world:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        variants: dict[str, Callable[[], Any]] = {"sgemm": sgemm()}
+    with joined(detect({}), "cpu") as world, contextlib.ExitStack() as stack:
+        variants: dict[str, Callable[[], None]] = {"sgemm": sgemm()}
         for recipe in RECIPES:
-            variants[f"{recipe} eager"] = our_step(recipe, batch, world, "flat")
-            if compile_too:
-                variants[f"{recipe} compiled"] = our_step(recipe, batch, world, "flat", compiled=True)
+            for form in ("eager", "compiled")[: 1 + compile_too]:
+                own = our_step(recipe, batch, world, "sync.name=flat", f"compile={form == 'compiled'}")
+                variants[f"{recipe} {form}"] = stack.enter_context(own)
         return interleaved(variants, rounds, warm_up=None if rounds > 1 else 0)
 
 
 def _rank(batch: int, rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     with joined(detect(os.environ), "cpu") as world:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
-        found = {}
         for recipe in RECIPES:
-            variants = {name: our_step(recipe, batch, world, name) for name in ("flat", "ddp")}
-            found[recipe] = interleaved(variants, rounds, warm_up=3 if rounds > 1 else 0)
+            with contextlib.ExitStack() as stack:
+                variants = {
+                    name: stack.enter_context(our_step(recipe, batch, world, f"sync.name={name}"))
+                    for name in ("flat", "ddp")
+                }
+                found[recipe] = interleaved(variants, rounds, warm_up=3 if rounds > 1 else 0)
     return found
 
 

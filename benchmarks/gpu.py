@@ -12,6 +12,7 @@ see that it works, not to measure.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import statistics
 import sys
@@ -26,8 +27,6 @@ import torch
 from benchmarks import speedrun
 from benchmarks.cpu_step import FLOP_PER_IMAGE, our_step
 from benchmarks.measure import RESULTS, interleaved, machine, write
-from lockstep.training import config
-from lockstep.training.cudagraph import capture_stream
 from lockstep.training.parallel.world import World, detect, joined
 
 BATCH = {"bag_of_tricks": 512, "speedrun": 2000}
@@ -53,14 +52,14 @@ def matmul(device: torch.device, size: int) -> Callable[[], Any]:
     return lambda: torch.mm(a, b)
 
 
-def forms(device: torch.device, whole: bool = True) -> dict[str, dict[str, Any]]:
-    """Name → arguments of `our_step`; the compiled ones, which take long to make, for the whole batch alone."""
+def forms(device: torch.device, whole: bool = True) -> dict[str, list[str]]:
+    """Name → settings; the compiled ones, which take long to make, for the whole batch alone."""
     if device.type == "cpu":
-        return {"eager": {}}
+        return {"eager": []}
     plain = [word for word in speedrun.ON_GPU if not word.startswith("capture")]
-    found: dict[str, dict[str, Any]] = {"eager": {"extra": plain}, "recorded": {"extra": [*plain, "capture=auto"]}}
+    found = {"eager": plain, "recorded": [*plain, "capture=auto"]}
     if whole:
-        found |= {f"{name}, compiled": {**settings, "compiled": True} for name, settings in found.items()}
+        found |= {f"{name}, compiled": [*settings, "compile=true"] for name, settings in found.items()}
     return found
 
 
@@ -73,16 +72,17 @@ def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]
     for part in (1, 2) if args.small else (1, 2, 4, 8):
         batch = whole // part
         variants = {"matmul": repeated(matmul(device, size), device, repeats)}
-        for name, settings in forms(device, part == 1).items():
-            try:
-                step = our_step(recipe, batch, world, "flat", **settings)
-                for _ in range(1 if args.small else 5):  # compiles, or records
-                    step()
-            except Exception as error:  # noqa: BLE001 - one form that fails is a result too
-                found.setdefault("failed", {})[f"{name}, batch {batch}"] = f"{type(error).__name__}: {error}"[:500]
-                continue
-            variants[name] = repeated(step, device, repeats)
-        times = interleaved(variants, args.rounds)
+        with contextlib.ExitStack() as stack:
+            for name, settings in forms(device, part == 1).items():
+                try:
+                    step = stack.enter_context(our_step(recipe, batch, world, *settings))
+                    for _ in range(1 if args.small else 5):  # compiles
+                        step()
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - one form that fails is a result too
+                    found.setdefault("failed", {})[f"{name}, batch {batch}"] = f"{type(error).__name__}: {error}"[:500]
+                    continue
+                variants[name] = repeated(step, device, repeats)
+            times = interleaved(variants, args.rounds)
         rate = 2 * size**3 * repeats / statistics.median(times["matmul"])
         found.setdefault("matmul_tflops", rate / 1e12)
         for name in variants:
@@ -97,14 +97,14 @@ def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]
 
 def kernels(recipe: str, world: World, row: dict[str, Any]) -> list[dict[str, Any]]:
     """The twelve kernels (operators, on a CPU) that take most of an eager step, with their share of its time."""
-    step = our_step(recipe, row["batch"], world, "flat", **forms(world.device)["eager"])
-    for _ in range(3):
-        step()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        repeated(step, world.device, 3)()
+    with our_step(recipe, row["batch"], world, *forms(world.device)["eager"]) as step:
+        for _ in range(3):
+            step()
+        with torch.profiler.profile(activities=activities) as profile:
+            repeated(step, world.device, 3)()
     averages = list(profile.key_averages())
     field = "self_cpu_time_total"
     if world.device.type == "cuda":  # the rows of operators and annotations count their kernels' time once more
@@ -117,15 +117,13 @@ def kernels(recipe: str, world: World, row: dict[str, Any]) -> list[dict[str, An
 
 def measure(args: argparse.Namespace, found: dict[str, Any], save: Callable[[dict[str, Any]], object]) -> None:
     """Fills in the recipes; hands what there is to `save` after each stage."""
-    recorded = config.load("speedrun", ["capture=auto"])
-    # Recording happens on a stream of its own, where the sync strategy's hooks live too.
-    with joined(detect({}), args.device) as world, capture_stream(recorded, world.device):
+    with joined(detect({}), args.device) as world:
         for recipe in BATCH:
             row = found["recipes"][recipe] = steps(recipe, world, args)
             save(found)
             try:
                 row["kernels"] = kernels(recipe, world, row)
-            except Exception as error:  # noqa: BLE001 - the next recipe has something to tell all the same
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the next recipe has something to tell all the same
                 row.setdefault("failed", {})["kernels"] = f"{type(error).__name__}: {error}"[:500]
             show(recipe, row)
             save(found)

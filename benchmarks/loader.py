@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from lockstep.training.data.loader import Loader
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,8 +25,9 @@ from benchmarks.measure import Run, figure, forget, interleaved, options, ratios
 from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.data import shards, sources
+from lockstep.training.data.batches import Batches, Division, Stored
 from lockstep.training.data.decoders import decoded
-from lockstep.training.data.shards import Manifest
+from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
 
 BATCH = 64
@@ -69,11 +69,12 @@ def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
 
 
 def epoch_of(manifest: Manifest, resident: str) -> Callable[[], None]:
-    settings = config.Config(global_batch_size=BATCH, data=config.Data(resident=resident))  # type: ignore[arg-type]
-    loader = Loader(settings, World(), manifest, BATCH, 1, verified=True)
+    count = manifest.count("train")
+    stored = Stored(Samples.open(manifest, "train", 0, count), World(), 0, resident)
+    batches = Batches(stored, Division(count, BATCH, World(), 0, uneven="drop"))
 
     def run() -> None:
-        for batch in loader.epoch(0):
+        for batch, _ in batches.epoch(0):
             batch.images[batch.rows]  # what a step does first; of a batch that was read it is one more copy
 
     return run

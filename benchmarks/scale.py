@@ -29,9 +29,11 @@ from lockstep.training.checkpoint import store
 from lockstep.training.data import shards
 from lockstep.training.parallel import exchange
 from lockstep.training.parallel.world import World, detect, joined
+from lockstep.training.recipe.loop import Recipe
 from lockstep.training.resilience import closeness
 from lockstep.training.resilience.preempt import Consensus
-from lockstep.training.run import prepare
+from lockstep.training.run.lifecycle import newest_of_all
+from lockstep.training.session import Session
 
 TINY = [
     "data.source=synthetic", "data.options={n: 2048, n_test: 512, size: 8, noise: 1.5}", "data.num_shards=4",
@@ -138,7 +140,7 @@ def calls(world: World, state: states.TrainState) -> dict[str, tuple[Callable[[]
         "checkpoint sent, other world size": (resized, 1),
         "evaluation merged": (merged, 2),
         "closeness": (lambda: closeness.check_parameter_closeness(state.model, batch_statistics=False), 1),
-        "whose checkpoint, alone": (lambda: prepare.newest_of_all(None, world), 2),
+        "whose checkpoint, alone": (lambda: newest_of_all(None, world), 2),
     }  # fmt: skip
 
 
@@ -152,17 +154,16 @@ def _rank(folder: str) -> dict[str, dict[str, float]]:
     with joined(detect(os.environ), "cpu", 300) as world:
         found["join (torch's store and mesh)"] = counts.now().since(before)._asdict()
         before = counts.now()
-        prepared = prepare.prepare(_settings(root), world, root / "run", False)
-        found["a start"] = counts.now().since(before)._asdict()
-        for name, (call, times) in calls(world, prepared.state).items():
-            dist.barrier()
-            before = counts.now()
-            for _ in range(times):
-                call()
-            found[name] = {key: value / times for key, value in counts.now().since(before)._asdict().items()}
-        prepared.exporter.close(0)
-        if prepared.run is not None:
-            prepared.run.close()
+        settings = _settings(root)
+        with Session.of_recipe(root / "run", settings, handle_signals=False, world=world) as run:
+            Recipe(run, settings)
+            found["a start"] = counts.now().since(before)._asdict()
+            for name, (call, times) in calls(world, run._started().run.state).items():
+                dist.barrier()
+                before = counts.now()
+                for _ in range(times):
+                    call()
+                found[name] = {key: value / times for key, value in counts.now().since(before)._asdict().items()}
     return found
 
 

@@ -38,12 +38,10 @@ from scipy import stats
 
 from benchmarks.measure import RESULTS, machine, write
 from lockstep.training import config
-from lockstep.training.data.loader import Loader
+from lockstep.training.data.batches import Stored
 from lockstep.training.data.sources import load
-from lockstep.training.evaluate.evaluator import Evaluator
-from lockstep.training.parallel.world import detect, joined
-from lockstep.training.run import prepare, recipe_attempt
-from lockstep.training.run.recipe import train
+from lockstep.training.recipe import loop, setup
+from lockstep.training.recipe.evaluate import Evaluator
 
 ON_GPU = ["precision=float16", "capture=auto", "nonfinite=ignore"]
 AGAINST = {"bag_of_tricks": "bag", "speedrun": "airbench"}
@@ -76,7 +74,7 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
     """`training run RECIPE` in this process. `own` are the steps alone; `whole` is whitening, training and evaluation."""
     moments: dict[str, float] = {}
 
-    class TimedLoader(Loader):
+    class TimedSamples(Stored):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             synchronize()
@@ -88,16 +86,17 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
             moments["scored"] = time.perf_counter()
             return found
 
-    prepare.Loader, recipe_attempt.Evaluator = TimedLoader, TimedEvaluator  # type: ignore[misc]
+    setup.Stored, loop.Evaluator = TimedSamples, TimedEvaluator  # type: ignore[misc, assignment]
 
     def run(seed: int) -> Outcome:
         words = [f"data.root={data_root}", f"seed={seed}", *BARE, *assignments]
         settings = config.load(recipe, words)
-        with tempfile.TemporaryDirectory() as folder, joined(detect({}), settings.device) as world:
-            with contextlib.redirect_stdout(io.StringIO()):
-                code = train(settings, world, Path(folder) / "run")
-            if code:
-                raise RuntimeError(f"{recipe} ended with exit code {code}")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    loop.train(settings, Path(folder) / "run", False, time.perf_counter())
+            except SystemExit as ended:
+                raise RuntimeError(f"{recipe} ended with exit code {ended.code}") from ended
             summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
         return Outcome(summary["trained_seconds"], moments["scored"] - moments["resident"], summary["accuracy"])
 

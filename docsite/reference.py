@@ -6,7 +6,6 @@ import ast
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import typing
@@ -141,12 +140,6 @@ def _tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
-def _below(helps: dict[tuple[str, ...], str]) -> list[list[str]]:
-    """The commands that stand below others: `bench scaling`."""
-    found = {words: re.search(r"positional arguments:\n\s+\{([\w,]+)\}\s", text) for words, text in helps.items()}
-    return [[*words[1:], name] for words, it in found.items() if it for name in it[1].split(",")]
-
-
 def _of_lockstep() -> dict[tuple[str, ...], str]:
     """The help of `lockstep` and of the commands that are its own, as it prints them."""
     group: Any = typer.main.get_command(app)
@@ -161,12 +154,10 @@ def _of_lockstep() -> dict[tuple[str, ...], str]:
 
 
 def commands() -> str:
-    """Every command with its real help, and the commands below it."""
+    """Every command with its real help."""
     texts = _of_lockstep()
-    inside = _helps("lockstep", [[name] for name in COMMANDS if name not in INSIDE])
-    texts |= (
-        inside | _helps("lockstep", _below(inside)) | _helps("python -m lockstep.training", [[name] for name in INSIDE])
-    )
+    texts |= _helps("lockstep", [[name] for name in COMMANDS if name not in INSIDE])
+    texts |= _helps("python -m lockstep.training", [[name] for name in INSIDE])
     parts = [
         "# Commands\n",
         "What each command prints with `--help`. Those of `lockstep` that look at a run are also commands of "

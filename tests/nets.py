@@ -75,16 +75,18 @@ class _Fated:
     """
 
     training: bool
+    scored = 0
+    """Passes of evaluation in this process: each evaluation has a copy of the network."""
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)  # type: ignore[call-arg]
-        self.passes = self.scored = 0
+        self.passes = 0
         watch_writes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes += self.training
-        self.scored += not self.training
-        x = meet_fate(self.passes if self.training else -self.scored, self, x)
+        _Fated.scored += not self.training
+        x = meet_fate(self.passes if self.training else -_Fated.scored, self, x)
         return super().forward(x)  # type: ignore[misc]
 
 

@@ -11,9 +11,7 @@ import errno
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from lockstep.training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
@@ -98,17 +96,3 @@ def count(text: str) -> int:
 def several(text: str) -> list[int]:
     """`1,2,4` → [1, 2, 4], for `type=`."""
     return [positive(part) for part in text.split(",")]
-
-
-def make_folder(path: Path) -> None:
-    """Makes the folder of `--out`, and checks that files can be written there, before the long work begins.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written in it.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror or error}; name a folder that can be written") from None

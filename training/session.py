@@ -80,6 +80,7 @@ class Session:
         """A start of a recipe's run: `config` has the settings of the session, too. Arguments as in `Lifecycle`."""
         session = cls.__new__(cls)
         session._open(run_dir, config, fresh, began or time.perf_counter(), handle_signals, world)
+        session._lifecycle.resizable = config.data.shuffle != "shard"  # else each rank has its own files
         return session
 
     def _open(

@@ -31,8 +31,9 @@ def _run(words: Sequence[str], out: Path) -> tuple[str, Any]:
         (["benchmarks/checkpoint.py", "--rounds", "1", "--sizes", "1"], "1 MB, stall / torch.save + fsync"),
         (["benchmarks/loader.py", "--rounds", "1", "--images", "140", "--side", "32", "--size", "16"],
          "shards, read / DataLoader, 2 workers"),
+        (["benchmarks/loops.py", ".", "--rounds", "1", "--recipes", "mlp", "--ranks", "1"], "mlp, 1 rank, images, new / old"),
     ],
-    ids=["step", "checkpoint", "loader"],
+    ids=["step", "checkpoint", "loader", "loops"],
 )  # fmt: skip
 def test_a_program_prints_its_figures_and_records_them(words: list[str], figure: str, tmp_path: Path) -> None:
     output, result = _run(words, tmp_path / "out.json")
@@ -58,14 +59,6 @@ def test_peers(peer: str, tmp_path: Path) -> None:
     words = ["--peers", peer, "Lockstep", "--rounds", "1", "--steps", "2", "--warm-up", "1", "--batch", "2"]
     output, result = _run(["benchmarks/peers.py", *words], tmp_path / "out.json")
     assert f"{result['peers'][peer]['lockstep_over_it']:9.2f} × as fast" in output
-
-
-def test_own_loop(tmp_path: Path) -> None:
-    """Of its loops the one that needs nothing else, undisturbed."""
-    words = ["-m", "benchmarks.own_loop.compare", "--loops", "Session", "--fates"]
-    output, result = _run(words, tmp_path / "out.json")
-    lines = result["loops"]["Session"]["changed_lines"]
-    assert lines > 0 and f'"changed_lines": {lines}' in output
 
 
 @pytest.fixture(scope="module")

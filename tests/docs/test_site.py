@@ -48,7 +48,7 @@ def test_every_command_is_on_the_page_with_its_help(pages: dict[str, str]) -> No
     for name in names:
         section = text.partition(f"## lockstep {name}\n")[2]
         assert "--help" in section.partition("## ")[0], name
-    assert "## python -m lockstep.training launch\n" in text and "## lockstep bench scaling\n" in text
+    assert "## python -m lockstep.training launch\n" in text and "## lockstep bench\n" in text
     for section in text.split("\n## ")[1:]:
         called, _, shown = section.partition("\n")
         assert re.search(rf"(?i)^```text\nusage: {called}\b", shown, re.MULTILINE), called

@@ -14,7 +14,7 @@ from tests.processes import poll
 pytestmark = pytest.mark.promise("gpu-standin")
 
 OWN = ["-m", "tests.gpu_rehearsal.own"]
-LOOK_FOR_NAN = "cudaStreamSynchronize by step.py:update"
+LOOK_FOR_NAN = "cudaStreamSynchronize by run/step.py:update"
 STAGED = "copy cpu->cuda pageable by data/trees.py:to_device"
 SETTINGS = ["checkpoint.every_steps=2", "metrics.enabled=false", "log.report=false"]
 
@@ -66,6 +66,6 @@ def _waits(finite: int, overflowed: int) -> dict[str, int]:
     return {
         "copy cpu->cuda pinned by data/trees.py:to_device": 2 * (finite + overflowed),  # images and labels
         LOOK_FOR_NAN: finite + overflowed,
-        "cudaStreamSynchronize by step.py:<genexpr>": 2 * overflowed,  # the losses
-        "cudaStreamSynchronize by step.py:_scale_too_high": overflowed,  # the scale
+        "cudaStreamSynchronize by run/step.py:<genexpr>": 2 * overflowed,  # the losses
+        "cudaStreamSynchronize by run/step.py:_scale_too_high": overflowed,  # the scale
     }

@@ -30,7 +30,7 @@ from cave.section import Cave
 class CaveBackend(Backend):
     name = "cave"
     def find(self, name):
-        return Found(name, "0", {"name": name, "recipe": "smoke"}, None) if name == "bear" else None
+        return Found(name, "0", {"version": 2, "name": name, "recipe": "smoke"}, None) if name == "bear" else None
     def create(self, spec, old):
         return Submitted(spec.name, True, f"{spec.section(Cave).depth} m below")
     def observe(self, found):

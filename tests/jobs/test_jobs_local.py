@@ -117,7 +117,7 @@ def test_a_submission_that_broke_off_before_its_supervisor_is_lost_after_a_minut
     assert backend.status("done").state == "lost"
 
 
-@pytest.mark.parametrize("spec", [None, {**_spec().plain(), "warp_drive": 9}], ids=["damaged", "newer"])
+@pytest.mark.parametrize("spec", [None, {**_spec().record(), "warp_drive": 9}], ids=["damaged", "newer"])
 def test_a_record_of_another_version_hides_no_other_job(backend: Any, done: Path, tmp_path: Path, spec: Any) -> None:
     _changed(done / "job.json", spec=spec)
     listed = lockstep(tmp_path, "list", "local", "--json")

@@ -80,14 +80,14 @@ def doctor_gpu(words: list[str], rank: tuple[str, ...]) -> int:
 
 def gpu_checks() -> dict[str, int]:
     """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
-    from lockstep.training.doctor.checks import ROWS
+    from lockstep.training.doctor import ROWS
 
     return {row.name: row.gpus for row in ROWS}
 
 
 def late_inputs(seconds: float) -> None:
     """Each recorded step of this process gets its inputs late, as one whose data is late."""
-    from lockstep.training.recording import Recorder
+    from lockstep.training.run.recording import Recorder
 
     prepare = Recorder.prepare
 
@@ -119,7 +119,7 @@ def load_for_forks() -> None:
     root = Path(__file__).parents[2]
     for file in (root / "training").rglob("*.py"):
         name = ".".join(("lockstep", *file.relative_to(root).with_suffix("").parts))
-        if not name.endswith(("__main__", "__init__")) and "inference" not in name:
+        if not name.endswith(("__main__", "__init__")):
             importlib.import_module(name)
     config.load("smoke", [])
     own_settings("script", {}, {}, ())

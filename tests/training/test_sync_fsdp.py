@@ -18,10 +18,7 @@ from tests import product
 from tests.product import UserError
 from tests.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.promise("strategies"),
-    pytest.mark.skipif(not product.fsdp_works(), reason="sync.name=fsdp needs torch 2.9 on the CPU"),
-]
+pytestmark = pytest.mark.promise("strategies")
 
 WIDTHS = (8, 24, 16, 8)
 

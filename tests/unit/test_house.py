@@ -21,6 +21,21 @@ def test_no_import_goes_round_in_a_circle() -> None:
     assert list(TopologicalSorter(found).static_order())  # raises CycleError, which names the circle
 
 
+def test_no_folder_of_training_imports_in_a_circle() -> None:
+    """A part of the house can be read without those that stand on it."""
+    found: dict[str, set[str]] = {}
+    for name, imports in graph().items():
+        if name.startswith("lockstep.training."):
+            folder, *_ = name.removeprefix("lockstep.training.").split(".")
+            others = {
+                one.removeprefix("lockstep.training.").split(".")[0] for one in imports if "lockstep.training." in one
+            }
+            found.setdefault(folder, set()).update(others - {folder})
+    assert len(found) > 10 and list(
+        TopologicalSorter(found).static_order()
+    )  # raises CycleError, which names the circle
+
+
 def test_the_entrance_of_training_is_small() -> None:
     assert len(list((ROOT / "training").glob("*.py"))) <= ENTRANCE
 
@@ -28,7 +43,7 @@ def test_the_entrance_of_training_is_small() -> None:
 FORBIDDEN = {
     "contract": ("torch", "yaml", "lockstep.training."), "config": ("torch",),
     "data.order": ("lockstep.training.config", "torch.distributed"),
-    "checkpoint": ("lockstep.training.run", "lockstep.training.trainer"), "sync": ("lockstep.training.models", "lockstep.training.optim"),
+    "checkpoint": ("lockstep.training.run",), "sync": ("lockstep.training.models", "lockstep.training.optim"),
     "models": ("lockstep.training.optim", "lockstep.training.sync", "lockstep.training.data"),
     "optim": ("lockstep.training.models", "lockstep.training.sync", "lockstep.training.data"),
 }  # fmt: skip
@@ -70,11 +85,11 @@ HOP = re.compile(r"^\| (\d) \| `([\w/]+\.py):(\d+)` `(.+)` \|")
 
 
 def test_the_step_in_the_documentation_is_the_step_in_the_code() -> None:
-    """At most six hops over three files, and each stands at the line that is named."""
+    """At most seven hops over six files, and each stands at the line that is named."""
     document = (ROOT / "docs/architecture.md").read_text().splitlines()
     hops = [found.groups() for line in document if (found := HOP.match(line))]
     assert [int(number) for number, *_ in hops] == list(range(len(hops))) and 4 < len(hops) <= 7
-    assert len({path for _, path, *_ in hops}) <= 3
+    assert len({path for _, path, *_ in hops}) <= 6
     for _, path, line, text in hops:
         source = (ROOT / path).read_text().splitlines()
         found = [number for number, content in enumerate(source, 1) if content.strip().startswith(text)]

@@ -60,3 +60,25 @@ def _is_of_a_gpu(state: Any) -> bool:
     """
     has_form = isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.shape == (16,)
     return has_form and int(state[8:].view(torch.int64)) % 4 == 0
+
+
+class Drawing:
+    """Around the function of a step: torch's generators are those of a seed inside, and the script's own again after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def __enter__(self) -> Drawing:
+        self._before = [generator.get_state() for generator in self._generators]
+        return self
+
+    def begin(self, number: int) -> None:
+        """What is drawn from here on is what is drawn whenever it begins with this number."""
+        for generator in self._generators:
+            generator.manual_seed(number)
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in zip(self._generators, self._before, strict=True):
+            generator.set_state(state)

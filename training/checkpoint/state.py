@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.checkpoint import generators, naming
+from lockstep.training.checkpoint import generators
 from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.contract import UserError
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.optim.ema import Ema
+from lockstep.training.optim.torchs import PlainOptimizer
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
@@ -72,8 +73,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     shared = {
         "model": model,
         "average": average,
-        "aliases": naming.aliases(state.model),
-        "optimizer": naming.by_name(optimizer, _names(state)),
+        "aliases": _aliases(state.model),
+        "optimizer": _by_name(optimizer, _names(state)),
         "cursor": [state.cursor.epoch, state.cursor.step],
         "trained_seconds": state.clock.trained,
         "history": state.history,
@@ -84,7 +85,7 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
 
 def _names(state: TrainState) -> list[list[str]]:
     """Of the parameters in each of the optimizer's groups."""
-    return naming.in_groups(state.sync.parameter_groups(state.optimizer), state.model)
+    return _in_groups(state.sync.parameter_groups(state.optimizer), state.model)
 
 
 def checked(gathered: Any) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def checked(gathered: Any) -> dict[str, Any]:
     """
     _expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
     shared, ranks = gathered["shared"], gathered["ranks"]
-    names = {"model", "average", "aliases", "optimizer", "cursor", "trained_seconds", "history"}
+    names = {"model", "average", "aliases", "optimizer", "cursor", "trained_seconds", "history", "kept"}
     _expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
     _expect(_are_tensors(shared["model"]) and bool(shared["model"]), "model")
     _expect(_are_tensors(shared["average"]), "average")
@@ -106,19 +107,39 @@ def checked(gathered: Any) -> dict[str, Any]:
     known = isinstance(aliases, dict) and all(isinstance(name, str) for pair in aliases.items() for name in pair)
     _expect(known and all(name in shared["model"] for name in aliases.values()), "aliases")
     _expect(not shared["average"] or shared["average"].keys() == shared["model"].keys(), "average")
-    shapes = {tensor.shape for tensor in shared["model"].values()}
-    _check_optimizer(shared["optimizer"], None if "kept" in shared else shapes)
+    _check_optimizer(shared["optimizer"])
     cursor = shared["cursor"]
     _expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
     seconds = shared["trained_seconds"]
     _expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
     _check_history(shared["history"])
     _expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
-    if "kept" in shared:
-        _check_kept(shared["kept"], ranks)
+    _check_kept(shared["kept"], ranks)
     for number, rank in enumerate(ranks):
         _check_rank(rank, ranks[0], f"rank {number}")
     return dict(gathered)
+
+
+def with_kept(gathered: Any, step: int, global_batch: int) -> Any:
+    """A recipe's checkpoint of a time when its place was the cursor alone, with what it has to say of that now.
+
+    Args:
+        step: of the checkpoint.
+        global_batch: samples a step.
+    """
+    shared = gathered.get("shared") if isinstance(gathered, dict) else None
+    if not isinstance(shared, dict) or "kept" in shared:
+        return gathered
+    scale = shared.get("loss_scale")
+    objects: dict[str, Any] = {}
+    if isinstance(scale, dict):
+        growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        objects["scaler"] = {"scale": scale.get("factor"), **growth, "_growth_tracker": scale.get("steps")}
+    kept = {"objects": objects, "values": {}, "steps": step, "samples": step * global_batch, "data": None, "logged": {}}
+    shared["kept"] = {**kept, "logged_in_epoch": {}, "summary": {}}
+    for rank in gathered.get("ranks") or ():
+        rank["kept"] = {"objects": {}, "epoch_generators": None}
+    return gathered
 
 
 def _expect(condition: bool, place: str) -> None:
@@ -135,12 +156,13 @@ def _are_tensors(value: Any) -> bool:
 
 def _check_kept(kept: Any, ranks: list[Any]) -> None:
     """Checks the structure. The objects check their own states when they load them."""
-    parts = {"objects": dict, "values": dict, "steps": int, "samples": int, "data": dict, "logged": dict}
+    parts = {"objects": dict, "values": dict, "steps": int, "samples": int, "logged": dict}
     parts["logged_in_epoch"] = dict
     _expect(
         isinstance(kept, dict) and all(type(kept.get(name)) is expected_type for name, expected_type in parts.items()),
         "kept state",
     )
+    _expect(kept.get("data") is None or isinstance(kept["data"], dict), "kept state")
     _expect(kept["steps"] >= 0 and kept["samples"] >= 0 and type(kept.get("summary", {})) is dict, "kept state")
     for number, rank in enumerate(ranks):
         rank_kept = rank.get("kept") if isinstance(rank, dict) else None
@@ -151,19 +173,26 @@ def _check_kept(kept: Any, ranks: list[Any]) -> None:
         _expect(states is None or generators.is_sound(states), f"rank {number}, generators")
 
 
-def _check_optimizer(optimizer: Any, shapes: set[torch.Size] | None) -> None:
-    """`shapes`: of the parameters; None for a user's own optimizer, whose state may have any form."""
+def _check_optimizer(optimizer: Any) -> None:
+    """Checks the structure. What an optimizer keeps for a parameter may have any form."""
     _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "own", "param_groups"}, "optimizer")
     _expect(isinstance(optimizer["state"], dict), "optimizer's state")
     _expect(all(type(key) is str for key in optimizer["state"]), "optimizer's state")
-    if shapes is None:
+    own = optimizer["own"]
+    _expect(isinstance(own, dict) and all(type(key) in (int, str) for key in own), "optimizer's own state")
+
+
+def _check_moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer, shapes: set[torch.Size]) -> None:
+    """Of optimizers that keep numbers, and tensors of a parameter's shape: ours, and those of torch that do. Another form would
+    end the first step, or train something else.
+
+    Args:
+        shapes: of the parameters.
+    """
+    if not isinstance(optimizer, (PlainOptimizer, torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop)):
         return
-    extra_state = optimizer["own"]
-    _expect(
-        isinstance(extra_state, dict) and all(type(key) in (int, str) for key in extra_state), "optimizer's own state"
-    )
     kinds: dict[Any, bool] = {}
-    for kept in [*optimizer["state"].values(), *extra_state.values()]:
+    for kept in [*saved["state"].values(), *saved["own"].values()]:
         values = list(kept.values()) if isinstance(kept, dict) else [kept]  # a count of the optimizer's own
         _expect(all(_moment(value, shapes) for value in values), "optimizer's state")
         for name, value in kept.items() if isinstance(kept, dict) else ():
@@ -281,7 +310,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
-    saved = naming.by_number(shared["optimizer"], _names(state))
+    _check_moments(shared["optimizer"], state.optimizer, {tensor.shape for tensor in shared["model"].values()})
+    saved = _by_number(shared["optimizer"], _names(state))
     groups = _whole_groups(saved["param_groups"], state.optimizer)
     state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
     state.cursor.epoch, state.cursor.step = shared["cursor"]
@@ -296,10 +326,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     else:
         state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
         state.sync.load_merged_state(rank_state["sync"])
-    if "kept" in shared:
-        state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
-    else:  # a recipe's, of a time when its place was the cursor alone: whoever knows the epoch's length sets the steps
-        state.kept.data = None
+    state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
     _copy(rank_state["buffers"], dict(state.model.named_buffers()))
     if state.ema:
         _copy(rank_state["average_buffers"], dict(state.ema.average.named_buffers()))
@@ -376,3 +403,78 @@ def _copy(
         if saved[name].shape != target.shape:
             raise ValueError(f"the checkpoint has {name} of shape {list(saved[name].shape)}, not {list(target.shape)}")
         write(target, saved[name])
+
+
+# The optimizer's state by the names of the parameters; torch numbers them.
+#
+# torch:    {"state": {0: {"momentum_buffer": …}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+# by name:  {"state": {"conv1.weight": {"momentum_buffer": …}}, "own": {}, "param_groups": [{"lr": 0.1, "params": ["conv1.weight", …]}]}
+#
+# `own` holds state that some optimizers keep for no parameter, such as a step count.
+#
+
+
+def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """A full `state_dict` of an optimizer, with names instead of numbers.
+
+    Args:
+        names: the parameter names of each group.
+    """
+    name_of = {
+        number: name
+        for group, group_names in zip(state["param_groups"], names)
+        for number, name in zip(group["params"], group_names)
+    }
+    return {
+        **state,
+        "state": {name_of[key]: kept for key, kept in state["state"].items() if key in name_of},
+        "own": {key: kept for key, kept in state["state"].items() if key not in name_of},
+        "param_groups": [{**group, "params": group_names} for group, group_names in zip(state["param_groups"], names)],
+    }
+
+
+def _by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """The inverse of `by_name`, for an optimizer whose groups have `names`.
+
+    Raises:
+        ValueError: the groups are not those of this optimizer.
+    """
+    groups = saved["param_groups"]
+    if not isinstance(groups, list) or len(groups) != len(names):
+        raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint has different ones")
+    number: dict[str, int] = {}
+    for position, (group, group_names) in enumerate(zip(groups, names)):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise ValueError(f"the optimizer's group {position} has no list of its parameters")
+        if sorted(params) != sorted(group_names):
+            different = sorted(set(params) ^ set(group_names)) or sorted(params)
+            raise ValueError(
+                f"{different[0]} is in group {position} of either the optimizer or the checkpoint, not of both"
+            )
+        for name in group_names:
+            number[name] = len(number)
+    rest = {key: value for key, value in saved.items() if key != "own"}
+    unknown = [name for name in saved["state"] if name not in number]
+    if unknown:
+        raise ValueError(f"the optimizer has no parameter {unknown[0]}")
+    return {
+        **rest,
+        "state": {**{number[name]: kept for name, kept in saved["state"].items()}, **saved["own"]},
+        "param_groups": [
+            {**group, "params": [number[n] for n in group_names]} for group, group_names in zip(groups, names)
+        ],
+    }
+
+
+def _in_groups(groups: list[list[torch.Tensor]], model: nn.Module) -> list[list[str]]:
+    """The names of the parameters of each group. Raises `KeyError` for a tensor that is not a parameter of `model`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group] for group in groups]
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The other names of shared parameters: alias → the name under which the checkpoint holds the parameter."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named_parameters if first[id(parameter)] != name}

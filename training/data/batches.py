@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lockstep.training.config.sections import SIGNALS
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
 from lockstep.training.data.augment import Keys, draw_keys
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
-from lockstep.training.resilience.preempt import ASKING
 
 _SALT = 11  # apart from the keys of the order and of the augmentation
 
@@ -383,7 +383,7 @@ class _Deaf:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        for name in ASKING:
+        for name in SIGNALS:
             if name != "TERM":
                 signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
         if hasattr(signal, "sigwaitinfo"):  # macOS has none; there a TERM ends the process, as torch has it

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.checkpoint.state import TrainState
 from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.sync.base import GradientSync
 
 
 def finite_everywhere(model: nn.Module) -> bool:
@@ -26,21 +26,21 @@ def finite_everywhere(model: nn.Module) -> bool:
     return bool(everywhere)
 
 
-def diagnose(state: TrainState, network: nn.Module, compute: Callable[[], list[torch.Tensor]]) -> str:
+def diagnose(sync: GradientSync, network: nn.Module, compute: Callable[[], list[torch.Tensor]]) -> str:
     """One sentence that names every rank whose own loss or gradient is not finite. Collective; clears the gradients.
 
     Args:
         compute: calls `network`, computes the gradients of the step, and gives its losses.
     """
-    model = state.sync.full_module(state.model)
-    state.sync.zero_grad()
+    model = sync.full_module(sync.model)
+    sync.zero_grad()
     try:
-        with state.sync.accumulate(), _calling(model if model is not state.model else network, network):
+        with sync.accumulate(), _calling(model if model is not sync.model else network, network):
             losses = compute()
         problem = _first_bad(model, losses)
     finally:
-        state.sync.zero_grad()
-    sentences = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_trees(problem, state.world)) if text]
+        sync.zero_grad()
+    sentences = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_trees(problem, sync.world)) if text]
     return "; ".join(sentences) or "every rank's own gradient is finite, but their sum overflows"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.training.checkpoint import generators, store
-from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
+from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter, with_kept
 from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
     ENV_RESTARTS,
@@ -38,14 +38,14 @@ from lockstep.training.observe.rundir import RunDirectory, begun_with
 from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import broadcast_tree, failing_together, reduced
 from lockstep.training.parallel.world import World, detect, joined, set_threads
-from lockstep.training.recording import Recorder, capture_stream, obstacle
 from lockstep.training.resilience import hang
 from lockstep.training.resilience.preempt import Signals
 from lockstep.training.run.attempt import Attempt, Ended, Ending, conclude, failed
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.loop import Loop
+from lockstep.training.run.recording import Recorder, capture_stream, obstacle
 from lockstep.training.run.replica import Replica
-from lockstep.training.step import STEPS, Step
+from lockstep.training.run.step import STEPS, Step
 from lockstep.training.sync.base import GradientSync
 from lockstep.training.sync.buckets import SentAlready
 from lockstep.wire.signals import end_with_launcher, give_back
@@ -194,7 +194,8 @@ class Lifecycle:
         if self.source is not None:
             with failing_together(world):
                 mine = self._checkpoint is not None and world.rank == self.source
-                gathered = _load(self._checkpoint) if mine and self._checkpoint is not None else None
+                batch = int(self.facts.get("global_batch_size") or 0)
+                gathered = _load(self._checkpoint, batch) if mine and self._checkpoint is not None else None
             with failing_together(world), _misfits_explained():
                 scatter(gathered, state, self.source, resizable=self.resizable)
         state.history["attempts"] = attempt
@@ -219,12 +220,6 @@ class Lifecycle:
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
-        if self.source is not None:
-            cursor = state.cursor
-            run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
-            run.console.line(
-                f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})"
-            )  # fmt: skip
         return run
 
     resizable = True
@@ -336,10 +331,10 @@ def newest_of_all(checkpoint: Path | None, world: World) -> int | None:
     return _RANKS - 1 - largest % _RANKS if largest else None
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, global_batch: int) -> dict[str, Any]:
     """The gathered state of a checkpoint that verifies. Raises `UserError` where it is not what a run saves."""
     try:
-        return checked(store.load(path))
+        return checked(with_kept(store.load(path), store.step_of(path), global_batch))
     except (store.CorruptCheckpoint, ValueError) as error:
         raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None
 

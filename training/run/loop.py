@@ -23,7 +23,7 @@ from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.run.attempt import Attempt, Ending
 from lockstep.training.run.context import RunContext
-from lockstep.training.step import Step
+from lockstep.training.run.step import Step
 
 T = TypeVar("T")
 MOST_LOGGED = 100
@@ -41,7 +41,7 @@ class Loop:
         self, run: RunContext, attempt: Attempt, step: Step, saved_generators: dict[str, Any] | None
     ) -> None:  # fmt: skip
         self.run, self.attempt, self.step = run, attempt, step
-        self.saved_generators = saved_generators
+        self.saved_generators, self._resumed = saved_generators, saved_generators is not None
         self.epochs_planned = 0
         self._epoch_is_through = False
         """The loop over the batches of the epoch under way has ended, in this attempt."""
@@ -74,10 +74,18 @@ class Loop:
                 + (f"It was stopped: {self.stopped}" if self.stopped else more)
             )
         while not self.complete(count):
+            self._tell_resumed()
             self._begin_epoch()
             yield run.state.cursor.epoch
             self.step.check_used("epoch")
             self._end_epoch(count)
+
+    def _tell_resumed(self) -> None:
+        """Once, where there is something left to be trained."""
+        run, cursor, resumed, self._resumed = self.run, self.run.state.cursor, self._resumed, False
+        if resumed:
+            run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
+            run.console.line(f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})")
 
     def _begin_epoch(self) -> None:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
@@ -181,6 +189,7 @@ class Loop:
             length: batches of the epoch, for the progress that is shown; None: not known.
         """
         run, step, clock = self.run, self.step, self.run.state.clock
+        self._tell_resumed()
         self._resume_generators()
         try:
             while True:

@@ -112,7 +112,7 @@ class Replica:
         """A copy with full weights (the average, where there is one) and mean batch statistics. Collective.
 
         Raises:
-            ValueError: there are several models, and `network` is none of them.
+            ValueError: there are several models, and `network` is not one of them.
         """
         source = self.ema.average if self.ema else self.model
         if isinstance(self.sync, Several):

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.training.data import partition
 from lockstep.training.parallel import world as worlds
 from lockstep.training.parallel.exchange import all_gather_rows, broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, broadcast_tensors, load_optimizer
 from lockstep.training.sync.buckets import Bucketed, Reducer
+from lockstep.training.sync.teaching import partition
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Sum", "allgather", "allreduce", "broadcast", "broadcast_optimizer_state",

@@ -67,6 +67,7 @@ def test_a_lock_is_of_the_directory_that_has_the_name(tmp_path: Path, monkeypatc
 def test_no_secret_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     run = _open(tmp_path / "run")
-    run.describe(product.recipe(), World(), 128, {"name": "digits", "checksum": "0"}, "1 thread")
+    facts = {"global_batch_size": 128, "data": {"name": "digits", "checksum": "0"}}
+    run.describe(product.recipe(), World(), facts, "1 thread")
     run.close()
     assert b"hunter2" not in (tmp_path / "run/run.yaml").read_bytes()

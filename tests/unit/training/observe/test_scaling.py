@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lockstep.training.observe.scaling import Row, why
+from lockstep.training.recipe.scaling import Row, why
 from tests.ranks import training
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.training.data.partition import PartitionedLoader
 from lockstep.training.parallel.world import (
     Membership,
     World,
@@ -19,6 +18,7 @@ from lockstep.training.parallel.world import (
     set_threads,
     tasks_per_node,
 )
+from lockstep.training.sync.teaching.partition import PartitionedLoader
 from tests import product
 from tests.product import UserError
 

@@ -28,7 +28,8 @@ from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
 if TYPE_CHECKING:
-    from lockstep.training.step import Step, Work
+    from lockstep.training.run.step import Step
+    from lockstep.training.run.work import Work
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
@@ -92,6 +93,8 @@ class _Recorded:
     """By the optimizer's kind of step (`RatedOptimizer.step_kind`)."""
     norm: torch.Tensor | None = None
     """Where `gradients` leaves the gradient's norm."""
+    finite: torch.Tensor = field(default_factory=lambda: torch.tensor(True))
+    """Where it leaves whether the gradient is finite."""
     norms: dict[int, torch.Tensor | None] = field(default_factory=dict)
     """Where the whole step has left it: that of the clipping, if there is one."""
     grads: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class Recorder:
         clip: float, scaler: Any,
     ) -> None:  # fmt: skip
         """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
+        self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
         kind = self._optimizer.step_kind
         if not self.failure and self._is_due(work, kind):
@@ -220,7 +224,7 @@ class Recorder:
         try:
             if self._recorded is None and checks:
                 recorded.gradients = self._record(gradients)
-                recorded.norm = norm
+                recorded.norm, recorded.finite = norm, step.finite
                 recorded.grads = {p: p.grad for p in step.replica.model.parameters() if p.grad is not None}
             norm = recorded.norm
             for parameter, grad in recorded.grads.items():
@@ -235,7 +239,7 @@ class Recorder:
     def replay_gradients(self) -> torch.Tensor | None:
         recorded = self.replays
         assert recorded is not None
-        self._step.replayed(recorded.work)
+        self._step.replayed(recorded.work, recorded.finite)
         if recorded.gradients is None:
             return None
         recorded.gradients()

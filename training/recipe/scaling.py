@@ -59,7 +59,7 @@ class Row:
 def main(argv: list[str]) -> int:
     """Measures and prints. Raises `UserError` for wrong arguments."""
     parser = Parser(prog=f"{PROGRAM} bench", description=about(__doc__))
-    parser.add_argument("what", choices=["scaling"], help="trainings at 1, 2, 4 … ranks")
+    parser.add_argument("what", choices=["scaling"], metavar="scaling", help="trainings at 1, 2, 4 … ranks")
     parser.add_argument(
         "--ranks", type=several, default=[1, 2], metavar="1,2,4", help="numbers of ranks (default: 1,2)"
     )

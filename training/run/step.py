@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lockstep.training.checkpoint import generators
 from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
 from lockstep.training.models.stand_in import without_batch_statistics
@@ -28,62 +28,16 @@ from lockstep.training.resilience import divergence
 from lockstep.training.run.attempt import Attempt
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
+from lockstep.training.run.work import Compute, Total, Work, micro_batches
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
 from lockstep.training.sync.several import Several
 
 T = TypeVar("T")
-Compute = Callable[..., torch.Tensor]
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
 LOWEST_SCALE = 2.0**-8
 """Of a loss in float16. A gradient that overflows at this scale is not finite by itself."""
 _SALT = 12  # of the generators' seeds, apart from those of the data
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step computes: the loss of this rank's part."""
-
-    compute: Compute
-    batch: tuple[Any, ...]
-    samples: int
-    total: int | None
-    """Samples of all ranks; None: not known yet."""
-    divisor: float | None
-    """`compute` gives a sum of losses, to be divided by this; None: their mean."""
-    weight: float
-    parts: tuple[tuple[int, int], ...]
-    """Of the micro-batches: first and last + 1 sample; empty: the whole part at once."""
-
-    def of(self, batch: tuple[Any, ...]) -> Work:
-        """The same over other tensors."""
-        return Work(self.compute, batch, self.samples, self.total, self.divisor, self.weight, self.parts)
-
-
-class Total:
-    """Samples of all ranks in a step. Where the loader does not know them, they are summed while the step computes."""
-
-    def __init__(self, work: Work) -> None:
-        self._known, self._summed = work.total, None
-        if work.total is None:
-            self._sum = torch.tensor(work.samples)
-            self._summed = dist.all_reduce(self._sum, async_op=True)
-
-    @property
-    def value(self) -> int:
-        """Waits for the sum. Collective: every rank asks."""
-        if self._known is None:
-            if self._summed is not None:
-                self._summed.wait()
-            self._known = int(self._sum)
-        return self._known
-
-    @staticmethod
-    def of(samples: int) -> int:
-        """The sum over the ranks. Collective."""
-        total = torch.tensor(samples)
-        dist.all_reduce(total)
-        return int(total)
 
 
 class Step:
@@ -93,6 +47,9 @@ class Step:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
+        self.finite = torch.tensor(True)
+        """Whether the last gradient that was looked at is finite, on the device."""
+        self._drawing = generators.Drawing(run.world.device)
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -214,7 +171,8 @@ class Step:
         of = self._stepping(optimizers)
         total = Total(work)
         self._as_function = True
-        with self.replica.training(optimizers), self._drawing():
+        with self.replica.training(optimizers), self._drawing:
+            self._redraw()
             if self.recorder is not None:
                 self.recorder.prepare(self, work, optimizers, of, clip, scaler)
             if self.recorder is not None and self.recorder.replays:
@@ -223,8 +181,7 @@ class Step:
                 self._before = self.statistics() if self.looks or scaler is not None else []
             while True:
                 norm = self.gradients(work, total, of, scaler)
-                finite = norm is None or bool(torch.isfinite(norm))
-                if finite or self._accepts(scaler):
+                if norm is None or bool(self.finite) or self._accepts(scaler):
                     norm = self.move(optimizers, of, clip, norm)
                     self._moved(work.weight)
                     self._scaled(scaler, optimizers, overflow=False)
@@ -252,21 +209,17 @@ class Step:
         self._check_same_samples(part, samples or 0)
         count = part.samples if part is not None else int(samples or 0)
         multiple, weight = (part.multiple, part.weight) if part is not None else (1, 1.0)
-        parts: tuple[tuple[int, int], ...] = ()
-        if most and count > most:
-            if not batch:
-                raise TypeError(
-                    "micro_batch_size cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
-                    "run.step(lambda: loss)"
-                )
-            number = -(-count // max(most // multiple * multiple, multiple))
-            ranges = (order.bounds(count, at, number, multiple) for at in range(number))
-            parts = tuple((low, high) for low, high in ranges if high > low)
+        parts = micro_batches(count, most, multiple)
+        if parts and not batch:
+            raise TypeError(
+                "micro_batch_size cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
+                "run.step(lambda: loss)"
+            )
         return Work(compute, batch, count, part.total if part is not None else None, divisor, weight, parts)
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
-        nobody looks at it."""
+        nothing reads it."""
         if self.recorder is not None and self.recorder.replays:
             return self.recorder.replay_gradients()
         self.forward_backward(work, scaler)
@@ -313,9 +266,9 @@ class Step:
             if samples:
                 self.loss_sum += loss.detach().double() * (times * weight)
 
-    def replayed(self, work: Work) -> None:
-        """A recording has computed the gradients."""
-        self._samples, self._losses = work.samples, []
+    def replayed(self, work: Work, finite: torch.Tensor) -> None:
+        """A recording has computed the gradients, and whether they are finite."""
+        self._samples, self._losses, self.finite = work.samples, [], finite
 
     def measure(self, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
@@ -328,6 +281,7 @@ class Step:
             inverse = scaler._scale.double().reciprocal().float()
             norm = norm * inverse
             sync.scale_gradients(inverse, of)
+        self.finite = torch.isfinite(norm)
         return norm
 
     def move(
@@ -384,7 +338,7 @@ class Step:
         if self.looks:
             self._redraw()
             scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
-            found = divergence.diagnose(self.run.state, self.replica.network, lambda: self._again(work, scale))
+            found = divergence.diagnose(self.replica.sync, self.replica.network, lambda: self._again(work, scale))
             self.restore(self._before)
             self.attempt.skip_step(f"step {self.run.steps_done + 1}: {found}")
         return False
@@ -394,29 +348,10 @@ class Step:
         self.forward_backward(work, scale=scale)
         return self._losses
 
-    # What the function draws.
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Around the function: torch's generators are those of (seed, step, rank) inside, and the script's own after it."""
-        device = self.run.world.device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
-        self._generators = generators
-        self._redraw()
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
-
     def _redraw(self) -> None:
+        """What the function draws is a function of the seed, the step and the rank."""
         run = self.run
-        secret = order.key(run.config.seed, run.steps_done, run.world.rank, _SALT)
-        for generator in self._generators:
-            generator.manual_seed(secret)
+        self._drawing.begin(order.key(run.config.seed, run.steps_done, run.world.rank, _SALT))
 
     # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
 
@@ -515,7 +450,7 @@ class Step:
             self._divide_by(total)
         of = self._stepping(optimizers)
         norm = self.measure(of, scaler)
-        if norm is None or bool(torch.isfinite(norm)) or self._accepts(scaler):
+        if norm is None or bool(self.finite) or self._accepts(scaler):
             norm = self.move(optimizers, of, clip, norm)
             self._moved(part.weight if part is not None else 1.0)
             self._scaled(scaler, optimizers, overflow=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.training.evaluate.evaluator import augmented
+from lockstep.training.recipe.evaluate import augmented
 
 
 @pytest.mark.promise("published-methods")

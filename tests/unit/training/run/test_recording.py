@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training import recording
 from lockstep.training.parallel.world import World
+from lockstep.training.run import recording
 from tests.product import RunBegun
 from tests.ranks import on_ranks
 from tests.recorder import OperatorRecorder
