@@ -1,0 +1,115 @@
+"""Scripts as people write them, `examples/NAME_plain.py`, and the same on a Session, `examples/NAME.py`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.own.job import leaves, newest
+from tests.processes import ROOT, Result
+from tests.warm.gang import running
+
+EXAMPLES = ROOT / "examples"
+CODE = """
+import json, os, re, signal, sys
+from lockstep import Session
+path, constants, fate = sys.argv[1:]
+with open(path, encoding="utf-8") as file:
+    source = file.read()
+for name, value in json.loads(constants).items():  # as in `EPOCHS, BATCH = 20, 64`
+    for line in re.findall(rf"^(?:[A-Z]+, )*{name}\\b.* = .*$", source, re.M):
+        names, values = (part.split(", ") for part in line.split(" = "))
+        values[names.index(name)] = str(value)
+        source = source.replace(line, f"{', '.join(names)} = {', '.join(values)}")
+source = source.replace(", 160)", ", 32)").replace(", 50)", ", 9)")  # images of each shape
+step = Session.step
+def fated(run, *args, **named):
+    if f"{run.rank}:{run.steps}" == fate:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(run, *args, **named)
+Session.step = fated
+exec(compile(source, path, "exec"), {"__name__": "__main__", "__file__": path})
+"""
+SMALL = {
+    "gpt": {"STEPS": 12, "EVERY": 4, "WARM_UP": 3, "CONTEXT": 16, "WIDTH": 16, "LAYERS": 1},
+    "folders": {"EPOCHS": 5, "PATIENCE": 1, "BATCH": 16},
+    "gan": {"EPOCHS": 2, "BATCH": 256, "WIDTH": 8},
+}
+"""What makes them short."""
+
+
+def start(name: str, folder: Path, ranks: int, *settings: str, fate: str = "", **changed: float) -> Result:
+    """One start in `folder`, with short constants; `fate` is RANK:STEP before which that rank is killed."""
+    folder.mkdir(exist_ok=True)
+    constants = json.dumps({**SMALL.get(name.removesuffix("_plain"), {}), **changed})
+    words = ["-c", CODE, str(EXAMPLES / f"{name}.py"), constants, fate]
+    options = {"run_dir": str(folder / "run"), "settings": ["checkpoint.every_steps=2", *settings]}
+    env = {"LOCKSTEP_THREADS": "1", "LOCKSTEP_SESSION": json.dumps(options), "PYTHONPATH": str(ROOT)}
+    with running([words] * ranks, env, cwd=folder) as started:
+        return started.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("plain", "session", "most"),
+    [("plain", "own_loop", 15), *((f"{name}_plain", name, 30) for name in ("gpt", "folders", "gan"))],
+)
+def test_few_lines_differ_from_the_script_for_one_process(plain: str, session: str, most: int) -> None:
+    before, after = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in (plain, session))
+    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+    assert 10 < len(changed) <= most, "\n".join(changed)
+
+
+def test_the_smallest_one_learns_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    reached = {}
+    for ranks in (1, 2):
+        done = start("own_loop", tmp_path / str(ranks), ranks, "checkpoint.every_steps=0")
+        assert done.code == 0, done.output
+        reached[ranks] = json.loads((tmp_path / str(ranks) / "run/summary.json").read_text())["logged"]
+    assert reached[1]["test_loss"] == pytest.approx(reached[2]["test_loss"], rel=1e-3) and reached[1]["accuracy"] > 0.85
+
+
+@pytest.mark.promise("kill-resume", "session-same")
+@pytest.mark.parametrize(
+    ("name", "sync", "fate"),
+    [("gpt", "flat", "1:7"), ("folders", "flat", "0:9"), ("gan", "flat", "1:9"), ("gan", "ddp", "1:5")],
+)
+def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
+    tmp_path: Path, name: str, sync: str, fate: str
+) -> None:
+    """Of two models one has stepped on its batch when the kill comes, and the other has not."""
+    ends = []
+    for folder in (tmp_path / "undisturbed", tmp_path / "killed"):
+        if folder.name == "killed":
+            killed = start(name, folder, 2, f"sync.name={sync}", fate=fate)
+            assert killed.code not in (0, 2), killed.output
+        done = start(name, folder, 2, f"sync.name={sync}")
+        assert done.code == 0 and ("Resuming at step" in done.output) == (folder.name == "killed"), done.output
+        ends.append(leaves(newest(folder / "run")))
+    one, other = ends
+    assert one.keys() == other.keys() and len(one) > 600, "Python's generator alone has 625 numbers"
+    assert [place for place, leaf in one.items() if not torch.equal(leaf, other[place])] == []
+    if name == "folders":
+        reason = json.loads((tmp_path / "killed/run/status.json").read_text())["reason"]
+        assert reason == "stopped: no better for 1 epochs"
+        assert len(torch.load(tmp_path / "killed/run/files/predictions.pt")) == 27
+
+
+@pytest.mark.promise("session-same")
+def test_alone_it_trains_what_the_script_for_one_process_trains(tmp_path: Path) -> None:
+    """Without dropout, which a step draws from generators of its own."""
+    plain, *sessions = (
+        start(name, tmp_path / f"{name}-{ranks}", ranks, DROPOUT=0.0)
+        for name, ranks in (("gpt_plain", 1), ("gpt", 1), ("gpt", 2))
+    )
+    assert plain.code == 0, plain.output
+    losses = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", plain.output)]
+    assert len(losses) == 3 and losses[2] < losses[0] - 0.1, losses
+    for session in sessions:
+        assert session.code == 0, session.output
+        found = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", session.output)]
+        assert found == pytest.approx(losses, abs=2e-4), session.output
