@@ -50,7 +50,7 @@ def _calling(model: nn.Module, network: nn.Module) -> Iterator[None]:
     if model is network:
         yield
         return
-    network._compiled_call_impl = model  # what `Module.compile` sets: `__call__` goes there, past all hooks
+    network._compiled_call_impl = model.__call__  # what `Module.compile` sets: calls go there, past all hooks
     try:
         yield
     finally:
