@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,35 @@ def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
     assert done.code == 1 and "a gradient is not finite, though every loss is" in done.output, done.output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["code"] == 1 and 20 < status["step"] < 30, status
+
+
+FUNCTION = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+DATA = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3)
+with Session(sys.argv[1], "nonfinite=skip") as run:
+    model = run.replicate(torch.nn.Linear(4, 3))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    run.keep(scaler=scaler)
+    def loss(x, y):
+        with torch.autocast("cpu", torch.float16):
+            good = F.cross_entropy(model(x).float(), y)
+        return good + (model.bias.sum() * 0).sqrt() if run.rank == 1 and run.steps == 2 else good  # its gradient is NaN
+    for _ in run.epochs(1):
+        for x, y in run.batches(DATA, 8):
+            run.step(loss, x, y, scaler=scaler)
+            run.print(f"step {run.steps}: scale {scaler.get_scale()}, loss {run.loss()}")
+"""
+
+
+def test_a_function_loses_no_step_to_an_overflow_and_no_scale_to_a_nan(tmp_path: Path) -> None:
+    done = script(2, FUNCTION, tmp_path / "run")
+    assert done.code == 0 and done.output.count("left out step 3: rank 1: gradient of bias is not finite") == 2, (
+        done.output
+    )
+    scales = [float(scale) for scale in re.findall(r"step \d: scale (\S+),", done.output)]
+    assert 2.0**30 > scales[0] >= scales[1] > 2.0 and scales[1] == scales[2] == scales[3], done.output
+    assert [loss == "None" for loss in re.findall(r", loss (\S+)", done.output)] == [False, False, True, False], (
+        done.output
+    )

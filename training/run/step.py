@@ -179,6 +179,7 @@ class Step:
                 self._before = self.recorder.before
             else:
                 self._before = self.statistics() if self.looks or scaler is not None else []
+            scale = None
             while True:
                 norm = self.gradients(work, total, of, scaler)
                 if norm is None or bool(self.finite) or self._accepts(scaler):
@@ -186,8 +187,9 @@ class Step:
                     self._moved(work.weight)
                     self._scaled(scaler, optimizers, overflow=False)
                     break
+                scale = scale or (None if scaler is None else scaler.get_scale())
                 if not self._mended(work, optimizers, scaler):
-                    self._scaled(scaler, optimizers, overflow=None)
+                    self._scaled(scaler, optimizers, overflow=None, kept=scale)
                     break
                 self._redraw()
             self.replica.sync.zero_grad()
@@ -310,8 +312,10 @@ class Step:
         losses[0] += self.loss_sum
         losses[1] += self._weighed
 
-    def _scaled(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool | None) -> None:
-        """The scaler makes of the step's overflow what it does; None: its scale is kept, since it was not the cause."""
+    def _scaled(
+        self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool | None, kept: float | None = None
+    ) -> None:  # fmt: skip
+        """The scaler makes of the step's overflow what it does; None: its scale, which was not the cause, becomes `kept`, or stays."""
         if scaler is None:
             return
         sync, before = self.replica.sync, None
@@ -320,7 +324,7 @@ class Step:
         for optimizer in optimizers:
             found = torch.full((), float(bool(overflow)), device=self.run.world.device)
             scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
-        scaler.update(before if overflow is None else None)
+        scaler.update((kept or before) if overflow is None else None)
         if sync.remembers and (after := scaler.get_scale()) != before:
             sync.gradients_rescaled(after / before)
 
