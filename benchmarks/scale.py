@@ -155,7 +155,7 @@ def _rank(folder: str) -> dict[str, dict[str, float]]:
         found["join (torch's store and mesh)"] = counts.now().since(before)._asdict()
         before = counts.now()
         settings = _settings(root)
-        with Session.of_recipe(root / "run", settings, handle_signals=False, world=world) as run:
+        with Session._of_recipe(root / "run", settings, handle_signals=False, world=world) as run:
             Recipe(run, settings)
             found["a start"] = counts.now().since(before)._asdict()
             for name, (call, times) in calls(world, run._started().run.state).items():

@@ -73,7 +73,7 @@ class Session:
         self._lifecycle.names_folder = bool(job.run_dir)
 
     @classmethod
-    def of_recipe(
+    def _of_recipe(
         cls, run_dir: Path, config: Config, *, fresh: bool | str = False, began: float | None = None,
         handle_signals: bool = True, world: World | None = None,
     ) -> Session:  # fmt: skip
@@ -143,15 +143,18 @@ class Session:
         """Whether there is a checkpoint, which this start resumes from.
 
         Examples:
-            >>> if not run.resumed:
-            ...     net.load_state_dict(torch.load("pretrained.pth"))  # before replicate(): rank 0's weights count
+            >>> net = Net() if run.resumed else pretrained()  # before replicate(): rank 0's weights count
         """
         return self._lifecycle.source is not None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What run.yaml says of the run besides its settings, `global_batch_size` and `data`: those of the first start, where it is
-        resumed. Change it before `keep()`."""
+        resumed. Change it before `keep()`.
+
+        Examples:
+            >>> run.facts["data"] = "digits, 1,797 images"
+        """
         return self._lifecycle.facts
 
     def replicate(self, model: nn.Module, example: Any = None, name: str = "model") -> nn.Module:
@@ -259,8 +262,8 @@ class Session:
         """How many `samples` this rank's part of the batch under way has, and the global batch in `total`. None: that is not known.
 
         Examples:
-            >>> run.batch.total  # of run.batches(dataset, 512)
-            512
+            >>> for x, y in run.batches(dataset, 512):
+            ...     run.step(lambda x, y: F.cross_entropy(model(x), y, reduction="sum"), x, y, divisor=run.batch.total)
         """
         return self._started().step.part
 
@@ -276,18 +279,32 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, evaluation and saving excluded, over all starts. Waits for the device."""
+        """Seconds of training so far, evaluation and saving excluded, over all starts. Waits for the device.
+
+        Examples:
+            >>> run.log(minutes=run.seconds / 60)
+        """
         clock = self._started().run.state.clock
         clock.settle()
         return clock.trained
 
     @property
     def history(self) -> Mapping[str, Any]:
-        """The last of what was measured: `train_loss` of the last whole epoch, `accuracy`, `test_loss`, and the best of them."""
+        """The last of what was measured: `train_loss` of the last whole epoch, `accuracy`, `test_loss`, and the best of them.
+
+        Examples:
+            >>> loss = run.history.get("train_loss")
+        """
         return self._started().run.state.history
 
     def loss(self) -> float | None:
-        """The mean loss of the last step over the samples of all ranks; None where it was left out. Collective."""
+        """The mean loss of the last step over the samples of all ranks; None where it was left out. Collective.
+
+        Examples:
+            >>> for x, y in run.batches(dataset, 512):
+            ...     run.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            >>> run.log(loss=run.loss())
+        """
         return self._started().step.last_loss()
 
     @property
@@ -305,11 +322,21 @@ class Session:
 
         Args:
             reason: for status.json, such as "no better for 5 epochs".
+
+        Examples:
+            >>> for x, y in run.batches(dataset, 512):
+            ...     run.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            ...     if run.steps > 20:
+            ...         run.stop("20 steps are enough")
         """
         self._started().stop(reason)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Appends a line to events.jsonl in the run directory (rank 0)."""
+        """Appends a line to events.jsonl in the run directory (rank 0).
+
+        Examples:
+            >>> run.event("unfrozen", layer="head")
+        """
         self._started().run.event(kind, **values)
 
     def epochs(self, count: int | None = None, *, steps: int | None = None) -> Iterator[int]:

@@ -22,6 +22,7 @@ dataset = torch.utils.data.TensorDataset(torch.randn(1100, 4), torch.randint(0, 
 scope = {
     "torch": torch, "F": F, "Session": Session, "Net": lambda: torch.nn.Linear(4, 3), "dataset": dataset,
     "loader": Loader(zip(*(column.split(220) for column in dataset.tensors))), "evaluate": evaluate,
+    "pretrained": lambda: torch.nn.Linear(4, 3), "predictions": torch.ones(3), "mine": torch.ones(3),
 }
 CHEAP = ("checkpoint.every_steps=1000", "log.report=false")
 printed = []
@@ -40,16 +41,18 @@ def show(name):
 
 public = [name for name in vars(Session) if not name.startswith("_")]
 before, after = public[:public.index("keep_of_rank")], public[public.index("epochs") + 1:]
+within = ("batch", "loss")  # a loop over the batches of an epoch
+between = [name for name in public[public.index("values"):public.index("epochs") + 1] if name not in (*within, "stop")]
 show("Session")
 with Session("runs/of-rank", *CHEAP, config={"lr": 0.1}) as scope["run"]:
     for name in ("replicate", "optimizer", "keep_of_rank"):
         show(name)
 with Session("runs/examples", "config.lr=0.1", *CHEAP, config={"lr": 0.01}) as run:
     scope["run"] = run
-    for name in (*before, "values", "steps", "epochs"):
+    for name in (*before, *between):
         show(name)
     done = run.steps
-    for count, name in zip(itertools.count(11), after):  # the example of `epochs` trains ten
+    for count, name in zip(itertools.count(11), (*within, *after, "stop")):  # the example of `epochs` trains ten
         for _ in run.epochs(count):
             show(name)
     assert run.steps > done + 10, "the examples of the loop have trained"

@@ -106,7 +106,7 @@ class RunBegun:
         from lockstep.training.session import Session
 
         self.config = config.load("smoke", list(settings))
-        self._session = Session.of_recipe(run_dir, self.config, handle_signals=False, world=world)
+        self._session = Session._of_recipe(run_dir, self.config, handle_signals=False, world=world)
         self._session.__enter__()
         try:
             self.recipe = Recipe(self._session, self.config)

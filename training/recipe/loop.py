@@ -36,7 +36,7 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
         SystemExit: 75 saved and to be run again; 1 diverged or not saved; 2 the config, the data or the run directory cannot be
             used.
     """
-    with Session.of_recipe(run_dir, config, fresh=fresh, began=began) as run:
+    with Session._of_recipe(run_dir, config, fresh=fresh, began=began) as run:
         recipe = Recipe(run, config)
         progress = Progress(run, config, recipe.evaluator)
         for epoch in run.epochs(config.epochs):
