@@ -209,6 +209,8 @@ def _check_history(history: Any) -> None:
         ),
         "history",
     )
+    for name in ("preemptions", "attempts"):
+        _expect(type(history.get(name, 0)) is int and history.get(name, 0) >= 0, f"history's {name}")
     by_class = history.get("class_accuracy")
     by_class = {} if by_class is None else by_class  # any other value may have no truth value
     _expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
