@@ -30,9 +30,9 @@ WANDB_ID = "wandb.json"
 """File of the run directory with the identity of the run at W&B."""
 _NAMES = {"trained_seconds": "elapsed", "accuracy": "val_acc"}
 """Names that differ: in events → as logged."""
-_WANTED = ("trained_seconds", "train_loss", "test_loss", "accuracy", "epoch", "examples_seen", "images_per_second", "lr",
-           "grad_norm", "step_duration", "sync_wait", "data_wait")  # fmt: skip
-"""What is logged of an event that has it."""
+_WANTED = ("trained_seconds", "train_loss", "epoch", "examples_seen", "images_per_second", "lr", "grad_norm", "step_duration",
+           "sync_wait", "data_wait")  # fmt: skip
+"""What is logged of an event that has it. Scores have come with the event `log` before."""
 
 
 class Tracker(Protocol):
