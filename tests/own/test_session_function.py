@@ -132,3 +132,13 @@ def test_one_rank_ends_the_run_for_good(tmp_path: Path) -> None:
                   tmp_path / "left", "stop")  # fmt: skip
     assert left.code == 0 and left.output.count("run.stop(reason) in place of `break`") == 1, left.output
     assert "left after" in json.loads((tmp_path / "left/status.json").read_text())["reason"]
+
+
+@pytest.mark.promise("session-resume")
+def test_a_schedule_that_no_checkpoint_has_is_warned_of(tmp_path: Path) -> None:
+    """A start that resumes would train with other rates, without a word."""
+    made = "    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)\n    run.keep("
+    for kept, warned in (("schedule=schedule, ", 0), ("", 1)):
+        code = CODE.replace("    run.keep(", made + kept)
+        done = script(2, code, tmp_path / f"kept-{warned}", "plain")
+        assert done.code == 0 and done.output.count("run.keep(schedule=") == warned, done.output

@@ -104,7 +104,7 @@ def steps_saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1].split(".")[0]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(("sync", "at", "every"), [("ddp", 1, 1), ("flat", 2, 3), ("flat", 3, 100)])
+@pytest.mark.parametrize(("sync", "at", "every"), [("ddp", 1, 1), ("flat", 2, 3), ("flat", 3, 100), ("flat", 5, 8)])
 def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is_saved(
     tmp_path: Path, sync: str, at: int, every: int
 ) -> None:

@@ -470,8 +470,14 @@ def _by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _in_groups(groups: list[list[torch.Tensor]], model: nn.Module) -> list[list[str]]:
-    """The names of the parameters of each group. Raises `KeyError` for a tensor that is not a parameter of `model`."""
+    """The names of the parameters of each group. Raises `ValueError` for a tensor that is not a parameter of `model`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    strange = next((p for group in groups for p in group if id(p) not in names), None)
+    if strange is not None:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {list(strange.shape)} that is not in the replicated model: put it into the model "
+            "before run.replicate()"
+        )
     return [[names[id(parameter)] for parameter in group] for group in groups]
 
 

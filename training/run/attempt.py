@@ -79,8 +79,10 @@ class Attempt:
         """Steps in a row whose gradient was not finite."""
         self._steps = 0
         """Steps of this attempt."""
-        self._compared = context.world.size == 1 or not context.state.sync.replicas
-        """Whether the replicas were compared after the first steps, or there is nothing to compare."""
+        self._compares = context.world.size > 1 and context.state.sync.replicas
+        """Whether there are replicas to compare."""
+        self._compared = not self._compares
+        """Whether they were compared after the first steps."""
         self._polls = 0
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
@@ -228,7 +230,7 @@ class Attempt:
     def _replicas_differ(self) -> NoReturn:
         """Their fingerprints do, on all ranks. Raises `Ended`. Collective."""
         self._check_closeness(self.context.steps_done)
-        raise Ended(EXIT_FAILED, f"the replicas were not the same after the first steps. {EACH_ALONE}")
+        raise Ended(EXIT_FAILED, f"the replicas were not the same. {EACH_ALONE}")
 
     def tell_readings(self, wait: bool = False) -> None:
         """Events `step` of the readings that have arrived; with `wait`, of all. All ranks wait alike, or none."""
@@ -252,14 +254,10 @@ class Attempt:
     def save(self) -> None:
         """Saves a checkpoint, with the score of these weights where they were measured.
 
-        Raises `Ended` instead if a weight is not finite, so that the newest checkpoint stays usable, or if the first steps
-        have left the replicas different.
+        Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
         context, step = self.context, self.context.steps_done
-        if self._steps and not self._compared:  # too early for the boundary's look
-            if not same_on_all(self._fingerprint(), context.world):
-                self._replicas_differ()
-        elif self.consensus.look():
+        if self.consensus.look() or (self._compares and not same_on_all(self._fingerprint(), context.world)):
             self._replicas_differ()
         if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(context.state.model):
             raise Ended(

@@ -45,6 +45,7 @@ class Loop:
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """What `epochs` was asked for; both None: it was not called."""
+        self._schedules_checked = False
         self._left_at_last_step = False
         """The last step was made in the middle of an epoch, which a start with more steps goes on with."""
         self._epoch_is_through = False
@@ -99,6 +100,23 @@ class Loop:
         if resumed:
             run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
             run.console.line(f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})")
+
+    def _warn_of_schedules(self) -> None:
+        """Once. A schedule of torch's marks the optimizer whose rate it moves; one that is not kept begins anew after a resume."""
+        checked, self._schedules_checked = self._schedules_checked, True
+        if checked or not self.run.world.leader:
+            return
+        kept = [
+            getattr(thing, "optimizer", None)
+            for thing in (*self.run.kept.objects.values(), *self.run.kept.rank_objects.values())
+        ]
+        for name, optimizer in self.step.replica.optimizers.items():
+            moved = any("initial_lr" in group for group in optimizer.param_groups)
+            if moved and not any(one is optimizer for one in kept):
+                self.run.console.warn(
+                    f"a learning-rate schedule moves the rate of {name}, and no checkpoint has its place: run.keep(schedule=…) before "
+                    "the loop, or a start that resumes trains with other rates"
+                )
 
     def _begin_epoch(self) -> None:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
@@ -203,6 +221,7 @@ class Loop:
         """
         run, step, clock = self.run, self.step, self.run.state.clock
         self._tell_resumed()
+        self._warn_of_schedules()
         self._resume_generators()
         try:
             while True:
