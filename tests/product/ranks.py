@@ -92,7 +92,7 @@ def late_inputs(seconds: float) -> None:
     prepare = Recorder.prepare
 
     def late(self: Any, *args: Any) -> None:
-        if self.recorded:
+        if self._recorded is not None:
             time.sleep(seconds)
         prepare(self, *args)
 

@@ -90,7 +90,8 @@ class Kept:
 
     def shared_state(self) -> dict[str, Any]:
         """Raises `TypeError` for a value that no checkpoint can hold."""
-        check_tree(self.values, "run.values")  # what lies in a list may have changed since it was set
+        for name, values in (("run.values", self.values), ("run.summary", self.summary)):
+            check_tree(values, name)  # what lies in a list may have changed since it was set
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,

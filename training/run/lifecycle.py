@@ -193,9 +193,8 @@ class Lifecycle:
         attempt = broadcast_tree(directory.attempt if directory else None, world)
         if self.source is not None:
             with failing_together(world):
-                mine = self._checkpoint is not None and world.rank == self.source
-                batch = int(self.facts.get("global_batch_size") or 0)
-                gathered = _load(self._checkpoint, batch) if mine and self._checkpoint is not None else None
+                batch, mine = int(self.facts.get("global_batch_size") or 0), self._checkpoint
+                gathered = _load(mine, batch) if mine is not None and world.rank == self.source else None
             with failing_together(world), _misfits_explained():
                 scatter(gathered, state, self.source, resizable=self.resizable)
         state.history["attempts"] = attempt

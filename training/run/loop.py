@@ -225,10 +225,9 @@ class Loop:
         self._resume_generators()
         try:
             while True:
-                self._left_at_last_step = self._at_last_step and not step.pending and run.state.cursor.step != count
-                stopped = self._left_at_last_step or (
-                    not step.pending and run.state.cursor.step != count and self.attempt.boundary()
-                )
+                between = not step.pending and run.state.cursor.step != count
+                self._left_at_last_step = between and self._at_last_step
+                stopped = self._left_at_last_step or (between and self.attempt.boundary())
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:

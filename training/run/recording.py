@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,10 +149,6 @@ class Recorder:
             self._step = step
             step.run.state.clock.before_replay()
 
-    @property
-    def recorded(self) -> bool:
-        return self._recorded is not None
-
     def finish(self) -> None:
         self.replays = None
 
@@ -192,7 +188,7 @@ class Recorder:
         sync, kind, checks = self._sync, self._optimizer.step_kind, step.looks or scaler is not None
         recorded = self._recorded
         if recorded is None:
-            inputs = work.of(tuple(trees.recorded(item) for item in work.batch))
+            inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
             recorded = _Recorded(inputs, _identity(work, clip, scaler), [scaler, *_closure(work)])
             self.before = step.statistics() if checks else []
         elif _identity(work, clip, scaler) != recorded.identity or not trees.fill(

@@ -16,7 +16,7 @@ from lockstep.training.config import Sync
 from lockstep.training.optim.ema import Ema
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, GradientSync
-from lockstep.training.sync.several import Several
+from lockstep.training.sync.several import ALLOWED, Several
 
 
 class Replica:
@@ -57,18 +57,19 @@ class Replica:
             )
         if self.optimizers:
             raise RuntimeError("replicate() comes before optimizer(): replicate all models first")
-        model.to(self._world.device)
         strategy = strategies.build(self._settings)
-        parts = {**self._parts, name: strategy}
-        strategy.model = model
-        several = Several(self._settings, self._world, parts) if len(parts) > 1 else None  # refuses before it wraps
-        network = strategy.wrap(model, self._world, example)
-        if several is not None:
-            several = Several(self._settings, self._world, parts)
-        self._parts, self._networks[name] = parts, network
-        self.sync = several or strategy
-        self.model, self.network = self.sync.model, network
-        return network
+        if self._parts and self._settings.name not in ALLOWED:
+            raise strategy.refuse("takes one model", f"use sync.name={' or '.join(ALLOWED[:2])} for several")
+        model.to(self._world.device)
+        self.network = self._networks[name] = strategy.wrap(model, self._world, example)
+        self._parts[name] = strategy
+        self.sync = strategy if len(self._parts) == 1 else Several(self._settings, self._world, self._parts)
+        self.model = self.sync.model
+        return self.network
+
+    def _part_of(self, network: nn.Module | None) -> str | None:
+        """The name of the model that `network` is, as the script wrote it or as it was wrapped; None: of none."""
+        return next((name for name, part in self._parts.items() if network in (self._networks[name], part.model)), None)
 
     @property
     def networks(self) -> list[nn.Module]:
@@ -92,10 +93,10 @@ class Replica:
                 raise TypeError(f"the function of optimizer() returns a torch.optim.Optimizer; got {_what(optimizer)}")
             return optimizer
 
-        parts = [part for known, part in self._parts.items() if network in (self._networks[known], part.model)]
-        if network is not None and not parts:
+        part = self._part_of(network)
+        if network is not None and part is None:
             raise ValueError(f"optimizer(model=…) takes a network that replicate() returned; got {_what(network)}")
-        self.optimizers[name] = (parts[0] if parts else self.sync).make_optimizer(checked)
+        self.optimizers[name] = (self.sync if part is None else self._parts[part]).make_optimizer(checked)
         return self.optimizers[name]
 
     def averaged(self, decay: float, every: int) -> None:
@@ -116,10 +117,10 @@ class Replica:
         """
         source = self.ema.average if self.ema else self.model
         if isinstance(self.sync, Several):
-            names = [name for name, part in self._parts.items() if network in (self._networks[name], part.model)]
-            if not names:
+            name = self._part_of(network)
+            if name is None:
                 raise ValueError("for_evaluation(model) takes one of the networks that replicate() returned")
-            source = source[names[0]]  # type: ignore[index]
+            source = source[name]  # type: ignore[index]
         model = self.sync.full_module(source)
         buffers = averaged_buffers(model, self._world)
         model = copy.deepcopy(model) if model is source else model

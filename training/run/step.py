@@ -169,17 +169,17 @@ class Step:
         optimizers = self._known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
-        total = Total(work)
+        total = Total(work.samples, work.total)
         self._as_function = True
         with self.replica.training(optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
                 self.recorder.prepare(self, work, optimizers, of, clip, scaler)
-            if self.recorder is not None and self.recorder.replays:
+            if self._replays:
                 self._before = self.recorder.before
             else:
                 self._before = self.statistics() if self.looks or scaler is not None else []
-            scale = None
+            scale: float | None = None
             while True:
                 norm = self.gradients(work, total, of, scaler)
                 if norm is None or bool(self.finite) or self._accepts(scaler):
@@ -187,9 +187,10 @@ class Step:
                     self._moved(work.weight)
                     self._scaled(scaler, optimizers, overflow=False)
                     break
-                scale = scale or (None if scaler is None else scaler.get_scale())
+                if scale is None and scaler is not None:
+                    scale = scaler.get_scale()
                 if not self._mended(work, optimizers, scaler):
-                    self._scaled(scaler, optimizers, overflow=None, kept=scale)
+                    self._set_scale(scaler, scale)
                     break
                 self._redraw()
             self.replica.sync.zero_grad()
@@ -222,7 +223,7 @@ class Step:
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
         nothing reads it."""
-        if self.recorder is not None and self.recorder.replays:
+        if self._replays:
             return self.recorder.replay_gradients()
         self.forward_backward(work, scaler)
         with self.run.state.clock.synchronizing(self.replica.sync.watch):
@@ -250,23 +251,32 @@ class Step:
                     sync.zero_grad()
                     self.restore(self._before)
                     raise
-                if work.divisor is not None:
-                    factor = work.weight * sync.loss_factor / work.divisor
-                else:
-                    factor = (high - low) * work.weight * sync.loss_factor / (work.total or 1)
-                scaled = loss * factor
-                if scale is not None:
-                    scaled = scaled * scale
-                # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
-                (scaled if scaler is None else scaler.scale(scaled)).backward()
-            self._add(loss, high - low, 1 if work.divisor is not None else high - low, work.weight)
+                self._backpropagate(loss, high - low, work.weight, work.total, work.divisor, scaler, scale)
 
-    def _add(self, loss: torch.Tensor, samples: int, times: int, weight: float) -> None:
+    def _backpropagate(
+        self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: float | None, scaler: Any,
+        scale: float | None = None,
+    ) -> None:  # fmt: skip
+        """Adds the gradient of these samples to that of the step, and their loss to its sum. Arguments as in `Work`.
+
+        Args:
+            scale: multiplies the loss in place of `scaler`.
+        """
+        share, divisor = (weight, divisor) if divisor is not None else (samples * weight, total or 1)
+        factor = share * self.replica.sync.loss_factor / divisor
+        scaled = loss * factor if scale is None else loss * factor * scale
+        # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
+        (scaled if scaler is None else scaler.scale(scaled)).backward()
         with torch.no_grad():
             self._losses.append(loss.detach())
             self._samples += samples
             if samples:
-                self.loss_sum += loss.detach().double() * (times * weight)
+                self.loss_sum += loss.detach().double() * share
+
+    @property
+    def _replays(self) -> bool:
+        """Whether this step is replayed from a recording."""
+        return self.recorder is not None and self.recorder.replays is not None
 
     def replayed(self, work: Work, finite: torch.Tensor) -> None:
         """A recording has computed the gradients, and whether they are finite."""
@@ -291,7 +301,7 @@ class Step:
         norm: torch.Tensor | None,
     ) -> torch.Tensor | None:  # fmt: skip
         """Clips the gradients and moves the weights. Returns the norm before."""
-        if self.recorder is not None and self.recorder.replays:
+        if self._replays:
             return self.recorder.replay_update()
         if clip:
             norm = self.replica.sync.clip(clip, norm, of)
@@ -312,31 +322,32 @@ class Step:
         losses[0] += self.loss_sum
         losses[1] += self._weighed
 
-    def _scaled(
-        self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool | None, kept: float | None = None
-    ) -> None:  # fmt: skip
-        """The scaler makes of the step's overflow what it does; None: its scale, which was not the cause, becomes `kept`, or stays."""
+    def _scaled(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool) -> None:
+        """The scaler lowers its scale after an overflow, and counts a step without one."""
         if scaler is None:
             return
-        sync, before = self.replica.sync, None
-        if overflow is None or sync.remembers:
-            before = scaler.get_scale()  # waits for the device
         for optimizer in optimizers:
-            found = torch.full((), float(bool(overflow)), device=self.run.world.device)
+            found = torch.full((), float(overflow), device=self.run.world.device)
             scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
-        scaler.update((kept or before) if overflow is None else None)
-        if sync.remembers and (after := scaler.get_scale()) != before:
+        self._set_scale(scaler, None)
+
+    def _set_scale(self, scaler: Any, scale: float | None) -> None:
+        """None: what the scaler makes of the step."""
+        if scaler is None:
+            return
+        sync = self.replica.sync
+        before = scaler.get_scale() if sync.remembers else None  # waits for the device
+        scaler.update(scale)
+        if before is not None and (after := scaler.get_scale()) != before:
             sync.gradients_rescaled(after / before)
 
     def _mended(self, work: Work, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
-        """The gradient is not finite: nothing has changed. Whether the step is to be taken again, at half the scale.
+        """The gradient is not finite. Whether the step is to be taken again, at half the scale.
 
         Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
         """
-        self.replica.sync.abandon()
-        self.restore(self._before)
-        raise_together(self._not_summed, self.run.world)
-        if scaler is not None and scaler.get_scale() > LOWEST_SCALE and not self._ranks_with_bad_loss():
+        self._discard()
+        if scaler is not None and self._scale_too_high(scaler, self._ranks_with_bad_loss()):
             self._scaled(scaler, optimizers, overflow=True)
             return True
         if self.looks:
@@ -412,21 +423,15 @@ class Step:
             )
         self._begun, self._unsent = True, self._micro_batches
         self._check_same_samples(part, samples)
-        weight = part.weight if part is not None else 1.0
-        if divisor is not None:
-            factor = weight * self.replica.sync.loss_factor / divisor
-        else:
-            factor = samples * weight * self.replica.sync.loss_factor / (part.total if part is not None else 1)
+        weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divided, self._as_function = True, divisor is not None, False
-        scaled = loss * factor
         try:
-            (scaled if scaler is None else scaler.scale(scaled)).backward()
+            self._backpropagate(loss, samples, weight, total, divisor, scaler)
         except SentAlready as error:
             raise self.replica.sync.refuse(
                 "has sent the gradient of this step's first backward()",
                 "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
             ) from error
-        self._add(loss, samples, 1 if divisor is not None else samples, weight)
 
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
@@ -449,7 +454,7 @@ class Step:
             )
         with run.state.clock.synchronizing(sync.watch):
             self._synchronize()
-        total = part.total if part is not None else Total.of(self._samples)
+        total = Total(self._samples, part.total if part is not None else None).value
         if part is None and not self._divided:
             self._divide_by(total)
         of = self._stepping(optimizers)
@@ -459,28 +464,38 @@ class Step:
             self._moved(part.weight if part is not None else 1.0)
             self._scaled(scaler, optimizers, overflow=False)
         else:
-            sync.abandon()
-            self.restore(self._before)
-            self._scaled(scaler, optimizers, overflow=True if self._scale_too_high(scaler) else None)
+            self._leave_out(optimizers, scaler)
         sync.zero_grad()
         self._end(optimizers, total, norm)
 
-    def _scale_too_high(self, scaler: Any) -> bool:
-        """Why the step moves no weight: the scale of the loss, which is lowered then, or a step that is not finite by itself.
+    def _leave_out(self, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> None:
+        """The gradient is not finite, and cannot be computed again: the step moves no weight.
 
         Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
         """
-        raise_together(self._not_summed, self.run.world)
+        self._discard()
         bad = self._ranks_with_bad_loss()
-        if scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE:
-            return True
-        said = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
-        reason = f"step {self.run.steps_done + 1}: {said or 'a gradient is not finite, though every loss is'}"
+        if self._scale_too_high(scaler, bad):
+            self._scaled(scaler, optimizers, overflow=True)
+            return
+        causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
+        reason = f"step {self.run.steps_done + 1}: {causes or 'a gradient is not finite, though every loss is'}"
         if self.looks:
             self.attempt.skip_step(reason)
-        return False
+        self._set_scale(scaler, None if scaler is None else scaler.get_scale())
 
     # What both have in common.
+
+    def _discard(self) -> None:
+        """Takes back the gradient and what the forward passes have changed. Raises `UserError` where a gradient was not summed, on
+        all ranks. Collective."""
+        self.replica.sync.abandon()
+        self.restore(self._before)
+        raise_together(self._not_summed, self.run.world)
+
+    def _scale_too_high(self, scaler: Any, bad: list[int]) -> bool:
+        """Whether the loss scale may be the cause. `bad`: the ranks whose loss is not finite by itself."""
+        return scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE
 
     def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
         """These, or all. Raises `ValueError` for one that no checkpoint would hold."""

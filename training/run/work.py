@@ -29,35 +29,24 @@ class Work:
     parts: tuple[tuple[int, int], ...]
     """Of the micro-batches: first and last + 1 sample; empty: the whole part at once."""
 
-    def of(self, batch: tuple[Any, ...]) -> Work:
-        """The same over other tensors."""
-        return Work(self.compute, batch, self.samples, self.total, self.divisor, self.weight, self.parts)
-
 
 class Total:
-    """Samples of all ranks in a step. Where the loader does not know them, they are summed while the step computes."""
+    """Samples of all ranks in a step, of which this one has `samples`. Where they are not `known`, they are summed meanwhile.
 
-    def __init__(self, work: Work) -> None:
-        self._known, self._summed = work.total, None
-        if work.total is None:
-            self._sum = torch.tensor(work.samples)
-            self._summed = dist.all_reduce(self._sum, async_op=True)
+    Collective.
+    """
+
+    def __init__(self, samples: int, known: int | None) -> None:
+        self._sum = torch.tensor(samples if known is None else known)
+        self._summed = dist.all_reduce(self._sum, async_op=True) if known is None else None
 
     @property
     def value(self) -> int:
-        """Waits for the sum. Collective: every rank asks."""
-        if self._known is None:
-            if self._summed is not None:
-                self._summed.wait()
-            self._known = int(self._sum)
-        return self._known
-
-    @staticmethod
-    def of(samples: int) -> int:
-        """The sum over the ranks. Collective."""
-        total = torch.tensor(samples)
-        dist.all_reduce(total)
-        return int(total)
+        """Waits for the sum."""
+        if self._summed is not None:
+            self._summed.wait()
+            self._summed = None
+        return int(self._sum)
 
 
 def micro_batches(samples: int, most: int, multiple: int) -> tuple[tuple[int, int], ...]:

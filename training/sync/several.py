@@ -25,8 +25,6 @@ class Several(GradientSync):
 
     def __init__(self, settings: Sync, world: World, parts: dict[str, GradientSync]) -> None:
         super().__init__(settings)
-        if settings.name not in ALLOWED:
-            raise self.refuse("takes one model", f"use sync.name={' or '.join(ALLOWED[:2])} for several")
         self.parts = list(parts.values())
         self.model = nn.ModuleDict({name: part.model for name, part in parts.items()})
         self.learning, self.averages, self.world = self.parts, self.parts[0].averages, world
