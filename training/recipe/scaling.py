@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(row: Row, args: argparse.Namespace, folder: Path, run: Path) -> None:
-    """Trains in processes of their own. The warm-up does not count, nor does the last step, which ends the epoch."""
+    """Trains in separate processes. The warm-up does not count, nor does the last step, which ends the epoch."""
     steps = WARM_UP + args.steps + 1
     settings = [
         "data.source=synthetic", f"data.options={{n: {row.batch * steps}, n_test: 16, size: 32}}", f"data.root={folder / 'data'}",
