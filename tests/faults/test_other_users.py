@@ -7,9 +7,11 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.conftest import Undisturbed
 from tests.faults.test_open_doors import _listening
@@ -194,3 +196,16 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
         if all(process.returncode == 0 for process in running[start]):
             assert_same(job.run_dir, undisturbed(2))
         job.assert_gone()
+
+
+def test_an_address_that_somebody_else_wrote_into_the_store_is_one_line(job: Job) -> None:
+    """gloo takes a length from it, and memory that it cannot get is no error of torch's own."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    store.set("default_pg/0/0//cpu//0/1", b"9" * 5000)
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env = job.env(**ranks, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    done = subprocess.run(
+        [PYTHON, "-m", "lockstep.training", *job.words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "error: the ranks could not start together" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr

@@ -342,6 +342,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
 
     Raises:
         UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun.
+        torch.distributed.DistError: the ranks did not meet.
     """
     _refuse_spawned_by_a_rank()
     if world is None:
@@ -366,10 +367,17 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         if gpu is not None and world.size > 1:
             _refuse_shared_gpus(world, gpu, store)
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout),
-            device_id=gpu,
-        )  # fmt: skip
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout),
+                device_id=gpu,
+            )  # fmt: skip
+        except dist.DistError:
+            raise
+        except Exception as error:
+            # gloo takes addresses and their lengths from the store, to which whoever reaches its port may write: what it cannot
+            # make of them is a MemoryError or another plain exception of C++.
+            raise dist.DistError(f"no address of a rank in the store can be used: {error}") from error
         leave = dist.destroy_process_group
         yield placed(world, chosen)
     except BaseException as error:
