@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from lockstep.jobs import Job, JobSpec, submit, sweep
+from lockstep.jobs.backend import Mode
 from lockstep.jobs.spec import profile
 from lockstep.jobs.status import Status
 from lockstep.jobs.terminal import say, table
@@ -58,12 +59,14 @@ def main() -> int:
     parser.add_argument("--backend", default="slurm")
     parser.add_argument("--profile", help="a cluster profile")
     parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B,…")
+    parser.add_argument("--replace", action="store_true", help="submit a finished job again; its run directory stays")
     parser.add_argument("--tries", type=int, default=3, help="how often to submit again after a preemption")
     parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks")
     args = parser.parse_args()
     spec = JobSpec.load(args.file, below=profile.load(args.profile) if args.profile else None)
     specs = sweep.expand(spec, sweep.parse(args.sweep)) if args.sweep else [spec]
-    jobs = sweep.submit(spec, specs, args.backend) if args.sweep else [submit(spec, args.backend)]
+    mode: Mode = "replace" if args.replace else "attach"
+    jobs = sweep.submit(spec, specs, args.backend, mode) if args.sweep else [submit(spec, args.backend, mode)]
     rows, code = [], 0
     for one, job in zip(specs, jobs):
         last, found = follow(job, one, args.backend, args.tries, args.poll)

@@ -6,12 +6,11 @@ import abc
 from typing import Any
 
 from lockstep.jobs.backend import Backend, Specs
-from lockstep.jobs.checks.check import Check
-from lockstep.jobs.checks.rule import Finding, Rules, errors
 from lockstep.jobs.code import pin
+from lockstep.jobs.lint import Finding, Rules, errors
 from lockstep.jobs.manifest import Manifest, to_yaml
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Submitted
+from lockstep.jobs.status import Check, Submitted
 from lockstep.training.contract import UserError
 
 Manifests = list[Manifest]  # these are named here, because `list` is a method of every backend

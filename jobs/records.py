@@ -149,10 +149,14 @@ def restarts(said: Said | None) -> int:
 
 
 def progress(said: Said | None) -> str:
-    """How far a run is that trains, from its status.json: the step, at most some seconds old, and how often it was restarted."""
+    """How far a run is whose processes live, from its status.json: the step, at most some seconds old, and how often it was
+    restarted. An attempt that has ended may be the last one, or be followed by another."""
     if said is None:
         return "starting"
-    return f"step {said['step']}" + (f", restart {again}" if (again := restarts(said)) else "")
+    ended = (
+        "" if said["code"] is None else ", ending" if said["code"] == contract.EXIT_DONE else ", the attempt has ended"
+    )
+    return f"step {said['step']}" + (f", restart {again}" if (again := restarts(said)) else "") + ended
 
 
 def said(run_dir: Path, job: str) -> Said | None:

@@ -1,4 +1,4 @@
-"""Where a job stands, and which exit code of `lockstep` says so."""
+"""What a backend reports: where a job stands, which exit code of `lockstep` says so, and what `doctor` has found."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ WORST = (
     EXIT_LOST, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_UNSCHEDULABLE, EXIT_TIMED_OUT, EXIT_PREEMPTED, EXIT_DONE,
 )  # fmt: skip
 """Exit codes of several jobs: the first of these that occurs is that of all."""
+
+
+Result = Literal["ok", "note", "missing", "warning", "cannot tell"]
+"""`note`: no job needs it. `cannot tell`: the rights to look are not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of what `lockstep doctor` reports."""
+
+    name: str
+    result: Result
+    detail: str
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +111,20 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """`created` is False where the same job was there already."""
+    """`created` is False where the same job was there already; `restarted` names the nodes of it that were started again."""
 
     name: str
     created: bool
     where: str
+    restarted: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """For people, one line."""
+        again = f"; started again: {', '.join(self.restarted)}" if self.restarted else ""
+        return f"{self.name}: {'submitted' if self.created else f'is there already, with the same spec{again}'} ({self.where})"
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "restarted": [*self.restarted]}
 
 
 Observer = Callable[[Status], None]

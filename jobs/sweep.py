@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.jobs import connect
+from lockstep.jobs.backend import Mode
 from lockstep.jobs.job import Job
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training import extras
@@ -63,7 +64,7 @@ def _among(value: Any, others: list[Any]) -> bool:
 
 
 @extras.explained()
-def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm") -> list[Job]:
+def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mode = "attach") -> list[Job]:
     """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
     opened = connect.connect(backend, spec)
-    return [Job(done.name, opened) for done in opened.sweep(spec.name, specs)]
+    return [Job(done.name, opened) for done in opened.sweep(spec.name, specs, mode)]

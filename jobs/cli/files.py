@@ -75,6 +75,8 @@ def render(
     for line in code.lines() if code is not None else []:
         note(line)
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
+    for item in found.lint(spec):
+        warn(f"{item.id}: {item.message}")
     text, objects = found.render(spec, runs)
     if with_code and out is not None:
         if spec.code is None or spec.code.hash is None:
@@ -110,7 +112,9 @@ def write_folder(folder: Path, texts: dict[str, str]) -> None:
 
 def lint(
     file: File = None,
-    backend: Annotated[str, typer.Option(help="The backend to check the job for.")] = "k8s",
+    backend: Annotated[
+        str | None, typer.Option(help="The backend to check the job for; without: what all have in common.")
+    ] = None,
     name: NameFlag = None,
     recipe: Recipe = None,
     image: Image = None,
@@ -123,23 +127,26 @@ def lint(
 ) -> None:
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
     from lockstep.jobs import connect, registry
-    from lockstep.jobs.checks.rule import errors
     from lockstep.jobs.cluster import Cluster
+    from lockstep.jobs.code import pin
+    from lockstep.jobs.lint import COMMON, errors
 
     if rules:
         backends = [registry.backend(name) for name in registry.packages()]
-        known = [rule for found in backends if issubclass(found, Cluster) for rule in found.rules().all()]
-        rows = [
-            {"id": rule.id, "level": rule.level, "title": rule.title}
-            for rule in sorted(known, key=lambda rule: rule.id)
-        ]
+        known = {rule.id: rule for found in backends if issubclass(found, Cluster) for rule in found.rules().all()}
+        rows = [{"id": id, "level": known[id].level, "title": known[id].title} for id in sorted(known)]
         if as_json:
             show(rows)
         for row in [] if as_json else rows:
             say(f"{row['id']}  {row['level']:7}  {row['title']}")
         return
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus)
-    found = connect.cluster(backend, "lint").lint(options.build(file, values, profile))
+    spec = options.build(file, values, profile)
+    if backend is not None:
+        found = connect.cluster(backend, "lint").lint(spec)
+    else:
+        spec.check_training(spec.name)
+        found = COMMON.apply(pin.look(spec)[0], [])
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
@@ -205,11 +212,9 @@ def submit(
     job, done = driver.start(spec, backend, mode)
     if wait is None:
         if as_json:
-            show({"name": done.name, "created": done.created, "where": done.where})
+            show(done.plain())
         else:
-            say(
-                f"{done.name}: {'submitted' if done.created else 'is there already, with the same spec'} ({done.where})"
-            )
+            say(done.text())
         return
     from lockstep.jobs.cli.names import report, teller
 

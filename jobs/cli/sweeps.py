@@ -32,11 +32,9 @@ def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: floa
     done = opened.sweep(spec.name, specs, mode)
     if wait is None:
         if as_json:
-            show([{"name": item.name, "created": item.created, "where": item.where} for item in done])
+            show([item.plain() for item in done])
         for item in [] if as_json else done:
-            say(
-                f"{item.name}: {'submitted' if item.created else 'is there already, with the same spec'} ({item.where})"
-            )
+            say(item.text())
         return 0
     runs = {one.name: {name: one.overrides[name] for name in values} for one in specs}
     return _to_the_end(opened, runs, wait, as_json)

@@ -20,7 +20,6 @@ from typing import Any
 from lockstep.jobs import command as commands
 from lockstep.jobs import lock, private, records
 from lockstep.jobs.backend import Found, Lines, check_name
-from lockstep.jobs.checks.rule import Rules
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.code import store
 from lockstep.jobs.command import GRACE_MARGIN
@@ -30,6 +29,7 @@ from lockstep.jobs.compose import render as rendering
 from lockstep.jobs.compose.observe import explain, started
 from lockstep.jobs.foreground import Streams, run
 from lockstep.jobs.lines import newest, of_rank
+from lockstep.jobs.lint import Rules
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Listed, Status, Submitted
@@ -92,8 +92,11 @@ class ComposeBackend(Cluster):
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
         self.check_secrets(spec)
         engine.check_built(spec.image)
+        gone = [node for node in found.record if get(node, "State", "Status") in ("exited", "dead")]
         self._up(spec, found.record)  # brings a node back that was lost
-        return Submitted(spec.name, False, self._where(spec.name))
+        return Submitted(
+            spec.name, False, self._where(spec.name), tuple(str(get(node, "Config", "Hostname")) for node in gone)
+        )
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
         engine.check_built(spec.image)

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.jobs.checks.check import Check
 from lockstep.jobs.compose import engine
 from lockstep.jobs.manifest import get, holds
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.jobs.status import Check
 from lockstep.training.contract import UserError
 
 OLDEST = (2, 20)

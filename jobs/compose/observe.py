@@ -32,7 +32,7 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | No
         spec: what it was made from.
         said: the run's own status.json, of this job.
     """
-    parts = [_part(node, index, spec) for index, node in enumerate(nodes)]
+    parts = [_part(node, index, spec, records.restarts(said)) for index, node in enumerate(nodes)]
     states = [str(get(node, "State", "Status")) for node in nodes]
     if any(state in _RUNNING for state in states):
         lost = [part for part in parts if part.state == "failed"]
@@ -45,7 +45,7 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | No
         paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
         if paused:
             return Status("running", f"{paused} is paused", parts)
-        return Status("running", records.progress(said if said is None or said.get("code") is None else None), parts)
+        return Status("running", records.progress(said), parts)
     if any(state == "created" for state in states):
         error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")
         if error:
@@ -89,27 +89,34 @@ def _worst(codes: list[int]) -> int:
     return bad[0] if bad else max(codes, default=0)
 
 
-def _part(node: Manifest, index: int, spec: JobSpec | None) -> Part:
+def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> Part:
     name = str(get(node, "Config", "Hostname"))
     width = spec.ranks if spec else 1
     ranks = [] if spec is not None and spec.elastic else list(range(index * width, (index + 1) * width))
+    return Part(name, ranks, *_state(node, name), restarts)
+
+
+def _state(node: Manifest, name: str) -> tuple[str, str]:
+    """What a container does, and why."""
     status, code = str(get(node, "State", "Status")), int(get(node, "State", "ExitCode") or 0)
     if status in _RUNNING:
         health = get(node, "State", "Health", "Status")
-        return Part(name, ranks, "running", "unhealthy: see docker inspect" if health == "unhealthy" else "")
+        return "running", "unhealthy: see docker inspect" if health == "unhealthy" else ""
     if status == "created":
-        return Part(name, ranks, "pending")
+        return "pending", ""
     if get(node, "State", "OOMKilled") and code != 0:
         limit = int(get(node, "HostConfig", "Memory") or 0) >> 20
-        text = f"{name} was killed for memory (OOMKilled, limit {limit} MiB): raise memory, or lower the batch size"
-        return Part(name, ranks, "failed", text)
+        return (
+            "failed",
+            f"{name} was killed for memory (OOMKilled, limit {limit} MiB): raise memory, or lower the batch size",
+        )
     if code == contract.EXIT_DONE:
-        return Part(name, ranks, "succeeded")
+        return "succeeded", ""
     if code == contract.EXIT_PREEMPTED:
-        return Part(name, ranks, "preempted", f"{name} has saved and ended")
+        return "preempted", f"{name} has saved and ended"
     if code > 128:
-        return Part(name, ranks, "failed", f"{name} was killed by {_signal(code - 128)}")
-    return Part(name, ranks, "failed", f"{name} ended with exit code {code}: see `lockstep logs compose`")
+        return "failed", f"{name} was killed by {_signal(code - 128)}"
+    return "failed", f"{name} ended with exit code {code}: see `lockstep logs compose`"
 
 
 def _signal(number: int) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from lockstep.jobs.checks import rule as checks
-from lockstep.jobs.checks.rule import SECRET
+from lockstep.jobs import lint
 from lockstep.jobs.compose.render import IMAGE_FOLDERS
 from lockstep.jobs.compose.section import Compose
+from lockstep.jobs.lint import SECRET
 from lockstep.jobs.manifest import HASH, JOB, Manifest, get, holds, mappings
 
 OPENING = ("cap_add", "devices", "device_cgroup_rules", "extends", "provider", "post_start", "pre_stop")
@@ -26,8 +26,12 @@ LISTED = 2
 """Ports that deploy/observability/prometheus/compose.yaml lists."""
 
 
-class Subject(checks.Subject):
+class Subject(lint.Subject):
     """A Compose file."""
+
+    @property
+    def image(self) -> str | None:
+        return self.spec.image
 
     @cached_property
     def services(self) -> dict[str, Manifest]:
@@ -40,7 +44,7 @@ class Subject(checks.Subject):
         )
 
 
-RULES = checks.Rules(Subject)
+RULES = lint.Rules(Subject)
 rule = RULES.rule
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import Self
 
 from lockstep.jobs.backend import Found, Lines, check_name
-from lockstep.jobs.checks.rule import Rules
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.compare import missing_from
 from lockstep.jobs.foreground import Streams
@@ -24,6 +23,7 @@ from lockstep.jobs.kubernetes.observe import brief, container_of, explain, hosts
 from lockstep.jobs.kubernetes.pod import KUEUE_QUEUE
 from lockstep.jobs.kubernetes.section import k8s
 from lockstep.jobs.kubernetes.subject import Subject
+from lockstep.jobs.lint import Rules
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.jobs.checks.check import Check, Result
-from lockstep.jobs.checks.rule import Finding
 from lockstep.jobs.kubernetes.answers import Listing, Shape
 from lockstep.jobs.kubernetes.errors import ApiError
 from lockstep.jobs.kubernetes.kinds import KINDS
 from lockstep.jobs.kubernetes.section import k8s
 from lockstep.jobs.kubernetes.security_rules import unpublished
+from lockstep.jobs.lint import Finding
 from lockstep.jobs.manifest import get, mappings
 from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import Check, Result
 from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:

@@ -153,17 +153,6 @@ def efa_in_the_image(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LS043", "warning")
-def amounts_of_ranks(subject: Subject) -> Iterator[str]:
-    """Ranks that share a core slow each other down, and torch alone takes about half a gigabyte a rank, with a GPU two."""
-    spec = subject.spec
-    if spec.cpus < spec.ranks:
-        yield f"cpus {spec.cpus:g} for {spec.ranks} ranks a node: they share cores; raise cpus, or leave it out"
-    each, least = size_in_bytes(spec.memory) / spec.ranks, (4 << 30 if spec.gpus else 700 << 20)
-    if each < least:
-        yield f"memory {spec.memory} is {each / 2**20:.0f} MiB a rank, below {least >> 20}: raise memory, or leave it out"
-
-
 @rule("LS034")
 def dangling_mounts(subject: Subject) -> Iterator[str]:
     """A mount must name a volume of the pod."""
@@ -188,13 +177,6 @@ def interface(subject: Subject) -> Iterator[str]:
     for pod in subject.pods[:1]:
         if subject.spec.gpus and subject.spec.nodes > 1 and "NCCL_SOCKET_IFNAME" not in _environment(pod):
             yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set k8s.socket_interface"
-
-
-@rule("LS039", "warning")
-def idle_gpus(subject: Subject) -> Iterator[str]:
-    """A rank drives one GPU: with fewer ranks the others idle."""
-    if subject.spec.gpus > subject.spec.ranks:
-        yield f"{subject.spec.gpus} GPUs a node, but {subject.spec.ranks} ranks: remove ranks_per_node"
 
 
 @rule("LS038")

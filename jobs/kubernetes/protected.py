@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from operator import eq, ne
 from typing import Any, Literal, NamedTuple
 
-from lockstep.jobs.checks.rule import Level
 from lockstep.jobs.command import GRACE_MARGIN
 from lockstep.jobs.kubernetes import pytorchjob, trainjob
 from lockstep.jobs.kubernetes.section import k8s
 from lockstep.jobs.kubernetes.subject import KINDS, PYTORCHJOB, TRAINJOB, Subject, number, rule
+from lockstep.jobs.lint import Level
 from lockstep.jobs.manifest import HASH, JOB, get
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.jobs.checks.rule import SECRET
 from lockstep.jobs.kubernetes.section import k8s
 from lockstep.jobs.kubernetes.subject import Subject, rule
+from lockstep.jobs.lint import SECRET
 from lockstep.jobs.manifest import get, mappings
 from lockstep.jobs.spec.model import JobSpec
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lockstep.jobs.checks import rule as checks
+from lockstep.jobs import lint
 from lockstep.jobs.manifest import Manifest, get, mappings
 
 PYTORCHJOB = ("PyTorchJob",)
@@ -44,8 +44,12 @@ class Pod:
         return get(self.container, "resources", "limits", name)
 
 
-class Subject(checks.Subject):
+class Subject(lint.Subject):
     """A PyTorchJob or TrainJob, and what is submitted beside it."""
+
+    @property
+    def image(self) -> str | None:
+        return self.spec.image
 
     @cached_property
     def job(self) -> Manifest:
@@ -94,5 +98,5 @@ class Subject(checks.Subject):
         return {**spec, "containers": [{**item, **own} for item in mappings(spec.get("containers"))]}
 
 
-RULES = checks.Rules(Subject)
+RULES = lint.Rules(Subject)
 rule = RULES.rule

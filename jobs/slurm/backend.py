@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from lockstep.jobs import command as commands
 from lockstep.jobs import records
 from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
-from lockstep.jobs.checks.rule import Rules
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.foreground import Streams
+from lockstep.jobs.lint import Rules
 from lockstep.jobs.slurm import checks, facts, logs, observe, query, render, rules
 from lockstep.jobs.slurm.exec import execute
 from lockstep.jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text

@@ -8,14 +8,13 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from lockstep.jobs.checks.check import Check
 from lockstep.jobs.slurm import render
 from lockstep.jobs.slurm.query import NO_ACCOUNTING, answer, ask, one_line, silent
 from lockstep.jobs.slurm.section import Slurm, slurm, without_host
 from lockstep.jobs.slurm.transport import opening
 from lockstep.jobs.slurm.transport.base import Transport
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Unreachable
+from lockstep.jobs.status import Check, Unreachable
 from lockstep.training import contract
 from lockstep.training.contract import UserError
 

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from lockstep.jobs.checks import rule as checks
-from lockstep.jobs.checks.rule import SECRET
+from lockstep.jobs import lint
+from lockstep.jobs.lint import SECRET
 from lockstep.jobs.manifest import Manifest, get
 from lockstep.jobs.slurm.section import slurm
-from lockstep.jobs.spec.types import size_in_bytes
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60
 
 
-class Subject(checks.Subject):
+class Subject(lint.Subject):
     """A batch script and its parameters."""
 
     @property
     def job(self) -> Manifest:
         return self.objects[0] if self.objects else {}
 
+    @property
+    def image(self) -> str | None:
+        settings = slurm(self.spec)
+        return settings.image or self.spec.image if settings.container is not None else None
 
-RULES = checks.Rules(Subject)
+
+RULES = lint.Rules(Subject)
 rule = RULES.rule
 
 
@@ -75,13 +79,6 @@ def slurm_interface(subject: Subject) -> Iterator[str]:
         yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set slurm.socket_interface (or --profile)"
 
 
-@rule("LS106", "warning")
-def slurm_idle_gpus(subject: Subject) -> Iterator[str]:
-    """A rank drives one GPU: with fewer ranks the others idle."""
-    if subject.spec.gpus > subject.spec.ranks:
-        yield f"{subject.spec.gpus} GPUs a node, but {subject.spec.ranks} ranks: remove ranks_per_node"
-
-
 @rule("LS107")
 def slurm_literal_secret(subject: Subject) -> Iterator[str]:
     """A secret in `env` lies in the job's folder."""
@@ -95,13 +92,6 @@ def restarts(subject: Subject) -> Iterator[str]:
     """A preemption or time limit counts where the job has saved nothing new."""
     if subject.spec.max_restarts == 0:
         yield "max_restarts is 0: the first failure ends the job, and so does a preemption before its first checkpoint"
-
-
-@rule("LS109", "warning")
-def cores_for_ranks(subject: Subject) -> Iterator[str]:
-    """Ranks that share a core slow each other down."""
-    if subject.spec.cpus < subject.spec.ranks:
-        yield f"cpus {subject.spec.cpus:g} for {subject.spec.ranks} ranks a node: each gets one anyway; raise cpus"
 
 
 @rule("LS110")
@@ -134,14 +124,6 @@ def launcher_variables(subject: Subject) -> Iterator[str]:
     found = [name for name in subject.spec.env if name in taken or name.startswith(("SLURM_", "SBATCH_"))]
     if found:
         yield f"env {found[0]} is set by SLURM: remove it"
-
-
-@rule("LS114", "warning")
-def memory_of_ranks(subject: Subject) -> Iterator[str]:
-    """torch alone takes about half a gigabyte a rank."""
-    each = size_in_bytes(subject.spec.memory) / subject.spec.ranks
-    if each < 700 << 20:
-        yield f"memory {subject.spec.memory} is {each / 2**20:.0f} MiB a rank, torch alone takes about 500: raise memory"
 
 
 @rule("LS115")

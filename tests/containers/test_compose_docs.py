@@ -106,6 +106,8 @@ class Place(Reader):
     def pushed(self, done: Result) -> None:
         (digest,) = re.findall(rf"^{self.registry}/team/lockstep@sha256:[0-9a-f]{{64}}$", done.output, re.MULTILINE)
         assert "Name:" in docker("buildx", "imagetools", "inspect", digest, env=self.env), "the registry has it"
+        noted = json.loads((self.folder / "build/images.json").read_text())
+        assert digest in [name for flavours in noted.values() for name in flavours.values()], "for make submit-k8s"
 
     def named(self, done: Result) -> None:
         self.digest = done.output.strip().strip('"')
@@ -203,7 +205,7 @@ def place(cpu_image: Built, registry: str, tmp_path: Path) -> Iterator[Place]:
     remove_jobs(*(f"{name}{found.suffix}" for name in ("rehearsal", "smoke", "mine")))
     volumes = [name for name in docker("volume", "ls", "--quiet").split() if name.endswith(found.suffix)]
     known = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
-    images = [name for name in known if name.startswith((registry, "registry.example/python"))]
+    images = [name for name in known if name.startswith((registry, "localhost:5000/python"))]
     images += [pages] if pages != session else []
     for words in (["volume", "rm", "--force", *volumes], ["image", "rm", "--force", *images]):
         docker(*words, check=False)
@@ -214,9 +216,9 @@ def test_what_the_page_prints_works_in_the_engine(page: str, place: Place) -> No
     commands = marked(Place.MARKER, page)
     (place.folder / "pip.conf").write_text("[global]\nretries = 5\n")
     (place.folder / "proxy.pem").write_text("# no proxy here\n")
-    if any("registry.example/python" in command for command in commands):
+    if any("localhost:5000/python" in command for command in commands):
         require(os.environ.get("WHEELS"), "WHEELS names no folder of packages")
-        docker("tag", BASE, "registry.example/python:3.11-slim-bookworm")  # as if it had been carried there
+        docker("tag", BASE, "localhost:5000/python:3.11-slim-bookworm")  # as if it had been carried there
     if "docker login registry.example" not in commands:
         place.logged_in(place.type(f"docker login {place.registry}"))
     if any("imagetools" in command for command in commands):

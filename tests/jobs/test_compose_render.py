@@ -20,7 +20,7 @@ from tests.processes import ROOT
 from tests.product import JobSpec, UserError, composed, lint_of_compose
 
 GOLDEN = Path(__file__).parent / "golden"
-PLAIN: dict[str, Any] = {"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2}
+PLAIN: dict[str, Any] = {"name": "small", "recipe": "smoke", "image": "lockstep:1", "nodes": 2, "ranks_per_node": 2}
 SPECS: dict[str, dict[str, Any]] = {
     "compose-cpu": PLAIN,
     "compose-gpu": {

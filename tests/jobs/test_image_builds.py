@@ -14,7 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.processes import ROOT
+from tests.checkout import copy_to, environment
+from tests.processes import ROOT, run
 
 try:
     import tomllib
@@ -74,6 +75,35 @@ def test_of_the_locked_platform_with_secrets_that_are_mounted(docker: Recorded, 
     assert not any("pip.conf" in word for word in option(words, "--build-arg"))
     text = (ROOT / file).read_text()
     assert "--mount=type=secret,id=ca " in text and "--mount=type=secret,id=pip " in text
+
+
+def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path: Path) -> None:
+    """With GPUs the CUDA one. A copy has no revision; that a push notes its digest is shown where an engine is."""
+    here = copy_to(tmp_path / "lockstep")
+    (here / "build").mkdir(exist_ok=True)
+    env = environment(here, tmp_path / "home", KUBECONFIG=str(tmp_path / "none"))
+    one, other = (f"localhost:5000/a@sha256:{digit * 64}" for digit in "12")
+
+    def submitted(notes: object, *words: str) -> str:
+        (here / "build/images.json").write_text(json.dumps(notes))
+        done = run(["make", "--silent", "submit-k8s", *words], env, cwd=here)
+        assert done.code == 2 and "Traceback" not in done.output + done.error, done
+        return done.output + done.error
+
+    for notes in ([], {}, {"other": {"cuda": one}}, {"unknown": {"cpu": other}}, {"unknown": {"cuda": 7}}):
+        said = submitted(notes, "GPUS=4")
+        assert "error: no CUDA image of this revision (unknown) was pushed: make image push " in said, said
+    notes = {"unknown": {"cuda": one, "cpu": other}}
+    # The cluster is the next thing that is missing.
+    assert "kubeconfig" in submitted(notes, "GPUS=4").lower() and "kubeconfig" in submitted(notes).lower()
+    (here / "own.yaml").write_text("name: own\nrecipe: smoke\nimage: localhost:5000/own:1\n")
+    assert "kubeconfig" in submitted({}, "JOB=own.yaml", "GPUS=1").lower(), "a file that names an image is left alone"
+    (here / "build/images.json").write_text(json.dumps(notes))
+    found = [
+        run([sys.executable, "docker/pushed.py", "find", "unknown", "job.yaml", *gpus], env, cwd=here).output.strip()
+        for gpus in ([], ["4"])
+    ]
+    assert found == [f"--image {other}", f"--image {one}"]
 
 
 def test_both_dockerfiles_are_what_the_other_one_is() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -50,7 +51,7 @@ def lockstep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return helpers.lockstep(folder, *words, **places(folder))
 
 
-def job(folder: Path, text: str = "name: smoke\nrecipe: smoke\nimage: registry.example/a:1\nnodes: 2\n") -> str:
+def job(folder: Path, text: str = "name: smoke\nrecipe: smoke\nimage: localhost:5000/a:1\nnodes: 2\n") -> str:
     (folder / "job.yaml").write_text(text)
     return str(folder / "job.yaml")
 
@@ -73,19 +74,19 @@ SCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable
 def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> None:
     shown = process(tmp_path, "render", "k8s", job(tmp_path), "--json")
     in_process = lockstep(tmp_path, "render", "k8s", job(tmp_path), "--json")
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, in_process.stdout, ""), (
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, in_process.stdout, in_process.stderr), (
         "the tests below are in process"
     )
-    flags = ["--name", "smoke", "--recipe", "smoke", "--image", "registry.example/a:1", "--nodes", "2"]
+    flags = ["--name", "smoke", "--recipe", "smoke", "--image", "localhost:5000/a:1", "--nodes", "2"]
     for words in (
         flags,
-        [job(tmp_path, "name: x\nrecipe: smoke\nimage: registry.example/a:1\n"), *flags[:2], *flags[-2:]],
+        [job(tmp_path, "name: x\nrecipe: smoke\nimage: localhost:5000/a:1\n"), *flags[:2], *flags[-2:]],
     ):
         assert lockstep(tmp_path, "render", "k8s", *words, "--json").stdout == shown.stdout, (
             "flags and file are one job"
         )
     done = process(tmp_path, "submit", "k8s", job(tmp_path), "--json")
-    assert done.returncode == 0 and json.loads(done.stdout).keys() == {"name", "created", "where"}, done
+    assert done.returncode == 0 and json.loads(done.stdout).keys() == {"name", "created", "where", "restarted"}, done
     assert "warning: LS" in done.stderr
     posted = [body for method, _, query, body in server.cluster.requests if method == "POST" and "dryRun" not in query]
     for sent, rendered in zip(posted, json.loads(shown.stdout), strict=True):
@@ -163,8 +164,24 @@ def test_diff_compares_with_the_live_object(server: ApiServer, tmp_path: Path) -
 
 
 def test_lint_and_schema(tmp_path: Path) -> None:
-    done = lockstep(tmp_path, "lint", job(tmp_path, "name: a\nrecipe: smoke\n"))
+    bare = job(tmp_path, "name: a\nrecipe: smoke\ncpus: 1\n")
+    done = lockstep(tmp_path, "lint", bare, "--backend", "k8s")
     assert done.returncode == 1 and "LS002 error: image is not set" in done.stdout
+    done = lockstep(tmp_path, "lint", bare, "--set", "ranks_per_node=2")
+    assert (done.returncode, re.findall(r"L\w\d\d\d", done.stdout)) == (0, ["LJ004"]), (
+        "what all backends have in common"
+    )
+
+
+def test_a_registry_of_the_documentation_is_refused_and_still_rendered(server: ApiServer, tmp_path: Path) -> None:
+    words = ["k8s", job(tmp_path), "--image", "registry.example/team/a:cpu", "--gpus", "1"]
+    shown = lockstep(tmp_path, "render", *words)
+    assert shown.returncode == 0 and "warning: LJ001: " in shown.stderr and "warning: LJ002: " in shown.stderr, shown
+    refused = lockstep(tmp_path, "submit", *words)
+    assert refused.returncode == 2 and "LJ001" in refused.stderr and server.cluster.all("pytorchjobs") == [], refused
+
+
+def test_the_schema_and_the_rules(tmp_path: Path) -> None:
     rules = json.loads(lockstep(tmp_path, "lint", "--rules", "--json").stdout)
     assert len({rule["id"] for rule in rules}) == len(rules) >= 30 and all(rule["title"] for rule in rules)
     schema = json.loads(lockstep(tmp_path, "schema").stdout)
@@ -256,7 +273,7 @@ def test_a_profile_is_found_from_any_folder(tmp_path: Path) -> None:
 
 def test_doctor_checks_what_it_can_without_a_cluster(tmp_path: Path) -> None:
     """And the image that submit is given, beside a job file that names another one."""
-    for image, missed in (("registry.example/b:2", True), (f"registry.example/b@sha256:{'0' * 64}", False)):
+    for image, missed in (("localhost:5000/b:2", True), (f"localhost:5000/b@sha256:{'0' * 64}", False)):
         told = lockstep(tmp_path, "doctor", "k8s", job(tmp_path), "--image", image, "--json")
         found = {check["name"]: check["result"] for check in json.loads(told.stdout)}
         assert told.returncode == 1 and found["cluster"] == "missing", told
@@ -280,7 +297,9 @@ def test_who_reads_the_answer_has_left(words: str, tmp_path: Path) -> None:
     assert done.code == 141 and "Traceback" not in done.output, done
 
 
-@pytest.mark.parametrize("words", ["schema", "settings smoke", "evaluate --help", "lint job.yaml", "status local none"])
+@pytest.mark.parametrize(
+    "words", ["schema", "settings smoke", "evaluate --help", "lint job.yaml --backend k8s", "status local none"]
+)
 def test_what_the_answer_is_written_to_is_full_or_closed(words: str, tmp_path: Path) -> None:
     job(tmp_path, "name: a\nrecipe: smoke\n")
     done = _typed(words, "> /dev/full", tmp_path)

@@ -37,7 +37,7 @@ class Bench:
 
     backend: Any
     folder: Path
-    image: str = "registry.example/local:1"
+    image: str = "localhost:5000/local:1"
     claim: str = "runs"
     before: frozenset[str] = frozenset()
     """Jobs of somebody else on the same engine."""

@@ -61,7 +61,7 @@ def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
         env = clean_env(KUBECONFIG=str(server.kubeconfig(folder / "kubeconfig")))
         patch.setenv("KUBECONFIG", env["KUBECONFIG"])
         backend = product.impatient_kubernetes()
-        spec = {"name": "long", "command": ["true"], "image": "registry.example/a:1", "run_dir": "/runs/long"}
+        spec = {"name": "long", "command": ["true"], "image": "localhost:5000/a:1", "run_dir": "/runs/long"}
         backend.submit(JobSpec.of(spec))
         backend.api.close()
         marked = {**env, "LOCKSTEP_JOB": f"long-of-{os.getpid()}"}

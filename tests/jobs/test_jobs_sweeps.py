@@ -54,7 +54,7 @@ def test_a_sweep_of_this_machine_ends_in_a_table(
 
 
 def k8s(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[str]:
-    job = ["--recipe", "smoke", "--image", "registry.example/a:1"] if command in ("submit", "render") else []
+    job = ["--recipe", "smoke", "--image", "localhost:5000/a:1"] if command in ("submit", "render") else []
     return lockstep(folder, command, "k8s", *words, *job)
 
 

@@ -24,7 +24,7 @@ COMMANDS = (
     ("logs", "k8s", "smoke"), ("logs", "k8s", "smoke", "--rank", "1", "--tail", "2"),
     ("wait", "k8s", "smoke", "--timeout", "0.2"), ("doctor", "k8s", "job.yaml"), ("cancel", "k8s", "smoke"),
 )  # fmt: skip
-JOB = "name: smoke\nrecipe: smoke\nimage: registry.example/lockstep:1\nnodes: 2\ngpus: 1\n"
+JOB = "name: smoke\nrecipe: smoke\nimage: localhost:5000/lockstep:1\nnodes: 2\ngpus: 1\n"
 PAGE = b"<!DOCTYPE html><html><title>Sign in</title></html>"
 WHOLE = (
     b"", PAGE, b"null", b"[]", b"{}", b"7", b'"text"', b"[" * 100_000, b"\xff\xfe{", b'{"items": null}', b'{"items": [null]}',

@@ -21,7 +21,7 @@ from tests.processes import free_port
 from tests.product import JobSpec, Unreachable, UserError
 
 SPEC = JobSpec.of(
-    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2}
+    {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
 pytestmark = pytest.mark.promise("k8s-states")
 Connect = Callable[..., Any]

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def spec(folder: Path, **more: Any) -> JobSpec:
     values = {
-        "name": "own", "command": ["python", "train.py"], "code": str(folder), "image": "registry.example/a:1", "nodes": 2,
+        "name": "own", "command": ["python", "train.py"], "code": str(folder), "image": "localhost:5000/a:1", "nodes": 2,
         "ranks_per_node": 1, "max_restarts": 0, "run_dir": str(folder.parent / "run"),
         "volumes": [{"claim": "runs", "path": str(folder.parent)}],
     }  # fmt: skip

@@ -68,7 +68,7 @@ def test_the_roles_hold_what_is_called_and_asked_for(backend: Any, cluster: Clus
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.py").touch()
     own = {"code": str(tmp_path / "own"), "k8s": {"queue": "gpu"}, "volumes": [{"claim": "data", "path": "/data"}]}
-    values = {"name": "smoke", "recipe": "smoke", "image": "registry.example/a:1", "shards": "/data/digits"}
+    values = {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/a:1", "shards": "/data/digits"}
     spec = JobSpec.of({**values, **own})
     backend.prepare(spec)
     backend.submit(spec)

@@ -30,6 +30,7 @@ CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "rbac.authorization
 NAMESPACE = "lockstep"
 BOUND = 180
 pytestmark = pytest.mark.promise("printed")
+REGISTRY = "localhost:5000"
 PODS_RUN = {"docs/tutorials/to-kubernetes.md": "digits", "docs/how-to/start-a-project.md": "mine"}
 """Page → its job, whose pods are processes here. On the other pages a job is only created: it wants GPUs."""
 
@@ -44,7 +45,7 @@ class Page(Reader):
             self.NEEDED = "never"
 
     def own(self, text: str) -> str:
-        table = {"IMAGE=…": "IMAGE=registry.example/team/lockstep:cpu"}  # the reader's to fill in
+        table = {"registry.example": REGISTRY}  # the reader's to fill in
         if self.runs_pods:
             runs = self.folder / "runs"  # a pod is a process of this machine, so the volume is a folder of the test
             table |= {
@@ -106,7 +107,7 @@ class Page(Reader):
     def secret(self, done: Result) -> None:
         found = self.cluster.get("secrets", "team-registry", NAMESPACE)
         held = json.loads(base64.b64decode(found["data"][".dockerconfigjson"]))
-        assert held["auths"]["registry.example"]["username"] == "USER"
+        assert held["auths"][REGISTRY]["username"] == "USER"
         job = yaml.safe_load((self.folder / "private.yaml").read_text())
         assert job["k8s"]["image_pull_secrets"] == ["team-registry"], "what the page's job names"
 
@@ -130,7 +131,11 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
     """A clone. The cluster knows who sends no token: kubectl has none where there is no TLS."""
     require(shutil.which("kubectl"), "kubectl is not installed")
     cluster.tokens.add("")
-    return copy_to(tmp_path / "lockstep")
+    found = copy_to(tmp_path / "lockstep")
+    (found / "build").mkdir(exist_ok=True)  # as `make push` notes it: a copy has no revision
+    pushed = {"unknown": {"cuda": f"{REGISTRY}/team/lockstep@sha256:{'0' * 64}"}}
+    (found / "build/images.json").write_text(json.dumps(pushed))
+    return found
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
 
 JOB: dict[str, Any] = {
-    "name": "big", "recipe": "resnet18", "image": "registry.example/a:1", "nodes": 2, "gpus": 4,
+    "name": "big", "recipe": "resnet18", "image": "localhost:5000/a:1", "nodes": 2, "gpus": 4,
     "volumes": [{"claim": "runs", "path": "/runs"}], "k8s": {"queue": "gpu", "image_pull_secrets": ["pull"]},
 }  # fmt: skip
 Doctor = Callable[..., dict[str, tuple[str, str]]]

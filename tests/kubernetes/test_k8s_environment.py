@@ -34,7 +34,7 @@ def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
 
 def placed(tmp_path: Path, name: str) -> dict[str, Any]:
     volumes = [{"claim": "runs", "path": str(tmp_path)}]
-    return {"image": "registry.example/local:1", "nodes": 2, "run_dir": str(tmp_path / name), "volumes": volumes}
+    return {"image": "localhost:5000/local:1", "nodes": 2, "run_dir": str(tmp_path / name), "volumes": volumes}
 
 
 def program(tmp_path: Path, name: str, *command: str, **more: Any) -> JobSpec:

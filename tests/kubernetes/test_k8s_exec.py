@@ -25,7 +25,7 @@ def pods(backend: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     """A job of two pods with one rank each; rank 1 is in the first pod, as it may be in an elastic job."""
     elastic = {"elastic": {"min_nodes": 2, "max_nodes": 2}, "volumes": [{"claim": "runs", "path": "/runs"}]}
     backend.submit(
-        JobSpec.of({"name": "long", "command": ["true"], "image": "registry.example/a:1", "nodes": 2, **elastic})
+        JobSpec.of({"name": "long", "command": ["true"], "image": "localhost:5000/a:1", "nodes": 2, **elastic})
     )
     with ExitStack() as ranks:
         for number in range(2):
@@ -119,7 +119,7 @@ def test_what_a_server_refuses_is_one_line(backend: Any, pods: Cluster, tmp_path
 
 
 def test_what_cannot_be_run_is_refused(backend: Any, pods: Cluster, tmp_path: Path) -> None:
-    backend.submit(JobSpec.of({"name": "one", "command": ["true"], "image": "registry.example/a:1"}))
+    backend.submit(JobSpec.of({"name": "one", "command": ["true"], "image": "localhost:5000/a:1"}))
     pods.containers.there["one-worker-0"] = Container({}, tmp_path / "gone")
     put(pods, "one-worker-0", "Running", "one")
     with pytest.raises(UserError, match="one-worker-0: failed to exec"):  # the connection is there by then

@@ -11,7 +11,7 @@ from tests import product
 from tests.product import JobSpec
 
 GOOD: dict[str, Any] = {
-    "name": "good", "recipe": "resnet18", "image": "registry.example/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,
+    "name": "good", "recipe": "resnet18", "image": "localhost:5000/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,
     "shards": "/data/cifar10", "k8s": {"socket_interface": "eth0"},
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
 }  # fmt: skip
@@ -45,7 +45,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS015", {"patch": replica({"securityContext": {"runAsNonRoot": False}})}),
     ("LS015", {"container": {"securityContext": {"privileged": True}}}),
     ("LS015", {"container": {"securityContext": {"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}}}),
-    ("LS016", {"image": "registry.example/a:latest"}),
+    ("LS016", {"image": "localhost:5000/a:latest"}),
     ("LS017", {"container": {"readinessProbe": {"tcpSocket": {"port": 23456}}}}),
     ("LS018", {"patch": replica(restartPolicy="OnFailure")}),
     ("LS019", {"volumes": [{"claim": "data", "path": "/data"}]}),
@@ -71,11 +71,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS036", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "k8s": {"kind": "TrainJob"}}),
     ("LS037", {"k8s": {}}),
     ("LS038", {"shards": "/elsewhere"}),
-    ("LS039", {"ranks_per_node": 2}),
+    *(("LJ001", {"image": f"{host}/a@sha256:{'a' * 64}"}) for host in ("registry.example", "a.invalid:5000", "example.com")),
+    *(("LJ002", {"image": f"localhost:5000/a:{tag}"}) for tag in ("cpu", "0123-cpu", "cpu@sha256:" + "a" * 64)),
+    ("LJ003", {"ranks_per_node": 2}),
     ("LS040", {"gpus": 16}),
     ("LS041", {"k8s": {"rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"}}),
     ("LS042", {"image": "lockstep:cuda"}),
-    ("LS043", {"cpus": 2, "memory": "64Gi"}),
+    ("LJ004", {"cpus": 2, "memory": "64Gi"}),
     ("LS044", {"image": "lockstep:cuda", "nodes": 1}),
     ("LS045", {"k8s": {"kind": "TrainJob"}}),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from k8s_operator import Operator, finish, until
 from tests.product import JobSpec, UserError
 
 SPEC = JobSpec.of(
-    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2}
+    {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
 HERE, THERE = "smoke-worker-0", "smoke-worker-1"
 pytestmark = pytest.mark.promise("logs")

@@ -28,7 +28,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 pytestmark = pytest.mark.promise("k8s-render")
 
 GPU: dict[str, Any] = {
-    "name": "big", "recipe": "bag_of_tricks", "image": "registry.example/lockstep@sha256:" + "a" * 64, "nodes": 2, "gpus": 4,
+    "name": "big", "recipe": "bag_of_tricks", "image": "localhost:5000/lockstep@sha256:" + "a" * 64, "nodes": 2, "gpus": 4,
     "cpus": 16, "memory": "64Gi", "shm": "16Gi", "time_limit": "2h", "shards": "/data",
     "secrets": {"WANDB_API_KEY": {"secret": "wandb", "key": "key"}}, "env": {"EXPERIMENT": "1e3"},
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
@@ -36,7 +36,7 @@ GPU: dict[str, Any] = {
 }  # fmt: skip
 SPECS: dict[str, dict[str, Any]] = {
     "gpu": GPU,
-    "cpu": {"name": "small", "recipe": "smoke", "image": "registry.example/lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
+    "cpu": {"name": "small", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
     "elastic": {**GPU, "name": "flex", "elastic": {"min_nodes": 1, "max_nodes": 4}},
     "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue", "topology": "required"}},
     "efa": {
@@ -153,7 +153,7 @@ def worker(**values: Any) -> dict[str, Any]:
 
 
 def test_what_the_kubelet_would_expand_is_escaped() -> None:
-    pod = worker(name="a", command=["echo", "$(PATH) $HOME $$"], image="registry.example/a:1", env={"A": "$(B)"})
+    pod = worker(name="a", command=["echo", "$(PATH) $HOME $$"], image="localhost:5000/a:1", env={"A": "$(B)"})
     assert pod["containers"][0]["command"][-1] == "$$(PATH) $$HOME $$$$"
     assert {"name": "A", "value": "$$(B)"} in pod["containers"][0]["env"]
 
@@ -231,7 +231,7 @@ programs = st.sampled_from([{"recipe": "smoke"}, {"recipe": "resnet18"}, {"recip
     st.lists(words, min_size=1, max_size=3).map(lambda words: {"command": words})
 )
 spec_values = st.fixed_dictionaries(
-    {"name": names, "image": st.just("registry.example/a:1"), "what": programs},
+    {"name": names, "image": st.just("localhost:5000/a:1"), "what": programs},
     optional={
         "nodes": st.integers(1, 4), "gpus": st.sampled_from([0, 4, 8]), "ranks_per_node": st.integers(1, 2),
         "cpus": st.floats(0.1, 200), "memory": sizes, "shm": sizes, "time_limit": st.sampled_from(["90s", "2h", "1d12h"]),

@@ -15,7 +15,7 @@ from tests import product
 from tests.product import JobSpec, Unreachable, UserError
 
 SPEC = JobSpec.of(
-    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2}
+    {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-states")]
 """Everything here is done with the rights of deploy/k8s/base alone."""
@@ -24,7 +24,7 @@ PLACED = {"type": "PodScheduled", "status": "True"}
 
 
 def container(name: str = "pytorch", **state: Any) -> dict[str, Any]:
-    return {"containerStatuses": [{"name": name, "image": "registry.example/a:1", "restartCount": 0, "state": state}]}
+    return {"containerStatuses": [{"name": name, "image": "localhost:5000/a:1", "restartCount": 0, "state": state}]}
 
 
 def waits(reason: str, message: str = "") -> dict[str, Any]:
@@ -52,7 +52,7 @@ STATES: dict[str, tuple[list[dict[str, Any]], list[dict[str, str]], tuple[str, .
     "unschedulable": ([unplaced("0/2 nodes")], [], (), "unschedulable", 3, ("0/2 pods are placed", "0/2 nodes")),
     "placed": ([{"phase": "Pending", "conditions": [PLACED]}, unplaced("0/3")], [], (), "unschedulable", 3, ("1/2 pods", "0/3")),
     "by event": ([{"phase": "Pending"}], [], ("smoke-worker-0", "FailedScheduling", "0/9"), "unschedulable", 3, ("0/9",)),
-    "image": ([waits("ImagePullBackOff", "no host")], [], (), "pending", 0, ("registry.example/a:1", "smoke-worker-0", "no host")),
+    "image": ([waits("ImagePullBackOff", "no host")], [], (), "pending", 0, ("localhost:5000/a:1", "smoke-worker-0", "no host")),
     "secret": ([waits("CreateContainerConfigError", "no wandb")], [], (), "pending", 0, ("smoke-worker-0", "no wandb")),
     "volume": ([{"phase": "Pending", "conditions": [PLACED]}], [], ("smoke-worker-0", "FailedMount", "slow"), "pending", 0,
                ("smoke-worker-0", "slow")),

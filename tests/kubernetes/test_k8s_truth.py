@@ -17,7 +17,7 @@ from tests import product
 from tests.product import JobSpec, UserError
 
 SPEC = JobSpec.of(
-    {"name": "smoke", "recipe": "smoke", "image": "registry.example/lockstep:1", "nodes": 2, "ranks_per_node": 2}
+    {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
 OTHER = SPEC.model_copy(update={"nodes": 3})
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-truth")]
@@ -225,7 +225,7 @@ def test_cancel_waits_for_the_end_of_the_pods(backend: Any, cluster: Cluster) ->
 
 # Jobs of other hashes and versions.
 
-PLAIN = {"name": "old", "recipe": "smoke", "image": "registry.example/a:1", "nodes": 2, "ranks_per_node": 2, "gpus": 2}
+PLAIN = {"name": "old", "recipe": "smoke", "image": "localhost:5000/a:1", "nodes": 2, "ranks_per_node": 2, "gpus": 2}
 
 
 def test_settings_of_another_backend_make_no_other_job_and_no_policy_that_selects_nothing(

@@ -22,7 +22,7 @@ DISTRIBUTION = project()["name"]
 LINKED = ("training", "jobs")
 """Folders of the checkout that `lockstep/` has links to: in the wheel they are folders of it."""
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
-JOB = ["--recipe", "smoke", "--image", "registry.example/lockstep@sha256:" + "0" * 64]
+JOB = ["--recipe", "smoke", "--image", "localhost:5000/lockstep@sha256:" + "0" * 64]
 Done = subprocess.CompletedProcess[str]
 
 

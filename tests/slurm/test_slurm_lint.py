@@ -22,17 +22,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS103", {"run_dir": "/tmp/run"}),
     ("LS104", {"home": "/tmp/home"}),
     ("LS105", {"slurm": {}}),
-    ("LS106", {"ranks_per_node": 2}),
+    ("LJ003", {"ranks_per_node": 2}),
     ("LS107", {"env": {"WANDB_API_KEY": "abc"}}),
     ("LS108", {"max_restarts": 0}),
-    ("LS109", {"cpus": 2}),
+    ("LJ004", {"cpus": 2}),
     ("LS110", {"slurm": {"container": "pyxis"}}),
     ("LS111", {"slurm": {"image": "a:1"}}),
     ("LS112", {"shards": "/not/there"}),
     ("LS113", {"env": {"WORLD_SIZE": "8"}}),
     ("LS113", {"env": {"SLURM_NTASKS": "8"}}),
-    ("LS114", {"memory": "2Gi"}),
+    ("LJ004", {"memory": "2Gi"}),
     ("LS115", {"slurm": {"container": "apptainer", "image": "IMAGE"}}),
+    ("LJ001", {"slurm": {"container": "pyxis", "image": "registry.example/a:1"}}),
+    ("LJ002", {"slurm": {"container": "pyxis", "image": "localhost:5000/a:cpu"}}),
     ("LS116", {"slurm": {"host": "login.example"}}),
 ]
 
@@ -59,4 +61,4 @@ def test_sound_jobs_provoke_none_and_every_rule_is_provoked(tmp_path: Path) -> N
     for image in (str(tmp_path / "IMAGE"), "/images/lockstep.sif", "registry/lockstep:1"):
         assert findings(tmp_path, {"slurm": {**GOOD["slurm"], "container": "apptainer", "image": image}}) == []
     rules = lockstep(tmp_path, "lint", "--backend", "slurm", "--rules").stdout
-    assert {*re.findall(r"LS1\d\d", rules)} == {rule for rule, _ in CASES}
+    assert {*re.findall(r"LS1\d\d|LJ\d\d\d", rules)} == {rule for rule, _ in CASES}

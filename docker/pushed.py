@@ -1,0 +1,88 @@
+"""Which images were pushed, by revision and flavour: `make push` notes their digests, `make submit-k8s` takes one.
+
+python docker/pushed.py push registry/name REVISION        # pushes what this machine has of it
+python docker/pushed.py find REVISION job.yaml [GPUS]      # prints --image NAME@sha256:…, or nothing where the job has its own
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lockstep.jobs.lint import documentation
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.terminal import warn
+from lockstep.training import files
+from lockstep.training.config.settings import assignments
+from lockstep.training.contract import UserError, user_errors
+
+NOTES = Path(__file__).parents[1] / "build/images.json"
+FLAVOURS = {"cuda": "", "cpu": "-cpu"}
+"""What an image was built for → what its tag ends with behind the revision."""
+
+
+def notes() -> dict[str, dict[str, str]]:
+    """Revision → flavour → name with digest. What is no such note counts as none."""
+    found = files.read_json(NOTES)
+    rows = found.items() if isinstance(found, dict) else ()
+    return {
+        revision: {flavour: name for flavour, name in row.items() if flavour in FLAVOURS and isinstance(name, str)}
+        for revision, row in rows
+        if isinstance(row, dict)
+    }
+
+
+def docker(*words: str) -> str:
+    """What docker prints; what it complains of goes to standard error. Raises `UserError` where it fails or is missing."""
+    try:
+        done = subprocess.run(["docker", *words], stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise UserError(f"cannot start docker: {error.strerror}") from None
+    if done.returncode:
+        raise UserError(f"docker {' '.join(words[:2])} ended with {done.returncode}")
+    return done.stdout
+
+
+def push(name: str, revision: str) -> None:
+    """Pushes the flavours that were built of this revision, prints and notes their digests. Raises `UserError`."""
+    built = docker("image", "ls", "--format", "{{.Tag}}", name).split()
+    flavours = [flavour for flavour, end in FLAVOURS.items() if revision + end in built]
+    if not flavours:
+        raise UserError(f"there is no {name}:{revision} yet: make image IMAGE={name}, or make image-cpu IMAGE={name}")
+    for flavour in flavours:
+        tag = f"{name}:{revision}{FLAVOURS[flavour]}"
+        docker("push", "--quiet", tag)
+        digests = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", tag))
+        (digest,) = [one for one in digests if one.startswith(f"{name}@sha256:")]
+        known = notes()
+        known.setdefault(revision, {})[flavour] = digest
+        NOTES.parent.mkdir(exist_ok=True)
+        files.replace_json(NOTES, known)
+        print(digest, flush=True)
+
+
+def find(revision: str, job: str, gpus: str = "") -> None:
+    """Raises `UserError`: no image of this revision was pushed that the job could run in."""
+    spec = JobSpec.load(Path(job), dict(assignments(JobSpec, [f"gpus={gpus}"] if gpus else [])))
+    if spec.image is not None and not documentation(spec.image):
+        return
+    pushed = notes().get(revision, {})
+    image = pushed.get("cuda") if spec.gpus else pushed.get("cpu") or pushed.get("cuda")
+    if image is None:
+        build = "image" if spec.gpus else "image-cpu"
+        raise UserError(
+            f"no {'CUDA ' if spec.gpus else ''}image of this revision ({revision}) was pushed: make {build} push IMAGE=registry/name, "
+            "or say which one: IMAGE=registry/name@sha256:…"
+        )
+    if revision.endswith("-dirty"):
+        warn("the working tree has changes, and the image has those that were there when it was built")
+    print(f"--image {image}")
+
+
+if __name__ == "__main__":
+    with user_errors():
+        {"push": push, "find": find}[sys.argv[1]](*sys.argv[2:])

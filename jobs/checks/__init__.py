@@ -1,1 +1,0 @@
-"""What lint and doctor share."""

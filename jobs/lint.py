@@ -1,0 +1,154 @@
+"""Lint: what a rule is, and the rules of every backend. A footgun is a rule with an id, a message that says what to do, and a test.
+
+Rules read the *final* manifest: `patch` can replace any part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from lockstep.jobs.manifest import Manifest
+from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.types import size_in_bytes
+
+Level = Literal["error", "warning"]
+SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
+"""Names of variables that look like a secret's."""
+_DOCUMENTATION = re.compile(r"(.*\.)?(example|test|invalid|example\.(com|net|org))(:\d+)?", re.IGNORECASE)
+"""Hosts that stand in documentation, and that nobody can have (RFC 2606)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One complaint: `message` says what was found and what to do. `submit` refuses errors, and prints warnings."""
+
+    id: str
+    level: Level
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.level}: {self.message}"
+
+
+def errors(findings: list[Finding]) -> list[Finding]:
+    """Those for which `submit` refuses the job."""
+    return [finding for finding in findings if finding.level == "error"]
+
+
+class Subject:
+    """What the rules look at: the spec and the final manifests. A backend adds how its manifests are read."""
+
+    kind: str = ""
+    """Which of several kinds of manifest this is; empty where there is only one, or a patch has taken it away."""
+
+    def __init__(self, spec: JobSpec, objects: list[Manifest]) -> None:
+        self.spec, self.objects = spec, objects
+
+    @property
+    def image(self) -> str | None:
+        """The container image that the job runs in; None where it runs in none."""
+        return None
+
+
+S = TypeVar("S", bound=Subject)
+Look = Callable[[S], Iterator[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[S]):
+    """`look` yields messages; its docstring is the rule's title. No `kinds`: for all."""
+
+    id: str
+    level: Level
+    look: Look[S]
+    kinds: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return (self.look.__doc__ or "").strip()
+
+
+class Rules(Generic[S]):
+    """The rules of a backend, and those that all have; `subject` is how they see a job."""
+
+    def __init__(self, subject: type[S]) -> None:
+        self.subject = subject
+        self._rules: dict[str, Rule[S]] = {}
+
+    def rule(self, id: str, level: Level = "error", kinds: tuple[str, ...] = ()) -> Callable[[Look[S]], Look[S]]:
+        """Registers a check under an id that never changes its meaning."""
+
+        def register(look: Look[S]) -> Look[S]:
+            assert id not in self._rules, id
+            self._rules[id] = Rule(id, level, look, kinds)
+            return look
+
+        return register
+
+    def all(self) -> list[Rule[Any]]:
+        """By id."""
+        found: dict[str, Rule[Any]] = {**COMMON._rules, **self._rules}
+        return [found[id] for id in sorted(found)]
+
+    def apply(self, spec: JobSpec, objects: list[Manifest]) -> list[Finding]:
+        """All findings, in the order of their ids. Manifests may be anything: `patch` can replace any part."""
+        subject = self.subject(spec, objects)
+        found = [
+            Finding(rule.id, rule.level, message)
+            for rule in self.all()
+            if not rule.kinds or not subject.kind or subject.kind in rule.kinds
+            for message in rule.look(subject)
+        ]
+        return list(dict.fromkeys(found))
+
+
+COMMON = Rules(Subject)
+"""What `lockstep lint` looks at for every backend."""
+
+
+def documentation(image: str) -> bool:
+    """Whether the image's registry is a name that nobody can have."""
+    host, slash, _ = image.partition("/")
+    return bool(slash and _DOCUMENTATION.fullmatch(host))
+
+
+@COMMON.rule("LJ001")
+def documented_registry(subject: Subject) -> Iterator[str]:
+    """A registry whose name is kept for documentation has no image."""
+    if documentation(subject.image or ""):
+        yield (
+            f"image {subject.image}: the registry's name is one for documentation, and leads nowhere (RFC 2606): "
+            "push the image to yours (make push IMAGE=registry/name), and name it: --image registry/name@sha256:…"
+        )
+
+
+@COMMON.rule("LJ002")
+def cpu_image(subject: Subject) -> Iterator[str]:
+    """In the CPU image torch finds no GPU."""
+    tag = (subject.image or "").partition("@")[0].rpartition("/")[2].partition(":")[2]
+    if subject.spec.gpus and re.fullmatch(r"(.*-)?cpu", tag):
+        yield (
+            f"image {subject.image} is built for CPUs, and the job asks for {subject.spec.gpus} GPUs a node: "
+            "take the CUDA image (make image), or --gpus 0"
+        )
+
+
+@COMMON.rule("LJ003", "warning")
+def idle_gpus(subject: Subject) -> Iterator[str]:
+    """A rank drives one GPU: with fewer ranks the others idle."""
+    if subject.spec.gpus > subject.spec.ranks:
+        yield f"{subject.spec.gpus} GPUs a node, but {subject.spec.ranks} ranks: remove ranks_per_node"
+
+
+@COMMON.rule("LJ004", "warning")
+def amounts_of_ranks(subject: Subject) -> Iterator[str]:
+    """Ranks that share a core slow each other down, and torch alone takes about half a gigabyte a rank, with a GPU two."""
+    spec = subject.spec
+    if spec.cpus < spec.ranks:
+        yield f"cpus {spec.cpus:g} for {spec.ranks} ranks a node: they share cores; raise cpus, or leave it out"
+    each, least = size_in_bytes(spec.memory) / spec.ranks, (4 << 30 if spec.gpus else 700 << 20)
+    if each < least:
+        yield f"memory {spec.memory} is {each / 2**20:.0f} MiB a rank, below {least >> 20}: raise memory, or leave it out"
