@@ -70,7 +70,7 @@ lint: $(READY) ## ruff, mypy, hadolint, zizmor, the words and the promises
 	$(RUN) -m mypy
 	$(RUN) -m tests.words
 	$(RUN) -m tests.promises
-	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.cpu
+	$(VENV)/bin/hadolint docker/Dockerfile
 	$(VENV)/bin/zizmor --offline --quiet .github
 
 # The site's programs are installed the first time that a site is built.
@@ -132,14 +132,14 @@ ARGUMENTS = --platform $(PLATFORM) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(B
   --build-arg SOURCE=$(or $(SOURCE),unknown)
 MOUNTED = $(if $(WHEELS),--build-context wheels=$(WHEELS) --build-arg PIP_NO_INDEX=1) \
   $(if $(CA),--secret id=ca$(,)src=$(CA)) $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF))
-build = DOCKER_BUILDKIT=1 docker build -f $(1) $(ARGUMENTS) $(MOUNTED)
+build = DOCKER_BUILDKIT=1 docker build -f docker/Dockerfile --build-arg FLAVOUR=$(1) $(ARGUMENTS) $(MOUNTED)
 , := ,
 
 image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WHEELS= CA= PIP_CONF= BUILD_FLAGS=
-	$(call build,docker/Dockerfile) $(BUILD_FLAGS) -t $(NAME_):$(TAG) -t $(NAME_):latest .
+	$(call build,cuda) $(BUILD_FLAGS) -t $(NAME_):$(TAG) -t $(NAME_):latest .
 
 image-cpu: ## build the CPU image NAME:cpu, NAME:REVISION-cpu; same variables
-	$(call build,docker/Dockerfile.cpu) $(BUILD_FLAGS) -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
+	$(call build,cpu) $(BUILD_FLAGS) -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
 
 push: $(TRAIN) ## push what image and image-cpu built of this revision: IMAGE=registry/name; prints the digests, and notes them for submit-k8s
 	@test -n "$(IMAGE)" || { echo "error: say where to: make push IMAGE=registry/name" >&2; exit 2; }

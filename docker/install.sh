@@ -21,6 +21,8 @@ for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX PIP_FIND_LINKS PIP_TR
         esac
     done
 done
+# The +cpu builds of torch are on torch's own index, not on PyPI.
+case $1 in *-cpu.txt) export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}" ;; esac
 if [ -s /run/secrets/pip ]; then
     unset PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_TRUSTED_HOST
     export PIP_CONFIG_FILE=/run/secrets/pip

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from lockstep.jobs import lines
-from lockstep.jobs.code import pin
+from lockstep.jobs.code import store
 from lockstep.jobs.compare import differences
 from lockstep.jobs.foreground import Streams
 from lockstep.jobs.spec.model import JobSpec
@@ -204,7 +204,7 @@ class Backend(abc.ABC):
             raise UserError(
                 f"the {self.name} backend does not carry code to the ranks: put the code into an image, and remove `code` from the job"
             )
-        return pin.keep_all(specs)
+        return store.all_kept(specs)
 
     def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
         with self.exclusive():
@@ -374,7 +374,7 @@ class Backend(abc.ABC):
     def drift(self, spec: JobSpec) -> Lines:
         """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
         found = self.require(spec.name)
-        spec, _ = pin.look(spec)
+        spec, _ = store.pinned(spec)
         return differences(*found.beside(spec)) or self.changes(found, spec)
 
     def summary(self, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import abc
 from typing import Any
 
 from lockstep.jobs.backend import Backend, Specs
-from lockstep.jobs.code import pin
+from lockstep.jobs.code import store
 from lockstep.jobs.lint import Finding, Rules, errors
 from lockstep.jobs.manifest import Manifest, to_yaml
 from lockstep.jobs.spec.model import JobSpec
@@ -61,7 +61,7 @@ class Cluster(Backend):
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
-        spec, _ = pin.look(spec)
+        spec, _ = store.pinned(spec)
         return cls.rules().apply(spec, cls.manifests(spec))
 
     def refuse(self, spec: JobSpec) -> None:

@@ -26,7 +26,6 @@ READ = (
     ".sbatch",
     "Makefile",
     "Dockerfile",
-    "Dockerfile.cpu",
     ".lockstepignore",
 )
 TESTS = ("tests/", "benchmarks/")

@@ -58,7 +58,7 @@ def render(
         raise UserError("--with-code needs -o DIR: it writes several files")
     from lockstep.jobs import connect
     from lockstep.jobs import sweep as sweeps
-    from lockstep.jobs.code import pin, store
+    from lockstep.jobs.code import store
     from lockstep.jobs.manifest import to_yaml
 
     found = connect.cluster(backend, "render")
@@ -71,7 +71,7 @@ def render(
         gpus=gpus,
         **options.flags(backend, namespace=namespace, host=host),
     )
-    spec, code = pin.look(options.build(file, values, profile))
+    spec, code = store.pinned(options.build(file, values, profile))
     for line in code.lines() if code is not None else []:
         note(line)
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
@@ -128,7 +128,7 @@ def lint(
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
     from lockstep.jobs import connect, registry
     from lockstep.jobs.cluster import Cluster
-    from lockstep.jobs.code import pin
+    from lockstep.jobs.code import store
     from lockstep.jobs.lint import COMMON, errors
 
     if rules:
@@ -146,7 +146,7 @@ def lint(
         found = connect.cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
-        found = COMMON.apply(pin.look(spec)[0], [])
+        found = COMMON.apply(store.pinned(spec)[0], [])
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:
@@ -190,7 +190,7 @@ def submit(
     from lockstep.jobs import job as driver
     from lockstep.jobs import registry
     from lockstep.jobs.cluster import Cluster
-    from lockstep.jobs.code import pin
+    from lockstep.jobs.code import store
 
     found = registry.backend(backend)
     flags: dict[str, str | None] = {
@@ -200,7 +200,7 @@ def submit(
         "fresh": uuid.uuid4().hex[:12] if fresh else None,
     }
     values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = pin.keep(options.build(file, values, profile))
+    spec = store.kept(options.build(file, values, profile))
     for item in found.lint(spec) if issubclass(found, Cluster) else []:
         if item.level == "warning":
             warn(f"{item.id}: {item.message}")

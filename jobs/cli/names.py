@@ -184,13 +184,13 @@ def doctor(
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
     from lockstep.jobs import connect
-    from lockstep.jobs.code import pin
+    from lockstep.jobs.code import store
 
     found_in = connect.cluster(backend, "doctor")
     spec = None
     if (file, image, profile) != (None, None, None):
         values = options.parse(None, image=image, recipe=None if file is not None else "smoke")
-        spec, _ = pin.look(options.build(file, values, profile))
+        spec, _ = store.pinned(options.build(file, values, profile))
     found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context, host=host))
     if as_json:
         show([item.plain() for item in found])

@@ -1,14 +1,18 @@
-"""One read of a folder: the files, their identity and the archive are of the same bytes."""
+"""One read of a folder: the files, their identity and the archive are of the same bytes. What must not travel is refused by name."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
+import re
+import sys
+import unicodedata
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.jobs.code import listing, refusals
+from lockstep.jobs.code import listing
 from lockstep.jobs.code.tree import Changed, Found, Tree, Unfit, seen
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
@@ -16,6 +20,24 @@ from lockstep.wire.archive import MAX_BYTES, MAX_PACKED, File
 
 NAMED = 10
 """How many of the largest files an error names."""
+_NAMES = {
+    ".env*": "a file of environment variables", "*.pem": "a key or a certificate", "id_*": "an SSH key",
+    ".netrc": "passwords", "_netrc": "passwords", ".npmrc": "a registry's login", "kubeconfig*": "a cluster's login",
+    "*.kubeconfig": "a cluster's login", "credentials*": "credentials",
+}  # fmt: skip
+"""Pattern of a file's name, in small letters → what such a file is."""
+_PATHS = {".kube/config": "a cluster's login", ".docker/config.json": "a registry's login"}
+"""The last two parts of a path."""
+_HARMLESS = ".example"
+"""End of the name of a file with sample values, not real ones."""
+OURS = "lockstep"
+_AT_START = ("sitecustomize", "usercustomize")
+"""Modules that Python imports by itself when it starts, before anything of ours."""
+_MODULE = re.compile(r"(?P<name>\w+)(?:\.\w[\w-]*)?\.(?:py|pyc|so|pyd)")
+"""`name.py`, `name.cpython-311-x86_64-linux-gnu.so`."""
+_LFS = b"version https://git-lfs.github.com/spec/"
+_LFS_BYTES = 1024
+"""No pointer is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +74,18 @@ def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
     paths = [path for path in listing.files_of(folder) if not _links_to_ours(folder, path)]
     for path in paths:
         _check_path(path)
-        refusals.check_name(path, allow)
-    refusals.check_names(paths)
+        _check_name(path, allow)
+    _check_names(paths)
     try:
         with Tree(folder) as tree:
             found, sizes = _files(tree, paths)
     except OSError as error:
         raise UserError(f"code: {folder} cannot be read: {error.strerror}") from None
     for file in found:
-        refusals.check_content(file.path, file.data, allow)
+        if len(file.data) <= _LFS_BYTES and file.data.startswith(_LFS):
+            raise UserError(
+                f"code: {file.path} is a pointer of git-lfs, not the file: git lfs pull, or name it in {listing.IGNORE_FILE}"
+            )
     packed = archive.pack(found)
     if len(packed) > MAX_PACKED:
         raise _too_large(sizes, f"{len(packed)} bytes in an archive", f"{MAX_PACKED >> 20} MiB")
@@ -138,3 +163,57 @@ def _too_large(sizes: dict[str, int], found: str, limit: str) -> UserError:
     return UserError(
         f"code: {found}, at most {limit} can be sent; the largest files: {told}; name what is not needed in {listing.IGNORE_FILE}"
     )
+
+
+def _check_name(path: str, allow: Collection[str]) -> None:
+    """Raises `UserError` for a file whose name says that it holds secrets."""
+    if path in allow:
+        return
+    lower = path.lower()
+    name = lower.rpartition("/")[2]
+    if name.endswith(_HARMLESS):
+        return
+    found = [(rule, kind) for rule, kind in _NAMES.items() if fnmatch.fnmatchcase(name, rule)]
+    found += [(rule, kind) for rule, kind in _PATHS.items() if f"/{lower}".endswith(f"/{rule}")]
+    for rule, kind in found[:1]:
+        raise UserError(
+            f"code: {path} looks like {kind} (its name: {rule}): name it in {listing.IGNORE_FILE}, or, if it is not a secret, in "
+            f"code.allow: [{path}]"
+        )
+
+
+def _check_names(paths: Collection[str]) -> None:
+    """Raises `UserError` for two names that some file systems take for one, and for modules that hide others."""
+    spelled: dict[tuple[str, str], str] = {}
+    """Folder, and a name in it as such a file system compares it → the name. Each folder is looked at once, however deep it lies."""
+    looked_at = {""}
+    for path in sorted(paths):
+        rest = path
+        while rest:
+            folder, _, name = rest.rpartition("/")
+            known = spelled.setdefault((folder, unicodedata.normalize("NFC", name).casefold()), name)
+            if known != name:
+                first = f"{folder}/{known}" if folder else known
+                raise UserError(f"code: {first} and {rest} differ only in case or spelling: rename one of them")
+            if folder in looked_at:
+                break
+            looked_at.add(folder)
+            rest = folder
+        _check_module(path, path.split("/"))
+
+
+def _check_module(path: str, parts: list[str]) -> None:
+    """A module or a package at the top of the code comes first on Python's path."""
+    match = _MODULE.fullmatch(parts[min(len(parts), 2) - 1])
+    if match is None or len(parts) > 2:
+        return
+    name = match["name"] if len(parts) == 1 else parts[0]
+    if name == OURS:
+        raise UserError(
+            f"code: {path} would hide the package {name} of Lockstep: rename it, or name it in {listing.IGNORE_FILE}"
+        )
+    # A folder without __init__.py hides nothing.
+    if name in {*sys.stdlib_module_names, *_AT_START} and (len(parts) == 1 or match["name"] == "__init__"):
+        raise UserError(
+            f"code: {path} would hide the standard module {name}: rename it, or name it in {listing.IGNORE_FILE}"
+        )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.jobs import private
-from lockstep.jobs.code import patterns, repository, tree
+from lockstep.jobs.code import repository, tree
 from lockstep.training import files
 from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from lockstep.wire import archive
@@ -21,6 +26,22 @@ _MAX_IGNORE_BYTES = 1 << 20
 _MAX_REPOSITORIES = 500
 _GIT_SECONDS = 12
 _SUBMODULE = "160000"
+_PATTERN_SECONDS = 10
+_MATCH = """
+import json, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))  # it ends also if its parent was killed
+except (ImportError, OSError, ValueError):
+    pass
+sys.path.append(sys.argv[1])
+from pathspec import GitIgnoreSpec
+lines, paths = json.load(sys.stdin)
+try:
+    json.dump([*GitIgnoreSpec.from_lines(lines).match_files(paths)], sys.stdout)
+except Exception as error:
+    sys.exit(f"{error}")
+"""
 
 
 def files_of(folder: Path) -> list[str]:
@@ -130,4 +151,33 @@ def _ignored(folder: Path, found: set[str]) -> set[str]:
     if not data:
         return set()
     with files.reading(folder / IGNORE_FILE):
-        return patterns.matched(data.decode(), found, IGNORE_FILE)
+        return _matched(data.decode(), found, IGNORE_FILE)
+
+
+def _matched(text: str, paths: set[str], name: str) -> set[str]:
+    """Those of the paths that gitignore patterns match. They are anybody's: pathspec makes a regular expression of each, and one
+    with ten stars takes for ever, which no thread can end. So another process matches them, with a time limit.
+
+    Args:
+        name: of the file with the patterns, for people.
+
+    Raises:
+        UserError: it takes too long.
+        ValueError: no patterns.
+    """
+    lines = re.sub(r"\*{3,}", "*", text).splitlines()  # the same to git
+    found = importlib.util.find_spec("pathspec")  # not imported here: only the other process needs it
+    assert found is not None and found.origin is not None
+    place = str(Path(found.origin).parents[1])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _MATCH, place, str(_PATTERN_SECONDS)], input=json.dumps([lines, sorted(paths)]),
+            capture_output=True, text=True, timeout=_PATTERN_SECONDS, check=False, cwd=place,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UserError(f"code: {name} has patterns that take more than {_PATTERN_SECONDS} s: simplify them") from None
+    if done.returncode < 0:  # by the limit that it has itself, or for its memory
+        raise UserError(f"code: {name} has patterns that take too much: simplify them")
+    if done.returncode != 0:
+        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no patterns")
+    return set(json.loads(done.stdout))

@@ -1,6 +1,7 @@
 """The copies of code that jobs run from: $LOCKSTEP_HOME/code/IDENTITY.tar.gz, and IDENTITY/, unpacked and read-only.
 
-A copy gets its name when it is complete, and is never changed: what was submitted is what runs.
+A copy gets its name when it is complete, and is never changed: what was submitted is what runs. A spec that names a folder becomes
+one that names the copy of what lies in it now.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import time
 from pathlib import Path
 
 from lockstep.jobs import private
-from lockstep.jobs.code.collect import Bundle
+from lockstep.jobs.code.collect import Bundle, collect
 from lockstep.jobs.manifest import get
+from lockstep.jobs.spec.code import Code
+from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.terminal import warn
 from lockstep.training import files
 from lockstep.training.contract import UserError
@@ -88,3 +91,58 @@ def _remove_unused() -> None:
                 archive.remove(place)
             else:
                 place.unlink()
+
+
+def pinned(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
+    """The spec with the identity of its code, and the code. Keeps nothing.
+
+    Returns:
+        None in place of the code where there is none, or where the spec names a copy that is kept.
+
+    Raises:
+        UserError: something that must not travel, or a recipe that does not.
+    """
+    if spec.code is None or (spec.code.hash is not None and spec.code.packed):
+        return spec, None
+    if spec.code.hash is not None:
+        return _named(spec, spec.code.hash), None
+    bundle = collect(Path(spec.code.path), frozenset(spec.code.allow))
+    recipe = spec.recipe or ""
+    own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
+    if own and Path(recipe).as_posix() not in {file.path for file in bundle.files}:
+        raise UserError(
+            f"recipe {recipe} is not part of the code: name a file inside the code's folder, by its path from there"
+        )
+    return _pinned(spec, bundle), bundle
+
+
+def kept(spec: JobSpec) -> JobSpec:
+    """`pinned`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
+    found, bundle = pinned(spec)
+    if bundle is not None:
+        keep(bundle)
+    elif found.code is not None and found.code.hash is not None:
+        found = _named(found, found.code.hash)
+    return found
+
+
+def all_kept(specs: list[JobSpec]) -> list[JobSpec]:
+    """`kept` for the runs of a sweep: one read of each folder, so that all of them run the same."""
+    known: dict[str, Code | None] = {}
+    found = []
+    for spec in specs:
+        key = "" if spec.code is None else spec.code.model_dump_json()
+        if key not in known:
+            known[key] = kept(spec).code
+        found.append(spec.model_copy(update={"code": known[key]}))
+    return found
+
+
+def _named(spec: JobSpec, identity: str) -> JobSpec:
+    """With what the copy of that identity says. Raises `UserError` where none is kept."""
+    return spec.model_copy(update={"code": Code(hash=identity, packed=len(packed(identity)))})
+
+
+def _pinned(spec: JobSpec, bundle: Bundle) -> JobSpec:
+    # The cluster need not know where the code was, and the job is the same job wherever it was.
+    return spec.model_copy(update={"code": Code(hash=bundle.identity, packed=len(bundle.packed))})

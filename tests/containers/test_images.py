@@ -121,7 +121,8 @@ def test_a_package_that_is_not_the_locked_one_stops_the_build(engine: str, tmp_p
     victim.unlink()
     victim.write_bytes(content + b"tampered")
     said = docker(
-        "build", "-f", str(ROOT / "docker/Dockerfile.cpu"), "--target", "dependencies", "--no-cache", "--build-context",
+        "build", "-f", str(ROOT / "docker/Dockerfile"), "--build-arg", "FLAVOUR=cpu",
+        "--target", "dependencies", "--no-cache", "--build-context",
         f"wheels={tmp_path}", "--build-arg", "PIP_NO_INDEX=1", "--progress", "plain",
         *based(), str(ROOT),
         check=False, timeout=300,
@@ -134,7 +135,8 @@ def test_the_secret_pip_conf_decides_where_packages_come_from(engine: str, tmp_p
     settings = tmp_path / "pip.conf"
     settings.write_text("[global]\nindex-url = http://127.0.0.1:9/simple\nretries = 0\n")
     said = docker(
-        "build", "-f", str(ROOT / "docker/Dockerfile.cpu"), "--target", "dependencies", "--no-cache", "--progress", "plain",
+        "build", "-f", str(ROOT / "docker/Dockerfile"), "--build-arg", "FLAVOUR=cpu",
+        "--target", "dependencies", "--no-cache", "--progress", "plain",
         "--secret", f"id=pip,src={settings}", "--build-arg", "PIP_INDEX_URL=https://pypi.org/simple", *based(), str(ROOT),
         check=False, timeout=300,
     )  # fmt: skip

@@ -155,16 +155,16 @@ def code_of(folder: Path) -> tuple[str, bytes]:
 
 def pinned(spec: JobSpec) -> JobSpec:
     """The spec with the identity of its code in place of the folder; nothing is kept."""
-    from lockstep.jobs.code import pin
+    from lockstep.jobs.code import store
 
-    return pin.look(spec)[0]
+    return store.pinned(spec)[0]
 
 
 def kept(*specs: JobSpec) -> list[JobSpec]:
     """The specs as they are submitted, with their code kept in $LOCKSTEP_HOME."""
-    from lockstep.jobs.code import pin
+    from lockstep.jobs.code import store
 
-    return pin.keep_all(list(specs))
+    return store.all_kept(list(specs))
 
 
 def copy_of_code(identity: str) -> Path:
@@ -176,10 +176,10 @@ def copy_of_code(identity: str) -> Path:
 
 def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
     """30 files, 5 repositories, a second for patterns and for git: what is above them need not be made in full."""
-    from lockstep.jobs.code import listing, patterns, repository
+    from lockstep.jobs.code import listing, repository
 
     for module, name, value in (
-        (listing, "MAX_FILES", 30), (listing, "_MAX_REPOSITORIES", 5), (patterns, "SECONDS", 1), (repository, "_SECONDS", 1),
+        (listing, "MAX_FILES", 30), (listing, "_MAX_REPOSITORIES", 5), (listing, "_PATTERN_SECONDS", 1), (repository, "_SECONDS", 1),
     ):  # fmt: skip
         patch.setattr(module, name, value)
 
