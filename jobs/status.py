@@ -78,6 +78,15 @@ class Status:
             return EXIT_USAGE
         return _CODES.get(self.state, EXIT_DONE)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
+        return not self.final and self.state != "unschedulable"
+
+    def line(self, name: str) -> str:
+        """For people, one line."""
+        return f"{name}: {self.state}{f' – {self.reason}' if self.reason else ''}"
+
     def absent(self, rank: int) -> str:
         """Why a rank does not run, as the end of a sentence about its job; "" where it may run."""
         why = f" ({self.reason})" if self.reason else ""

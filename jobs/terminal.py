@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 from lockstep.training.contract import printable, to_stderr
+
+if TYPE_CHECKING:
+    from lockstep.jobs.status import Observer, Status
 
 
 def show(value: Any) -> None:
@@ -34,3 +38,17 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
     print(end="", flush=True)  # not sys.stdout.flush(): it is None where it is closed
+
+
+def teller(name: str) -> Observer:
+    """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
+    last: tuple[str, str] | None = None
+
+    def tell(found: Status) -> None:
+        nonlocal last
+        now = (found.state, re.sub(r"\d+", "0", found.reason))
+        if now != last and not found.final:
+            note(found.line(name))
+        last = now
+
+    return tell

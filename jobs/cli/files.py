@@ -8,42 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.jobs.cli import options
-from lockstep.jobs.cli.options import (
-    Backend,
-    Context,
-    File,
-    Gpus,
-    Host,
-    Image,
-    Json,
-    NameFlag,
-    Namespace,
-    Nodes,
-    Profile,
-    Recipe,
-    Sets,
-    Sweep,
-)
-from lockstep.jobs.terminal import note, say, show, warn
+from lockstep.jobs.cli.options import Backend, Job, Json, Sweep, flat
+from lockstep.jobs.terminal import note, say, show, teller, warn
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
     from lockstep.jobs.backend import Mode
 
 
+@flat
 def render(
     backend: Backend,
-    file: File = None,
-    name: NameFlag = None,
-    recipe: Recipe = None,
-    image: Image = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    namespace: Namespace = None,
-    host: Host = None,
-    sets: Sets = None,
-    profile: Profile = None,
+    job: Job,
     sweep: Sweep = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write to this file instead of standard output.")
@@ -62,16 +38,7 @@ def render(
     from lockstep.jobs.manifest import to_yaml
 
     found = connect.cluster(backend, "render")
-    values = options.parse(
-        sets,
-        name=name,
-        recipe=recipe,
-        image=image,
-        nodes=nodes,
-        gpus=gpus,
-        **options.flags(backend, namespace=namespace, host=host),
-    )
-    spec, code = store.pinned(options.build(file, values, profile))
+    spec, code = store.pinned(job.spec(backend))
     for line in code.lines() if code is not None else []:
         note(line)
     runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
@@ -110,18 +77,12 @@ def write_folder(folder: Path, texts: dict[str, str]) -> None:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
 
 
+@flat
 def lint(
-    file: File = None,
+    job: Job,
     backend: Annotated[
         str | None, typer.Option(help="The backend to check the job for; without: what all have in common.")
     ] = None,
-    name: NameFlag = None,
-    recipe: Recipe = None,
-    image: Image = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    sets: Sets = None,
-    profile: Profile = None,
     rules: Annotated[bool, typer.Option("--rules", help="List all rules and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -140,8 +101,7 @@ def lint(
         for row in [] if as_json else rows:
             say(f"{row['id']}  {row['level']:7}  {row['title']}")
         return
-    values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus)
-    spec = options.build(file, values, profile)
+    spec = job.spec(backend)
     if backend is not None:
         found = connect.cluster(backend, "lint").lint(spec)
     else:
@@ -154,19 +114,10 @@ def lint(
     raise typer.Exit(EXIT_FAILED if errors(found) else EXIT_DONE)
 
 
+@flat
 def submit(
     backend: Backend,
-    file: File = None,
-    name: NameFlag = None,
-    recipe: Recipe = None,
-    image: Image = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
-    sets: Sets = None,
-    profile: Profile = None,
+    job: Job,
     sweep: Sweep = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Delete a finished job of this name, and submit again.")
@@ -193,14 +144,9 @@ def submit(
     from lockstep.jobs.code import store
 
     found = registry.backend(backend)
-    flags: dict[str, str | None] = {
-        **options.flags(backend, namespace=namespace, context=context, host=host),
-        "run_dir": run_dir,
-        # A word that no run was begun with.
-        "fresh": uuid.uuid4().hex[:12] if fresh else None,
-    }
-    values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = store.kept(options.build(file, values, profile))
+    # A word that no run was begun with.
+    once = uuid.uuid4().hex[:12] if fresh else None
+    spec = store.kept(job.spec(backend, run_dir=run_dir, fresh=once))
     for item in found.lint(spec) if issubclass(found, Cluster) else []:
         if item.level == "warning":
             warn(f"{item.id}: {item.message}")
@@ -209,37 +155,26 @@ def submit(
         from lockstep.jobs.cli import sweeps
 
         raise typer.Exit(sweeps.submit(spec, backend, sweep, mode, wait, as_json))
-    job, done = driver.start(spec, backend, mode)
+    started, done = driver.start(spec, backend, mode)
     if wait is None:
         if as_json:
             show(done.plain())
         else:
             say(done.text())
         return
-    from lockstep.jobs.cli.names import report, teller
+    from lockstep.jobs.cli.names import report
 
-    report(done.name, job.wait(wait, teller(done.name)), as_json, waited=True)
+    report(done.name, started.wait(wait, teller(done.name)), as_json, waited=True)
 
 
+@flat
 def diff(
     backend: Backend,
-    file: File = None,
-    name: NameFlag = None,
-    recipe: Recipe = None,
-    image: Image = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
-    sets: Sets = None,
-    profile: Profile = None,
+    job: Job,
     as_json: Json = False,
 ) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
-    flags = options.flags(backend, namespace=namespace, context=context, host=host)
-    values = options.parse(sets, name=name, recipe=recipe, image=image, nodes=nodes, gpus=gpus, **flags)
-    spec = options.build(file, values, profile)
+    spec = job.spec(backend)
     from lockstep.jobs import job as driver
 
     changed = driver.compare(spec, backend)
@@ -251,17 +186,10 @@ def diff(
     raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
 
 
+@flat
 def prepare(
     backend: Backend,
-    file: File = None,
-    image: Image = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
-    recipe: Recipe = None,
-    name: NameFlag = None,
-    sets: Sets = None,
-    profile: Profile = None,
+    job: Job,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifest instead.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -269,8 +197,7 @@ def prepare(
     from lockstep.jobs import connect
 
     found = connect.cluster(backend, "prepare")
-    flags = options.flags(backend, namespace=namespace, context=context, host=host)
-    spec = options.build(file, options.parse(sets, image=image, recipe=recipe, name=name, **flags), profile)
+    spec = job.spec(backend)
     text, objects = found.preparation(spec)
     if dry_run:
         if as_json:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import uuid
@@ -14,7 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lockstep.jobs.cli import files, inside, names, project, top
+from lockstep.jobs.cli import files, names, top
 from lockstep.jobs.status import EXIT_UNREACHABLE, Unreachable
 from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, INSIDE, answering
@@ -119,7 +120,23 @@ def _program(
     return (["--session", options.text()] if options != SessionOptions() else []) + ["--", name, *arguments]
 
 
-app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")(project.init)
+@app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is new or empty.")],
+    recipe: Annotated[
+        bool, typer.Option("--recipe", help="A recipe with a network and data of your own, in place of a script.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Name of its job; by default the folder's.")] = None,
+) -> None:
+    """Begin a project: a training, its test, and a job for every backend."""
+    from lockstep.jobs.project.create import create
+    from lockstep.jobs.terminal import say
+
+    created = create(folder, "recipe" if recipe else "loop", name)
+    say(f"{folder}: {', '.join(created)}")
+    say(f"Now: cd {shlex.quote(str(folder))} && make train && make test")
+
+
 app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)
 app.command(epilog="Example: lockstep lint job.yaml")(files.lint)
 app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(files.submit)
@@ -140,7 +157,7 @@ def _inside(command: str, summary: str) -> None:
     """A command of `python -m lockstep.training`, which takes this process's place. Its words and its help are its own."""
 
     def start(context: typer.Context) -> None:
-        inside.become([command, *context.args])
+        names.become([command, *context.args])
 
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from lockstep.jobs.cli import inside, options
-from lockstep.jobs.cli.options import Backend, Context, File, Host, Image, Json, Name, Namespace, Profile
-from lockstep.jobs.cli.waiting import line, teller, unfinished
-from lockstep.jobs.terminal import note, say, show, table
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
+from lockstep.jobs.cli.options import Backend, File, Image, Job, Json, Name, Place, Profile, flat
+from lockstep.jobs.terminal import note, say, show, table, teller
+from lockstep.training.contract import ENV_PROGRAM, EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
-    from lockstep.jobs.backend import Backend as JobBackend
     from lockstep.jobs.status import Part, Status
 
 
-def _open(backend: str, namespace: str | None, context: str | None, host: str | None) -> JobBackend:
-    from lockstep.jobs import connect  # and pydantic with it: `--help` does without
-
-    return connect.connect(backend, namespace=namespace, context=context, host=host)
-
-
+@flat
 def status(
     backend: Backend,
     name: Name,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
+    place: Place,
     as_json: Json = False,
 ) -> None:
     """Show the state of a job, and the reason for it."""
-    report(name, _open(backend, namespace, context, host).status(name), as_json)
+    report(name, place.open(backend).status(name), as_json)
 
 
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
@@ -40,13 +33,13 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(line(name, found))
+        say(found.line(name))
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]
         if len(rows) > 1 and rows:
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
-    raise typer.Exit(EXIT_TIMED_OUT if waited and unfinished(found) else found.code)
+    raise typer.Exit(EXIT_TIMED_OUT if waited and found.unfinished else found.code)
 
 
 def _span(part: Part) -> str:
@@ -55,9 +48,11 @@ def _span(part: Part) -> str:
     return str(part.ranks[0]) if len(part.ranks) == 1 else f"{part.ranks[0]}–{part.ranks[-1]}"
 
 
+@flat
 def logs(
     backend: Backend,
     name: Name,
+    place: Place,
     rank: Annotated[int | None, typer.Option(help="Only the lines of this global rank.", min=0)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job has ended.")] = False,
     tail: Annotated[
@@ -69,16 +64,13 @@ def logs(
             "(SLURM logs have no times: an equal share for each rank). With -f also all later lines.",
         ),
     ] = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Print the output of the ranks; with --json one object per line."""
     import json
 
     silent = True
-    for text in _open(backend, namespace, context, host).logs(name, rank, follow, tail):
+    for text in place.open(backend).logs(name, rank, follow, tail):
         silent = False
         if as_json:
             print(json.dumps({"line": text}), flush=True)
@@ -88,84 +80,79 @@ def logs(
         note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
 
 
+@flat
 def execute(
     backend: Backend,
     name: Name,
+    place: Place,
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND [ARG]...", help="The command, after --. It is not changed.")
     ],
     rank: Annotated[int, typer.Option(help="Run it on the node of this global rank.", min=0)] = 0,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
 ) -> None:
     """Run a command next to a rank of a running job: in its folder, with its variables (RANK, LOCAL_RANK and others).
 
     The command gets a terminal if standard input and standard output are terminals. The exit code is the command's own;
     2 if the job or the rank is not running, 69 if the connection is lost.
     """
-    raise typer.Exit(_open(backend, namespace, context, host).execute(name, command, rank))
+    raise typer.Exit(place.open(backend).execute(name, command, rank))
 
 
+@flat
 def wait(
     backend: Backend,
     name: Name,
+    place: Place,
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
     sweep: Annotated[bool, typer.Option("--sweep", help="NAME is a sweep: wait for all of its runs.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
     as_json: Json = False,
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
     if sweep:
         from lockstep.jobs.cli import sweeps
 
-        raise typer.Exit(sweeps.wait(_open(backend, namespace, context, host), name, timeout, as_json))
+        raise typer.Exit(sweeps.wait(place.open(backend), name, timeout, as_json))
     report(
         name,
-        _open(backend, namespace, context, host).wait(name, timeout, teller(name)),
+        place.open(backend).wait(name, timeout, teller(name)),
         as_json,
         waited=True,
     )
 
 
+@flat
 def cancel(
     backend: Backend,
     name: Name,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
+    place: Place,
     as_json: Json = False,
 ) -> None:
     """End a job. It gets the grace period to save its state."""
-    found = _open(backend, namespace, context, host).cancel(name)
+    found = place.open(backend).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(line(name, found))
+        say(found.line(name))
 
 
-def list_jobs(
-    backend: Backend, namespace: Namespace = None, context: Context = None, host: Host = None, as_json: Json = False
-) -> None:
+@flat
+def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
     """List the jobs."""
-    rows = _open(backend, namespace, context, host).list()
+    rows = place.open(backend).list()
     if as_json:
         show([row.plain() for row in rows])
     else:
         table(("NAME", "STATE", "NODES", "CREATED"), [(r.name, r.state, str(r.nodes), r.created) for r in rows])
 
 
+@flat
 def doctor(
     backend: Annotated[
         str, typer.Argument(metavar="BACKEND", help="k8s, slurm or compose; or gpu: this machine's GPUs.")
     ],
+    place: Place,
     file: File = None,
     image: Image = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    host: Host = None,
     profile: Profile = None,
     as_json: Json = False,
     only: Annotated[
@@ -176,11 +163,11 @@ def doctor(
     """Check whether a cluster can run a job, or what this machine's GPUs can do. Exit code 1 if something is missing."""
     words = [word for row in only or () for word in ("--only", row)]
     if backend == "gpu":
-        places = {"--namespace": namespace, "--context": context, "--host": host, "--profile": profile}
+        places = {**{f"--{flag}": value for flag, value in vars(place).items()}, "--profile": profile}
         for name, unwanted in {"FILE": file, "--image": image, **places}.items():
             if unwanted is not None:
                 raise UserError(f"doctor gpu looks at this machine, and {name} belongs to a cluster: leave it out")
-        inside.become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
+        become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
     from lockstep.jobs import connect
@@ -189,11 +176,20 @@ def doctor(
     found_in = connect.cluster(backend, "doctor")
     spec = None
     if (file, image, profile) != (None, None, None):
-        values = options.parse(None, image=image, recipe=None if file is not None else "smoke")
-        spec, _ = store.pinned(options.build(file, values, profile))
-    found = found_in.doctor(spec, **connect.where(found_in, spec, namespace=namespace, context=context, host=host))
+        job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile)
+        spec, _ = store.pinned(job.spec(backend))
+    found = found_in.doctor(spec, **connect.where(found_in, spec, **vars(place)))
     if as_json:
         show([item.plain() for item in found])
     else:
         table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in found])
     raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in found) else EXIT_DONE)
+
+
+def become(words: Sequence[str]) -> NoReturn:
+    """`python -m lockstep.training WORDS` takes this process's place: what belongs inside a job, and loads torch.
+
+    It has the name that was typed. Its signals and its exit code are this one's.
+    """
+    command = [sys.executable, "-m", "lockstep.training", *words]
+    os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606

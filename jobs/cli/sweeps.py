@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.jobs import connect
 from lockstep.jobs import sweep as sweeps
-from lockstep.jobs.cli.waiting import teller, unfinished
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import WORST
-from lockstep.jobs.terminal import say, show, table, warn
+from lockstep.jobs.terminal import say, show, table, teller, warn
 from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: floa
         ]
         head = ("name", *settings, "state", "exit", *metrics)
         table(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows])
-    return min((EXIT_TIMED_OUT if unfinished(status) else status.code for status in found.values()), key=WORST.index)
+    return min((EXIT_TIMED_OUT if status.unfinished else status.code for status in found.values()), key=WORST.index)
 
 
 def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:
