@@ -7,14 +7,14 @@
     TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter
     FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, where a cluster has no discovery of its own
 
-Nothing here may end the training, or make it wait: what fails is said once, on stderr. The server runs in threads of the
+Nothing here may end the training, or make it wait: what fails is said once, on stderr. The server runs in a thread of the
 process that trains, so the number of clients and the time of each are bounded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import io
 import ipaddress
 import json
 import os
@@ -25,9 +25,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 
@@ -42,6 +41,8 @@ ANY_ADDRESS = "any"
 MAX_CONNECTIONS = 16
 """At a time; for a further one the oldest that has sent no request yet is closed. The training needs its file descriptors for
 checkpoints and events."""
+WAITING_CONNECTIONS = 128
+"""For a place among them. A further one is dropped, and comes again after a second."""
 REQUEST_SECONDS = 5.0
 """For a whole request, from its connection to the last byte of the answer."""
 
@@ -97,7 +98,7 @@ class Exporter:
             try:
                 self._server = _Server(address, attempt, self.metrics, self._settings.stale_seconds)
             except (OSError, OverflowError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
+                reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # the address is known
                 continue
             break
         if self._server is None:
@@ -105,7 +106,8 @@ class Exporter:
             return
         if port not in (0, self._server.port):
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
-        threading.Thread(target=self._server.run, name="metrics", daemon=True).start()
+        self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
+        self._thread.start()
         host, port = address if address and not _is_unspecified(address) else socket.gethostname(), self._server.port
         where = {"host": host, "port": port, "pid": os.getpid(), "id": self._server.id}
         self._publish(self._endpoint, json.dumps(where).encode() + b"\n")
@@ -155,7 +157,7 @@ class Exporter:
             last.start()
             last.join(SECONDS)  # no disk that hangs keeps the run from its end
         if self._server is not None:
-            self._server.stop()
+            self._server.stop(self._thread)
 
     def _last_files(self) -> None:
         if self._begun or self.metrics.found_corrupt:  # a start that was refused writes nothing
@@ -208,8 +210,8 @@ def _sweep(size: int, own_file: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-class _Server(ThreadingHTTPServer):
-    """Listens from its construction on; `run` serves until `stop`.
+class _Server:
+    """Listens from its construction on; `run` serves, in one thread, until `stop`.
 
     Args:
         address: an address or name of this machine; None for every address, IPv4 and IPv6.
@@ -221,133 +223,79 @@ class _Server(ThreadingHTTPServer):
         OverflowError: the port is above 65535.
     """
 
-    daemon_threads = True
-    # With the 5 of the base class, connections of many clients at once are dropped, and each comes again after 1 s.
-    request_queue_size = 128
-
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
-        self.metrics, self.stale_seconds, self.stopped = metrics, stale_seconds, False
+        self._metrics, self._stale_seconds = metrics, stale_seconds
         self.id = secrets.token_hex(8)
         """Stands in the rank's endpoint file and in each answer: whoever has the port of a dead rank has another one."""
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._idle: dict[socket.socket, None] = {}
+        dual_stack = address is None and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack or ":" in (address or "") else socket.AF_INET
+        self.socket = socket.create_server((address or "", port), family=family, dualstack_ipv6=dual_stack)
+        self.port: int = self.socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda *_: None)  # clients may go away at any time
+        self._stopped = asyncio.Event()
+        self._open = 0
+        self._silent: dict[asyncio.StreamWriter, None] = {}
         """Connections without a whole request so far, the oldest first."""
-        self._dual_stack = address is None and socket.has_dualstack_ipv6()
-        self.address_family = socket.AF_INET6 if self._dual_stack or ":" in (address or "") else socket.AF_INET
-        super().__init__((address or ("::" if self._dual_stack else ""), port), _Handler)
-        self.port: int = self.server_address[1]
-
-    def server_bind(self) -> None:
-        if self._dual_stack:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # A rank that is started again gets its port although connections of the last attempt linger. A port that another
-        # process listens on is still refused.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # HTTPServer.server_bind would also ask the DNS for this host's name, which may block.
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
 
     def run(self) -> None:
-        while not self.stopped:
-            self.handle_request()
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve())
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:  # the process has no descriptor left: the connection waits, and this thread must not spin
-            time.sleep(0.1)
-            raise
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self.socket, backlog=MAX_CONNECTIONS)
+        self.socket.listen(WAITING_CONNECTIONS)
+        await self._stopped.wait()
+        server.close()
+        clients = asyncio.all_tasks() - {asyncio.current_task()}
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class's signature
-        while not self._places.acquire(blocking=False):
-            oldest = next(iter(self._idle.copy()), None)
-            if oldest is None:  # all are being answered, each for its time at most
-                return False
-            if self.asked(oldest):
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-                if self._places.acquire(timeout=REQUEST_SECONDS):  # its thread ends
-                    break
-        self._idle[request] = None
-        return True
+    def stop(self, thread: threading.Thread) -> None:
+        """Ends `run`, which this thread is in."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._stopped.set)
+        thread.join(REQUEST_SECONDS)
 
-    def asked(self, request: socket.socket) -> bool:
-        """It is idle no longer. Whether it was until now."""
-        return self._idle.pop(request, True) is None
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._open >= MAX_CONNECTIONS:  # with none that is silent all are being answered, each for its time at most
+            oldest = next(iter(self._silent), writer)
+            self._silent.pop(oldest, None)
+            oldest.transport.abort()
+        self._open += 1
+        self._silent[writer] = None
+        with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._talk(reader, writer), REQUEST_SECONDS)
+        self._silent.pop(writer, None)
+        writer.transport.abort()
+        self._open -= 1
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started, so none gives the place back
-            self.asked(request)
-            self._places.release()
-            raise
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request, *fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        self._silent.pop(writer, None)
+        method, path, _ = request.split(" ", 2)
+        headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+        code, kind, body = self._answer(method, path.partition("?")[0], headers.get("accept", ""))
+        lines = [
+            f"HTTP/1.0 {code} {HTTPStatus(code).phrase}", f"Content-Type: {kind}", f"Content-Length: {len(body)}",
+            f"{contract.RANK_HEADER}: {self.id}", "", "",
+        ]  # fmt: skip
+        writer.write("\r\n".join(lines).encode() + body)
+        writer.close()
+        await writer.wait_closed()
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.asked(request)
-            self._places.release()
-
-    def stop(self) -> None:
-        """Ends `run` at once: a shutdown of the socket wakes the thread that waits on it (`serve_forever` would poll)."""
-        self.stopped = True
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing: clients may go away at any time."""
-
-
-class _DeadlineReader(io.RawIOBase):
-    """Reads from a socket until a deadline for the whole request: sending a byte now and then does not put it off."""
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._connection, self._deadline = connection, deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._connection.settimeout(max(0.001, self._deadline - time.monotonic()))
-        return self._connection.recv_into(buffer)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    protocol_version = "HTTP/1.0"
-
-    def setup(self) -> None:
-        super().setup()
-        self._deadline = time.monotonic() + REQUEST_SECONDS
-        self.rfile.close()
-        self.rfile = io.BufferedReader(_DeadlineReader(self.connection, self._deadline))
-
-    def do_GET(self) -> None:
-        self.server.asked(self.connection)
-        path = self.path.partition("?")[0]
+    def _answer(self, method: str, path: str, accept: str) -> tuple[int, str, bytes]:
+        """(status, type, body)"""
+        metrics = self._metrics
+        if method != "GET":
+            return 405, "text/plain; charset=utf-8", b"GET\n"
         if path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, content_type, encode(self.server.metrics.registry))
-        elif path == "/healthz":
-            metrics = self.server.metrics
+            encode, content_type = choose_encoder(accept)
+            return 200, content_type, encode(metrics.registry)
+        if path == "/healthz":
             age = time.monotonic() - metrics.alive_at
-            well = metrics.finished or age <= self.server.stale_seconds
+            well = metrics.finished or age <= self._stale_seconds
             body = {"ok": well, "seconds_since_progress": round(age, 3), "finished": metrics.finished}
-            self._answer(200 if well else 503, "application/json", json.dumps(body).encode() + b"\n")
-        else:
-            self._answer(404, "text/plain; charset=utf-8", b"/metrics or /healthz\n")
-
-    def _answer(self, code: int, content_type: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header(contract.RANK_HEADER, self.server.id)
-        self.connection.settimeout(max(0.001, self._deadline - time.monotonic()))  # for all of it, also in pieces
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Prints nothing: Prometheus asks every few seconds."""
+            return 200 if well else 503, "application/json", json.dumps(body).encode() + b"\n"
+        return 404, "text/plain; charset=utf-8", b"/metrics or /healthz\n"
