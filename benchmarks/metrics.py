@@ -45,7 +45,7 @@ def calls(repeats: int) -> dict[str, Any]:
 
 
 def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
-    clock = StepClock()
+    clock = StepClock(World().device)
     metrics.describe("smoke", "flat", 2, contract.VERSION, attempt=1, step=0, planned=1, preemptions=0)
     metrics.reading(1.0, 1.0)
     metrics.checkpoint_written(0.1)

@@ -28,9 +28,11 @@ def strategy(name: str, bucket_mb: float = 25.0, options: dict[str, Any] | None 
 
 def step_clock() -> Any:
     """What times the phases of a rank's steps."""
+    import torch
+
     from lockstep.training.observe.clock import StepClock
 
-    return StepClock()
+    return StepClock(torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -68,7 +70,9 @@ class StrategyLoop:
         self.optimizer = sync.make_optimizer(optimizer)
         self.ema = Ema(model, 0.9, 1, sync.duplicate())
         losses = torch.zeros(2, dtype=torch.float64)
-        self._state = TrainState(world, model, self.optimizer, sync, self.ema, Cursor(), StepClock(), losses, {})
+        self._state = TrainState(
+            world, model, self.optimizer, sync, self.ema, Cursor(), StepClock(world.device), losses, {}
+        )
 
     def weights(self, average: bool = False) -> dict[str, Any]:
         """A copy of the whole model's parameters, also where each rank holds a part."""

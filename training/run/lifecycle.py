@@ -31,7 +31,7 @@ from lockstep.training.contract import (
 from lockstep.training.files import keep_out_others
 from lockstep.training.models.arithmetic import float32_on_gpus
 from lockstep.training.observe import trackers
-from lockstep.training.observe.clock import step_clock
+from lockstep.training.observe.clock import StepClock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.rundir import RunDirectory, begun_with
@@ -183,7 +183,7 @@ class Lifecycle:
         settings, world, directory = self.settings, self._world, self.directory
         first, *further = replica.optimizers.items()
         losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-        clock = step_clock(world.device)
+        clock = StepClock(world.device)
         state = TrainState(world, replica.model, first[1], replica.sync, replica.ema, Cursor(), clock, losses, {})
         with failing_together(world):
             optimizers = {name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}
