@@ -29,9 +29,12 @@ from lockstep.training.contract import ENV_THREADS, MASTER_PORT, UserError, user
 from lockstep.training.parallel import process, stores  # noqa: F401 - process: what it registers for its end
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Membership:
-    """A process's place among the ranks. `rank` counts over all nodes, `local_rank` within `node`."""
+@dataclass(kw_only=True, eq=False)
+class World:
+    """Who this process is among the ranks. There is one, which is asked wherever it is needed and not copied: its place may change.
+
+    `rank` counts over all nodes, `local_rank` within `node`.
+    """
 
     rank: int = 0
     size: int = 1
@@ -40,80 +43,26 @@ class Membership:
     node: int = 0
     nodes: int = 1
     master: tuple[str, int] | None = None
+    """Where rank 0 serves the store."""
     launcher: str = "none"
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    generation: int = 0
+    """How often the place has changed."""
 
-
-class World:
-    """Who this process is among the ranks: the one holder of it, which is asked wherever it is needed and not copied.
-
-    `World(rank=1, size=2)` has the fields of a `Membership`.
-    """
-
-    def __init__(self, **membership: Any) -> None:
-        self._membership = Membership(**membership)
-        self._generation = 0
-
-    def replace(self, membership: Membership) -> None:
-        """From now on this process has another place: whoever asks after this gets it."""
-        self._membership = membership
-        self._generation += 1
+    def move(self, **place: Any) -> None:
+        """From now on this process has another place (some of the fields above): whoever asks after this gets it."""
+        for name, value in place.items():
+            setattr(self, name, value)
+        self.generation += 1
 
     @property
-    def membership(self) -> Membership:
-        """All of it at one moment."""
-        return self._membership
-
-    @property
-    def generation(self) -> int:
-        """How often the place has changed."""
-        return self._generation
+    def leader(self) -> bool:
+        return self.rank == 0
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of all ranks. Asked of torch each time: held here, it would outlive its end."""
         return dist.distributed_c10d._get_default_group()
-
-    @property
-    def rank(self) -> int:
-        return self._membership.rank
-
-    @property
-    def leader(self) -> bool:
-        return self._membership.rank == 0
-
-    @property
-    def size(self) -> int:
-        return self._membership.size
-
-    @property
-    def local_rank(self) -> int:
-        return self._membership.local_rank
-
-    @property
-    def local_size(self) -> int:
-        return self._membership.local_size
-
-    @property
-    def node(self) -> int:
-        return self._membership.node
-
-    @property
-    def nodes(self) -> int:
-        return self._membership.nodes
-
-    @property
-    def master(self) -> tuple[str, int] | None:
-        """Where rank 0 serves the store."""
-        return self._membership.master
-
-    @property
-    def launcher(self) -> str:
-        return self._membership.launcher
-
-    @property
-    def device(self) -> torch.device:
-        return self._membership.device
 
 
 def detect(env: Mapping[str, str]) -> World:
@@ -329,11 +278,6 @@ def choose_device(world: World, wanted: str) -> torch.device:
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
-def placed(world: World, device: torch.device) -> World:
-    """The same place on this device."""
-    return World(**{**dataclasses.asdict(world.membership), "device": device})
-
-
 @contextlib.contextmanager
 def joined(world: World | None = None, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Joins the process group (of one, where nothing was launched) and leaves it at the end.
@@ -379,7 +323,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             # make of them is a MemoryError or another plain exception of C++.
             raise dist.DistError(f"no address of a rank in the store can be used: {error}") from error
         leave = dist.destroy_process_group
-        yield placed(world, chosen)
+        yield dataclasses.replace(world, device=chosen)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
         if chosen.type == "cuda" and not done and dist.is_initialized():
