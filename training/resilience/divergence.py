@@ -10,20 +10,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.parallel.exchange import all_gather_trees, on_any
+from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
 
-def finite_everywhere(model: nn.Module) -> bool:
+def finite_everywhere(model: nn.Module, world: World) -> bool:
     """Whether every parameter is finite, on every rank: a strategy may have given each its own part. Collective."""
     values = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
     finite = bool(torch.stack([torch.isfinite(value).all() for value in values]).all()) if values else True
-    everywhere = torch.tensor(int(finite))
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
+    return not on_any(not finite, world)
 
 
 def diagnose(sync: GradientSync, network: nn.Module, compute: Callable[[], list[torch.Tensor]]) -> str:

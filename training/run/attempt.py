@@ -259,7 +259,9 @@ class Attempt:
         context, step = self.context, self.context.steps_done
         if self.consensus.look() or (self._compares and not same_on_all(self._fingerprint(), context.world)):
             self._replicas_differ()
-        if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(context.state.model):
+        if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(
+            context.state.model, context.world
+        ):
             raise Ended(
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )

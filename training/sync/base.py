@@ -36,17 +36,13 @@ class NotSummed(UserError):
         self.reaches_all = reaches_all
 
 
-class NoOptions(typed.Section):
-    """A strategy without settings of its own."""
-
-
 class GradientSync(ABC):
     model: nn.Module
     """The module as the user wrote it; set by `wrap`."""
     world: World
     """The ranks; set by `wrap`."""
-    Options: ClassVar[type[typed.Section]] = NoOptions
-    """The strategy's own settings (`sync.options`)."""
+    Options: ClassVar[type[typed.Section]] = typed.Section
+    """The strategy's own settings (`sync.options`): it has none."""
     averages: bool = False
     """Whether it averages the ranks' gradients, as torch's DDP and FSDP do; else it sums them."""
     bytes_sent: int = 0
@@ -56,6 +52,8 @@ class GradientSync(ABC):
     """Whether a step with this strategy can be recorded in a CUDA graph."""
     replicas: bool = True
     """Whether every rank holds all parameters."""
+    sums_in_parts: bool = False
+    """Whether each rank has the sum of a part of the gradients only."""
     remembers: bool = False
     """Whether it stores something of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
     watch: GradientWatch | None = None
@@ -159,7 +157,13 @@ class GradientSync(ABC):
 
     def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
         """The L2 norm of the gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
-        return nn.utils.get_total_norm(self.gradients(of), foreach=True)
+        parts = self.gradients(of)
+        if not self.sums_in_parts:
+            return nn.utils.get_total_norm(parts, foreach=True)
+        norm = nn.utils.get_total_norm(parts) if parts else torch.zeros(())
+        squared = norm.to(device=self.world.device, dtype=torch.float64) ** 2
+        dist.all_reduce(squared)
+        return squared.sqrt()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, part of the checkpoint. Collective."""
@@ -287,11 +291,3 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-def global_norm(parts: list[torch.Tensor], world: World) -> torch.Tensor:
-    """The L2 norm over the tensors of all ranks: a float64 scalar tensor [], the same on every rank. Collective."""
-    norm = nn.utils.get_total_norm(parts) if parts else torch.zeros(())
-    squared = norm.to(device=world.device, dtype=torch.float64) ** 2
-    dist.all_reduce(squared)
-    return squared.sqrt()

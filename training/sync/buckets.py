@@ -40,6 +40,8 @@ class Bucket:
     """Parameters whose gradient is not complete yet in this step."""
     work: dist.Work | None = None
     """The collective, while it is under way."""
+    rounded: torch.Tensor | None = None
+    """What is sent in place of the payload, where that is another type."""
 
     @property
     def payload(self) -> torch.Tensor:
@@ -47,6 +49,10 @@ class Bucket:
         grad = self.params[0].grad if self.buffer is None else self.buffer
         assert grad is not None
         return grad
+
+    @property
+    def is_here(self) -> bool:
+        return self.work is None or self.work.is_completed()
 
     def fill(self) -> None:
         """A gradient that has not come is zero."""
@@ -64,29 +70,27 @@ class SentAlready(UserError, AssertionError):
 
 
 class Reducer:
-    """Sums gradients over the ranks, and scales them. Subclasses send a bucket in another way.
+    """Sums gradients over the ranks.
 
     Args:
         named: names and parameters, in the same order on all ranks. Those without `requires_grad` are left alone.
         buckets: in the order in which they start; by default one a parameter, last layers first.
-        factor: what the sum is multiplied with.
-        mean: the sum is divided by the number of ranks, too.
+        mean: the sum is divided by the number of ranks.
         passes: backward passes whose gradients are added up before a parameter is sent.
+        sent_as: the element type in which gradients are sent; None: their own.
+        owners: the rank of each parameter that alone gets its sum; the others are left with a partial one. None: all get it.
 
     `backward` raises `SentAlready` where a parameter gets a gradient in more passes than that, and `UserError` for a sparse
     gradient.
     """
 
-    receives = False
-    """`receive` has work to do: it is done for each bucket as soon as its sum is there, while backward still runs."""
-
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
-        factor: float = 1.0, mean: bool = False, passes: int = 1,
+        mean: bool = False, passes: int = 1, sent_as: torch.dtype | None = None, owners: dict[nn.Parameter, int] | None = None,
     ) -> None:  # fmt: skip
         self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
         self.buckets = [Bucket([p]) for p in reversed(self.names)] if buckets is None else buckets
-        self.factor, self.mean, self.passes = factor, mean, passes
+        self.mean, self.passes, self.sent_as, self.owners = mean, passes, sent_as, owners
         self.weight = 1.0
         """What this rank's gradients are multiplied with before they are summed."""
         self.bytes_sent = 0
@@ -101,11 +105,6 @@ class Reducer:
     def size(self) -> int:
         """Ranks of the process group; 1 in a process that has none."""
         return dist.get_world_size() if dist.is_initialized() else 1
-
-    @property
-    def scale(self) -> float:
-        """What the sum is multiplied with."""
-        return self.factor / self.size if self.mean else self.factor
 
     def reset(self) -> None:
         """Forgets what has come. Nothing may be under way."""
@@ -131,8 +130,8 @@ class Reducer:
         while self._started < len(self.buckets) and not self.buckets[self._started].missing:
             self.buckets[self._started].work = self.send(self.buckets[self._started])
             self._started += 1
-        if self.receives:
-            while self._finished < self._started and _is_completed(self.buckets[self._finished].work):
+        if self.sent_as is not None:  # there is work to do for each sum, which overlaps, too
+            while self._finished < self._started and self.buckets[self._finished].is_here:
                 self._finish_next()
 
     def _accept(self, parameter: nn.Parameter) -> None:
@@ -157,11 +156,15 @@ class Reducer:
             bucket.payload.mul_(self.weight)
         if self.size == 1:
             return None
-        self.bytes_sent += nbytes(bucket.payload)
-        return dist.all_reduce(bucket.payload, async_op=True)
-
-    def receive(self, bucket: Bucket) -> None:
-        """The collective of the bucket is done."""
+        sent = bucket.payload
+        if self.sent_as is not None:
+            if bucket.rounded is None:
+                bucket.rounded = torch.empty_like(sent, dtype=self.sent_as)
+            sent = bucket.rounded.copy_(sent)
+        self.bytes_sent += nbytes(sent)
+        if self.owners is not None:
+            return dist.reduce(sent, self.owners[bucket.params[0]], async_op=True)
+        return dist.all_reduce(sent, async_op=True)
 
     def _finish_next(self) -> None:
         bucket = self.buckets[self._finished]
@@ -169,9 +172,10 @@ class Reducer:
         if bucket.work is not None:
             bucket.work.wait()
             bucket.work = None
-            self.receive(bucket)
-        if (scale := self.scale) != 1.0:
-            bucket.payload.mul_(scale)
+            if bucket.rounded is not None:
+                bucket.payload.copy_(bucket.rounded)
+        if self.mean and self.size > 1:
+            bucket.payload.mul_(1.0 / self.size)
 
     def synchronize(self) -> None:
         """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""
@@ -191,10 +195,6 @@ class Reducer:
             yield
         finally:
             self.paused_now = before
-
-
-def _is_completed(work: dist.Work | None) -> bool:
-    return work is None or work.is_completed()
 
 
 class Bucketed(GradientSync):

@@ -8,7 +8,6 @@ that place. The buffer is cut into buckets of `sync.bucket_mb`, which the engine
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from lockstep.training.sync.base import (
     BuildOptimizer,
     Parameters,
     broadcast_module,
-    global_norm,
     load_optimizer,
     nbytes,
     trainable,
@@ -33,6 +31,8 @@ class Flat(Bucketed):
     """The buffer as it is. After P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1."""
 
     capturable = True
+    sent_as: torch.dtype | None = None
+    owners: dict[nn.Parameter, int] | None = None
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self.world = model, world
@@ -45,16 +45,13 @@ class Flat(Bucketed):
             flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             self._flats.append(flat)
             buckets += cut(flat, params, self.settings.bucket_mb * 1e6, small_last=params[-1] is trained[-1])
-        self.reducer = self.make_reducer(buckets)
+        self.reducer = Reducer(model.named_parameters(), buckets, sent_as=self.sent_as, owners=self.owners)
         self.zero_grad()
         return model
 
     def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters that share a buffer, each group of one element type."""
         return [[p for p in params if p.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in params)]
-
-    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
-        return Reducer(self.model.named_parameters(), buckets)
 
     def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
         return self._flats if of is None else super().gradients(of)
@@ -100,30 +97,7 @@ class Bf16Compress(Flat):
     """
 
     capturable = False
-
-    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
-        return _Bf16Reducer(self.model.named_parameters(), buckets)
-
-
-class _Bf16Reducer(Reducer):
-    receives = True
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket]) -> None:
-        super().__init__(named, buckets)
-        self._rounded: dict[Bucket, torch.Tensor] = {}
-        """What is sent."""
-
-    def send(self, bucket: Bucket) -> dist.Work | None:
-        if self.size == 1:
-            return None
-        if bucket not in self._rounded:
-            self._rounded[bucket] = torch.empty_like(bucket.payload, dtype=torch.bfloat16)
-        rounded = self._rounded[bucket].copy_(bucket.payload)
-        self.bytes_sent += nbytes(rounded)
-        return dist.all_reduce(rounded, async_op=True)
-
-    def receive(self, bucket: Bucket) -> None:
-        bucket.payload.copy_(self._rounded[bucket])
+    sent_as = torch.bfloat16
 
 
 class Zero1(Flat):
@@ -137,20 +111,19 @@ class Zero1(Flat):
     """
 
     capturable = False
+    sums_in_parts = True
+    owners: dict[nn.Parameter, int]
 
     def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        self._owner = _assign_owners(params, self.world.size)
+        self.owners = _assign_owners(params, self.world.size)
         self._owned: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in params:
-            self._owned.setdefault((self._owner[parameter], parameter.dtype), []).append(parameter)
+            self._owned.setdefault((self.owners[parameter], parameter.dtype), []).append(parameter)
         return list(self._owned.values())
-
-    def make_reducer(self, buckets: list[Bucket]) -> Reducer:
-        return _ToOwner(self.model.named_parameters(), buckets, self._owner)
 
     def synchronize(self) -> None:
         super().synchronize()
-        for parameter, owner in self._owner.items():
+        for parameter, owner in self.owners.items():
             if owner != self.world.rank:
                 parameter.grad = None  # a partial sum, which only its owner has completed
 
@@ -158,9 +131,6 @@ class Zero1(Flat):
         if of is not None:
             return super().gradients(of)
         return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self.world.rank]
-
-    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
-        return global_norm(self.gradients(of), self.world)
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
@@ -172,7 +142,7 @@ class Zero1(Flat):
         # The parameters of all ranks; the optimizer keeps this rank's.
         self._param_groups = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if self._owner.get(p) == self.world.rank]
+            group["params"] = [p for p in group["params"] if self.owners.get(p) == self.world.rank]
         optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
         return optimizer
 
@@ -221,27 +191,11 @@ class Zero1(Flat):
                 f"the optimizer has {len(self._param_groups)} groups, the checkpoint {len(state['param_groups'])}"
             )
         for group, params in zip(state["param_groups"], self._param_groups):
-            own_numbers = [n for n, p in zip(group["params"], params) if self._owner.get(p) == self.world.rank]
+            own_numbers = [n for n, p in zip(group["params"], params) if self.owners.get(p) == self.world.rank]
             groups.append({**group, "params": own_numbers})
         kept = {n for group in groups for n in group["params"]}
         entries = {n: entry for n, entry in state["state"].items() if n in kept}
         load_optimizer(optimizer, {"state": entries, "param_groups": groups})
-
-
-class _ToOwner(Reducer):
-    """Sums each bucket on the rank that owns its parameters; the others are left with a partial sum."""
-
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket], owner: dict[nn.Parameter, int]
-    ) -> None:  # fmt: skip
-        super().__init__(named, buckets)
-        self._owner = owner
-
-    def send(self, bucket: Bucket) -> dist.Work | None:
-        if self.size == 1:
-            return None
-        self.bytes_sent += nbytes(bucket.payload)
-        return dist.reduce(bucket.payload, self._owner[bucket.params[0]], async_op=True)
 
 
 def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:

@@ -34,7 +34,6 @@ from lockstep.training.sync.base import (
     GradientSync,
     Parameters,
     broadcast_module,
-    global_norm,
     is_compiled,
     make_contiguous,
     undisturbed,
@@ -213,6 +212,7 @@ class Fsdp(GradientSync):
     Options = FsdpOptions
     averages = True
     replicas = False
+    sums_in_parts = True
     watch: GradientWatch
 
     def check(self, config: Config, world: World) -> None:  # noqa: ARG002
@@ -293,9 +293,6 @@ class Fsdp(GradientSync):
 
     def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
         return [_local(p.grad) for p in self._sharded if p.grad is not None and (of is None or p in of)]
-
-    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
-        return global_norm(self.gradients(of), self.world)
 
     def full_module(self, module: nn.Module) -> nn.Module:
         return self._rebuilt(module, lambda parameter: cast(DTensor, parameter).full_tensor(), lambda buffer: buffer)

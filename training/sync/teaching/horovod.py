@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
+from lockstep.training.data.order import bounds, global_ids, part
 from lockstep.training.parallel import world as worlds
-from lockstep.training.parallel.exchange import all_gather_rows, broadcast_tree
+from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, broadcast_tensors, load_optimizer
 from lockstep.training.sync.buckets import Bucketed, Reducer
-from lockstep.training.sync.teaching import partition
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Sum", "allgather", "allreduce", "broadcast", "broadcast_optimizer_state",
@@ -66,8 +66,8 @@ def init() -> tuple[int, torch.device]:
                 f"the process group has no backend for CPU tensors ({dist.get_backend_config()}), which sizes and plain "
                 "values travel as: call dist.init_process_group('cpu:gloo,cuda:nccl'), or leave it to hvd.init()"
             )
-        me = worlds.detect(os.environ)
-        _world = worlds.placed(me, worlds.choose_device(me, "auto"))
+        _world = worlds.detect(os.environ)
+        _world.device = worlds.choose_device(_world, "auto")
     elif _world is None:
         _world = _joined.enter_context(worlds.joined())
         atexit.register(shutdown)
@@ -143,7 +143,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:  #
 
     def gather(value: torch.Tensor) -> torch.Tensor:
         nonlocal start
-        gathered = all_gather_rows(value.contiguous())
+        gathered = [part.to(value.device) for part in all_gather_trees(value, _me())]
         start = sum(map(len, gathered[:own]))
         return torch.cat(gathered)
 
@@ -186,12 +186,66 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         load_optimizer(optimizer, state)
 
 
+_unequal_parts = False
+"""A `PartitionedLoader` of this process has dealt parts of different sizes."""
+
+
+class PartitionedLoader:
+    """Batches (inputs, targets) of one rank's part of each global batch, on the device.
+
+    A pass draws a new order, the same at every world size. The last batch of a pass is short where the batch size does
+    not divide the data, and left out where it would leave a rank without a sample. Parts differ by at most one sample.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batch_size: int, world: World, device: torch.device | str | None, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """`batch_size` is the global one; `device` None: the rank's. Floating-point inputs become `dtype`; targets keep their type.
+
+        Raises:
+            ValueError: a rank would have no sample.
+        """
+        self.dataset, self.batch_size, self.world, self.device, self.dtype = dataset, batch_size, world, device, dtype
+        self.passes = 0
+        self.count = len(dataset)  # type: ignore[arg-type]
+        if batch_size < world.size or self.count < world.size:
+            raise ValueError(
+                f"a batch of {batch_size} out of {self.count} samples leaves some of {world.size} ranks without one"
+            )
+
+    @property
+    def per_rank(self) -> int:
+        """Samples of this rank in a full batch."""
+        low, high = bounds(self.batch_size, self.world.rank, self.world.size)
+        return high - low
+
+    def __len__(self) -> int:
+        return self.count // self.batch_size + (self.count % self.batch_size >= self.world.size)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        global _unequal_parts
+        number, self.passes = self.passes, self.passes + 1
+        for step in range(len(self)):
+            ids = global_ids(self.count, 0, number, step, self.batch_size, "weight")
+            _unequal_parts |= len(ids) % self.world.size != 0
+            rank_ids = part(ids, self.world.rank, self.world.size)
+            inputs, targets = default_collate([self.dataset[i] for i in rank_ids.tolist()])
+            device = self.device or self.world.device
+            yield inputs.to(device=device, dtype=self.dtype), targets.to(device)
+
+
 def partition_dataset(
     dataset: Dataset[Any], batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | str = torch.float32,
-) -> tuple[partition.PartitionedLoader, int]:  # fmt: skip
-    """(a loader of this rank's part of each batch of all ranks, the size of that part), of a data set of (input, target)."""
-    me = _me()
-    loader = partition.PartitionedLoader(dataset, batch_size, me, device, dtype)
+) -> tuple[PartitionedLoader, int]:  # fmt: skip
+    """(a loader of this rank's part of each batch of all ranks, the size of that part), of a data set of (input, target).
+
+    Raises:
+        ValueError: a rank would have no sample, or `dtype` is neither a type of torch's nor the name of one.
+    """
+    of_torch = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(of_torch, torch.dtype):
+        raise ValueError(f"dtype must be one of torch's, e.g. torch.float32 or 'float32', got {dtype!r}")  # noqa: TRY004
+    loader = PartitionedLoader(dataset, batch_size, _me(), device, of_torch)
     return loader, loader.per_rank
 
 
@@ -272,7 +326,7 @@ class _Distributed:
         raise ValueError("a group that is added now is not reduced: add it before the optimizer is distributed")
 
     def step(self, closure: Any = None) -> Any:
-        if not self._weighting_settled and partition.unequal_parts and self._reducer.size > 1:
+        if not self._weighting_settled and _unequal_parts and self._reducer.size > 1:
             self._weighting_settled = True
             warnings.warn(
                 "the ranks' parts of a batch differ in size, and the mean of their mean gradients is not that of the batch: "
