@@ -29,18 +29,16 @@ class ReplicasDiffer(RuntimeError):
 
 @torch.no_grad()
 def check_parameter_closeness(
-    model: nn.Module, process_group: dist.ProcessGroup | None = None, *,
-    rtol: float = 0.0, atol: float = 0.0, batch_statistics: bool = True,
-) -> bool:  # fmt: skip
+    model: nn.Module, *, rtol: float = 0.0, atol: float = 0.0, batch_statistics: bool = True
+) -> bool:
     """Compares every rank's parameters and buffers with rank 0's. Collective; all ranks raise, or none does.
 
     True where they agree, so that it may stand in an `assert`.
 
     A wrapped model (DDP, FSDP) may be given as it is. A sharded parameter has no copy on other ranks to be compared
-    with and is left out; with a `process_group` whose ranks hold the same shard, the shards are compared.
+    with and is left out.
 
     Args:
-        process_group: the ranks to compare, by default all; the first of it is the reference.
         rtol: relative tolerance, as `torch.isclose`. Replicas are equal to the bit, so the default is 0.
         atol: absolute tolerance.
         batch_statistics: compare batch norm's running statistics too, which are a rank's own unless they are synchronised.
@@ -49,29 +47,33 @@ def check_parameter_closeness(
         ReplicasDiffer: naming the first parameter or buffer that differs, on which ranks, and by how much.
         UserError: the launcher started several ranks, but there is no process group.
     """
-    if group_size(process_group) == 1:
+    if group_size() == 1:
         return True
-    named = list(_tensors(model, process_group, batch_statistics))
+    named = list(_tensors(model, batch_statistics))
     device = next((tensor.device for _, tensor in named), torch.device("cpu"))
-    _check_structure(named, device, process_group)
+    text = repr([(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named])
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
+    if other := _unlike_rank_0(torch.tensor([digest], dtype=torch.float64, device=device)):
+        # The broadcasts below would not match.
+        raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
     difference = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)  # (index of the first one, its size, elements)
     for index, (_, tensor) in enumerate(named):
         reference = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(reference, _first(process_group), group=process_group)
+        dist.broadcast(reference, 0)
         if difference[0] < 0:
             same = torch.isclose(tensor, reference, rtol=rtol, atol=atol, equal_nan=True)
             if not bool(same.all()):
                 distances = (tensor.double() - reference.double()).abs()[~same]
                 difference = torch.tensor([index, distances.max().item(), len(distances)], dtype=torch.float64)
-    if not _on_any(difference[:1] >= 0, device, process_group):
+    found = _unlike_rank_0(difference.to(device))
+    if not found:
         return True
-    differences = _gathered(difference.to(device), process_group)
-    first = min(int(index) for index, _, _ in differences if index >= 0)
+    first = min(int(index) for index, _, _ in found.values())
     name, tensor = named[first]
-    ranks = [rank for rank, (index, _, _) in enumerate(differences) if index == first]
-    size, count = max((size, int(count)) for index, size, count in differences if index == first)
+    of_first = {rank: (size, int(count)) for rank, (index, size, count) in found.items() if index == first}
+    size, count = max(of_first.values())
     raise ReplicasDiffer(
-        f"{name} on rank {', '.join(map(str, ranks))} differs from rank 0's: by up to {size:.3g} "
+        f"{name} on rank {', '.join(map(str, of_first))} differs from rank 0's: by up to {size:.3g} "
         f"in {count} of {tensor.numel()} elements (allowed: {rtol:g} relative, {atol:g} absolute)"
     )
 
@@ -92,48 +94,24 @@ _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → whole numbers of so many."""
 
 
-def _tensors(
-    model: nn.Module, group: dist.ProcessGroup | None, batch_statistics: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not batch_statistics and name.rsplit(".", 1)[-1] in BATCH_STATISTICS:
             continue
         placements = getattr(tensor, "placements", None)  # a DTensor, without importing what takes most of a second
         if placements is not None:
-            if group is None and any(placement.is_shard() for placement in placements):
+            if any(placement.is_shard() for placement in placements):
                 continue
             tensor = tensor.to_local()  # type: ignore[attr-defined]
         yield name.removeprefix("module."), tensor
 
 
-def _check_structure(
-    named: list[tuple[str, torch.Tensor]], device: torch.device, group: dist.ProcessGroup | None
-) -> None:
-    """The broadcasts below match only where all ranks have the same names and shapes."""
-    text = repr([(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named])
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
-    both = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)  # the largest, and minus the smallest: the same where all are
+def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:
+    """Rank → its values [n], of the ranks whose first value is another one than rank 0's. They are gathered only if there are any."""
+    both = torch.stack([values[0], -values[0]])
+    dist.all_reduce(both, dist.ReduceOp.MAX)  # the largest, and minus the smallest: the same where all are
     if both[0] == -both[1]:
-        return
-    digests = _gathered(torch.tensor([digest], dtype=torch.float64, device=device), group)
-    other = [rank for rank, value in enumerate(digests) if value != digests[0]]
-    if other:
-        raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
-
-
-def _on_any(flag: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> bool:
-    """Whether the flag [1] is set on any rank. Sends one number a rank; the details are gathered only if the flag is set."""
-    everywhere = flag.to(device=device, dtype=torch.float64)
-    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
-    return bool(everywhere)
-
-
-def _gathered(value: torch.Tensor, group: dist.ProcessGroup | None) -> list[list[float]]:
-    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, value, group=group)
-    return [row.tolist() for row in gathered]
-
-
-def _first(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)
+        return {}
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return {rank: row.tolist() for rank, row in enumerate(gathered) if row[0] != gathered[0][0]}
