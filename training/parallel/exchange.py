@@ -5,8 +5,7 @@ A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans 
 
 Few messages, whatever the number of ranks: a binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down for n
 ranks, the last rank is reached in 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the
-other, and n of them from every rank where a tensor has many elements. Gathering something from all ranks for all ranks is
-n·(n − 1) messages: it is done only where the ranks differ.
+other, and n of them from every rank where a tensor has many elements. What all ranks have gathers rank 0, and sends it on.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,14 +43,14 @@ MOST_NAMED = 8
 BEAT_SECONDS = 1.0
 
 
-def group_size(group: dist.ProcessGroup | None = None) -> int:
+def group_size() -> int:
     """Ranks of the process group; 1 in a single process that has no group.
 
     Raises:
         UserError: the launcher started several ranks, but there is no process group: each would train alone.
     """
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(group)
+        return dist.get_world_size()
     size = detect(os.environ).size
     if size > 1:
         raise UserError(
@@ -181,23 +180,7 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:
     """The trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
-    if world.size == 1:
-        return [tree]
-    return [unpack(blob) for blob in all_gather_rows(pack(tree))]
-
-
-def all_gather_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors [rows, …] of all ranks, by rank. Only the number of rows may differ between ranks. Collective."""
-    size = dist.get_world_size()
-    length = torch.tensor([len(tensor)], device=tensor.device)
-    lengths = [torch.empty_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length)
-    rows = [int(count) for count in lengths]
-    padded = tensor.new_zeros((max(rows), *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    gathered = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(gathered, padded)
-    return [tensor_rows[:count] for tensor_rows, count in zip(gathered, rows)]
+    return list(broadcast_tree(gather_trees(tree, world), world))
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
@@ -293,36 +276,29 @@ def raise_together(error: Exception | None, world: World) -> None:
         UserError: some rank had one; the message names the ranks unless all of them had the same.
         RuntimeError: some rank had another error.
     """
-    own_error = None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__]
     if world.size == 1 and error is not None:
         raise error
     if not on_any(error is not None, world):
         return
-    errors = gather_trees(own_error, world)
-    summary = (
-        None
-        if errors is None
-        else _summary([(rank, *item) for rank, item in enumerate(errors) if item is not None], world)
+    errors = gather_trees(
+        None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__], world
     )
-    by_user, message = broadcast_tree(summary, world)
-    _raise(by_user, message, error)
+    by_user, message = broadcast_tree(errors and _summary(errors), world)
+    if not by_user:
+        raise RuntimeError(message) from error
+    shared = UserError(message)
+    shared.shared = True
+    raise shared from error
 
 
-def _summary(errors: list[tuple[int, bool, str]], world: World) -> list[Any]:
-    """[whether all errors are `UserError`s, the message], from (rank, whether a `UserError`, message) of each failed rank."""
-    message = errors[0][2]
-    same = [rank for rank, _, text in errors if text == message]
-    if len(same) < world.size:
+def _summary(errors: list[Any]) -> tuple[bool, str]:
+    """(whether all errors are `UserError`s, the message), from [whether a `UserError`, message] of each rank, or None."""
+    failed = [(rank, *error) for rank, error in enumerate(errors) if error is not None]
+    message = failed[0][2]
+    same = [rank for rank, _, text in failed if text == message]
+    if len(same) < len(errors):
         message = f"rank {named(same)}: {message}"
-    return [all(by_user for _, by_user, _ in errors), message]
-
-
-def _raise(by_user: bool, message: str, own_error: Exception | None) -> NoReturn:
-    if by_user:
-        shared = UserError(message)
-        shared.shared = True
-        raise shared from own_error
-    raise RuntimeError(message) from own_error
+    return all(by_user for _, by_user, _ in failed), message
 
 
 def named(ranks: list[int]) -> str:
