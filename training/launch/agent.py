@@ -67,27 +67,32 @@ STOP_SECONDS = 30
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which knows which endings are final and hands signals on."""
+    """torch's agent, which knows which endings are final and hands signals on.
 
-    signalled: int | None = None
-    timed_out = False
-    grace: int
-    attempts: Attempts
-    ours: bool
-    """The ranks are `python -m lockstep.training run`, which saves on a signal; else a program of which nothing is known."""
-    caught: tuple[signal.Signals, ...]
-    """Without signals that the launcher ignores (nohup): the ranks ignore them, too."""
-    finish_lines: Callable[[], None]
-    held: PendingSignals
-    """Signals for ranks that are starting."""
-    starts: int
-    """How often the ranks were started before, by this launcher or one that it replaced."""
-    serves: bool
-    """The rendezvous is in this process."""
-    barrier: ExitBarrier | None = None
-    """Of this round, where there are other nodes."""
-    _ended: RunResult | None = None
-    """How the ranks of this node have ended well."""
+    Args:
+        ours: the ranks are `python -m lockstep.training run`, which saves on a signal; else a program of which nothing is known.
+        caught: without signals that the launcher ignores (nohup): the ranks ignore them, too.
+        finish_lines: prints what killed ranks began.
+        serves: the rendezvous is in this process.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, prefix: str | None, *, attempts: Attempts, grace: int, ours: bool,
+        caught: tuple[signal.Signals, ...], finish_lines: Callable[[], None], serves: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, logs, log_line_prefix_template=prefix)
+        self.attempts, self.grace, self.ours, self.caught = attempts, grace, ours, caught
+        self.finish_lines, self.serves = finish_lines, serves
+        self.signalled: int | None = None
+        self.timed_out = False
+        self.held = PendingSignals()
+        """Signals for ranks that are starting."""
+        self.starts = attempts.used
+        """How often the ranks were started before, by this launcher or one that it replaced."""
+        self.barrier: ExitBarrier | None = None
+        """Of this round, where there are other nodes."""
+        self._ended: RunResult | None = None
+        """How the ranks of this node have ended well."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.barrier = self._ended = None
@@ -102,7 +107,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
         os.environ[ENV_RESTARTS] = str(self.starts)
-        self.finish_lines()  # what killed ranks began
+        self.finish_lines()
         self.starts += 1  # a change of membership counts here, and not as a restart
         earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
@@ -359,12 +364,9 @@ def _run(
         )  # fmt: skip
         agent = Agent(
             spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
-            log_line_prefix_template="[rank ${rank}] " if args.prefix else None,
+            "[rank ${rank}] " if args.prefix else None, attempts=attempts, grace=args.grace, ours=args.command[0] == "run",
+            caught=caught, finish_lines=finish_lines, serves=serves,
         )  # fmt: skip
-        agent.serves = serves
-        agent.attempts, agent.starts, agent.grace = attempts, attempts.used, args.grace
-        agent.caught, agent.ours, agent.finish_lines = caught, args.command[0] == "run", finish_lines
-        agent.held = PendingSignals()
         agent.catch()
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
         result = agent.run()

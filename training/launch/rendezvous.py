@@ -22,9 +22,10 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import timedelta
+from typing import Annotated, Any, Literal
 
+from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -245,6 +246,13 @@ class _State(_BackendRendezvousStateHolder):
 
 
 _PARTICIPANT, _WAITING, _SPARE = "participant", "waiting", "spare"
+_Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Node = tuple[str, _Count, _Count, Literal["participant", "waiting", "spare"], _Count, AwareDatetime]
+"""Its address, process and number there; its place and rank; when it was last heard."""
+_STATE: TypeAdapter[Any] = TypeAdapter(
+    tuple[_Count, bool, bool, AwareDatetime | None, list[_Node]], config=ConfigDict(strict=True)
+)
+"""Round, whether that is complete, whether the job has ended, until when it may be joined, the nodes."""
 
 
 def encode(state: _RendezvousState) -> str:
@@ -252,47 +260,25 @@ def encode(state: _RendezvousState) -> str:
     nodes = []
     for node, heard in sorted(state.last_heartbeats.items()):
         place = _PARTICIPANT if node in state.participants else _WAITING if node in state.wait_list else _SPARE
-        nodes.append([node.addr, node.pid, node.local_id, place, state.participants.get(node, 0), heard.isoformat()])
-    deadline = None if state.deadline is None else state.deadline.isoformat()
-    return json.dumps([state.round, state.complete, state.closed, deadline, nodes])
+        nodes.append((node.addr, node.pid, node.local_id, place, state.participants.get(node, 0), heard))
+    return _STATE.dump_json((state.round, state.complete, state.closed, state.deadline, nodes)).decode()
 
 
 def decode(text: str) -> _RendezvousState | None:
     """The inverse of `encode`; None for any other text."""
     state = _RendezvousState()
     try:
-        count, complete, closed, deadline, nodes = json.loads(text)
-        if type(complete) is not bool or type(closed) is not bool:
-            return None
-        state.round, state.complete, state.closed = _count(count), complete, closed
-        state.deadline = None if deadline is None else _time(deadline)
-        for address, pid, number, place, rank, heard in nodes:
-            if type(address) is not str:
-                return None
-            node = _NodeDesc(address, _count(pid), _count(number))
-            state.last_heartbeats[node] = _time(heard)
-            if place == _PARTICIPANT:
-                state.participants[node] = _count(rank)
-            elif place in (_WAITING, _SPARE):
-                (state.wait_list if place == _WAITING else state.redundancy_list).add(node)
-            else:
-                return None
-    except (ValueError, TypeError, RecursionError):
+        state.round, state.complete, state.closed, state.deadline, nodes = _STATE.validate_json(text)
+    except ValueError:
         return None
+    for address, pid, number, place, rank, heard in nodes:
+        node = _NodeDesc(address, pid, number)
+        state.last_heartbeats[node] = heard
+        if place == _PARTICIPANT:
+            state.participants[node] = rank
+        else:
+            (state.wait_list if place == _WAITING else state.redundancy_list).add(node)
     return state
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 31:
-        raise ValueError
-    return value
-
-
-def _time(value: Any) -> datetime:
-    parsed = datetime.fromisoformat(value)
-    if parsed.utcoffset() is None:  # it could not be compared with others
-        raise ValueError
-    return parsed
 
 
 def node_range(text: str) -> tuple[int, int]:
