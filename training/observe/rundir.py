@@ -158,15 +158,12 @@ class RunDirectory:
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         line = files.json_text(entry).encode() + b"\n"
 
-        def append() -> None:
-            try:
-                with open(self.path / contract.EVENTS_FILE, "ab+", opener=_no_link) as file:
-                    torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-                    file.write(b"\n" * torn + line)
-            except OSError as error:
-                self._warn(f"cannot write {contract.EVENTS_FILE}: {error.strerror}")
+        def append(path: Path) -> None:
+            with open(path, "ab+", opener=_no_link) as file:
+                torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+                file.write(b"\n" * torn + line)
 
-        self.disk.run(append)
+        self._write(contract.EVENTS_FILE, append)
         for listener in self.listeners:
             listener(entry)
 
@@ -178,20 +175,20 @@ class RunDirectory:
         restart = os.environ.get(contract.ENV_RESTARTS, "")
         if restart.isdigit():
             status["restart"] = int(restart)  # which start of the job this is, by the launcher's count
-        self._replace(contract.STATUS_FILE, status)
+        self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Replaces summary.json."""
-        self._replace(contract.SUMMARY_FILE, values)
+        self._write(contract.SUMMARY_FILE, lambda path: files.replace_json(path, values), contract.SUMMARY_FILE)
 
-    def _replace(self, name: str, value: Any) -> None:
-        def write() -> None:
+    def _write(self, name: str, write: Callable[[Path], None], key: str | None = None) -> None:
+        def guarded() -> None:
             try:
-                files.replace_json(self.path / name, value)
+                write(self.path / name)
             except OSError as error:
                 self._warn(f"cannot write {name}: {error.strerror}")
 
-        self.disk.run(write, name)
+        self.disk.run(guarded, key)
 
     def _warn(self, message: str) -> None:
         if not self._warned:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.training import config as configuration
 from lockstep.training import files
@@ -35,10 +35,9 @@ _WANTED = ("trained_seconds", "train_loss", "epoch", "examples_seen", "images_pe
 """What is logged of an event that has it. Scores have come with the event `log` before."""
 
 
-class Tracker(Protocol):
-    def log(self, values: dict[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
+Log = Callable[[dict[str, float], int], None]
+"""Takes numbers by their names, and their step."""
+Close = Callable[[], None]
 
 
 def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
@@ -75,47 +74,53 @@ class _Listener:
         patience: seconds that the end of the run waits for it.
     """
 
-    def __init__(self, name: str, make: Callable[[], Tracker], patience: float) -> None:
+    def __init__(self, name: str, make: Callable[[], tuple[Log, Close]], patience: float) -> None:
         self._name, self._patience = name, patience
-        self._tracker: Tracker | None = None
+        self._on = True
         self._thread = Background(name, self._late)
-        self._guarded(lambda: setattr(self, "_tracker", make()))
+        self._guarded(lambda: self._take(*make()))
+
+    def _take(self, log: Log, close: Close) -> None:
+        self._log, self._close = log, close
 
     def on_event(self, event: dict[str, Any]) -> None:
-        values = scalars(event)
-        if values and self._tracker is not None:
-            step = event["step"]
-            self._thread.run(lambda: self._do(lambda tracker: tracker.log(values, step)), seconds=0)
+        if self._on and (values := scalars(event)):
+            self._thread.run(lambda: self._guarded(lambda: self._log(values, event["step"])), seconds=0)
 
     def close(self) -> None:
-        if self._tracker is not None:
-            self._thread.run(lambda: self._do(lambda tracker: tracker.close()), seconds=self._patience)
-
-    def _do(self, action: Callable[[Tracker], None]) -> None:
-        tracker = self._tracker
-        if tracker is not None:  # it is not off meanwhile
-            self._guarded(lambda: action(tracker))
+        if self._on:
+            self._thread.run(lambda: self._guarded(self._close), seconds=self._patience)
 
     def _late(self) -> None:
         say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", sys.stderr)
 
     def _guarded(self, action: Callable[[], None]) -> None:
+        if not self._on:
+            return
         try:
             action()
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
-            self._tracker = None
+            self._on = False
             say(f"warning: {self._name} is off: {error}; the run continues", sys.stderr)
 
 
-def _tensorboard(config: RunSettings, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
+def _tensorboard(config: RunSettings, run: RunDirectory, step: int) -> tuple[Log, Close]:  # noqa: ARG001
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
     _wait_for_a_later_second(run.path / TENSORBOARD)
-    return _TensorBoard(SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1))
+    writer = SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1)
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        if "val_acc" in values or "elapsed" in values:
+            writer.flush()
+
+    return log, writer.close
 
 
 def _wait_for_a_later_second(folder: Path) -> None:
@@ -131,21 +136,7 @@ def _wait_for_a_later_second(folder: Path) -> None:
         time.sleep(0.05)
 
 
-class _TensorBoard:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        if "val_acc" in values or "elapsed" in values:
-            self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _wandb(config: RunSettings, run: RunDirectory, step: int) -> Tracker:  # noqa: ARG001
+def _wandb(config: RunSettings, run: RunDirectory, step: int) -> tuple[Log, Close]:  # noqa: ARG001
     try:
         import wandb
     except ImportError:
@@ -155,28 +146,11 @@ def _wandb(config: RunSettings, run: RunDirectory, step: int) -> Tracker:  # noq
     if not isinstance(identity, str):
         identity = uuid.uuid4().hex[:12]
         files.replace_json(run.path / WANDB_ID, {"id": identity})  # a restart goes on in the same run
-    return _Wandb(
-        wandb.init(
-            project=config.log.wandb,
-            name=run.path.name,
-            id=identity,
-            resume="allow",
-            dir=str(run.path),
-            config=configuration.to_dict(config),
-            settings=wandb.Settings(silent=True),
-        )
-    )
-
-
-class _Wandb:
-    def __init__(self, run: Any) -> None:
-        self._run = run
-        # Its own step counter may not go back, and ours does after a kill.
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        self._run.finish()
+    theirs = wandb.init(
+        project=config.log.wandb, name=run.path.name, id=identity, resume="allow", dir=str(run.path),
+        config=configuration.to_dict(config), settings=wandb.Settings(silent=True),
+    )  # fmt: skip
+    # Its own step counter may not go back, and ours does after a kill.
+    theirs.define_metric("step")
+    theirs.define_metric("*", step_metric="step")
+    return lambda values, step: theirs.log({"step": step, **values}), theirs.finish
