@@ -66,14 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--fresh-once", metavar="WORD", help="start over unless the run was started with this WORD; for jobs, which "
                      "may be started again with the same words")  # fmt: skip
-    run.add_argument("--verbose", action="store_true", help="print the messages of all ranks")
-    run.add_argument("--deterministic", action="store_true", help="only deterministic kernels")
-    run.add_argument("--check-closeness", metavar="every=N", help="compare the ranks' parameters every N steps")
-    run.add_argument(
-        "--log-format", choices=("table", "json"), help="table for people (the default), json for clusters"
-    )
-    run.add_argument("--checkpoint-on-signal", action=argparse.BooleanOptionalAction,
-                     help="save when a signal ends the run early; default: yes")  # fmt: skip
+    run.add_argument("--verbose", action="append_const", const="log.verbose=true", dest="assignments",
+                     help="print the messages of all ranks")  # fmt: skip
+    run.add_argument("--check-closeness", action="append", type=_closeness, dest="assignments", metavar="every=N",
+                     help="compare the ranks' parameters every N steps")  # fmt: skip
+    run.add_argument("--log-format", action="append", type="log.format={}".format, dest="assignments", metavar="FORMAT",
+                     help="table for people (the default), json for clusters")  # fmt: skip
     run.set_defaults(action=_run)
 
     shard = commands.add_parser("shard", help=COMMANDS["shard"])
@@ -124,18 +122,15 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
     add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
 
 
+def _closeness(text: str) -> str:
+    return f"check_closeness={text.removeprefix('every=')}"
+
+
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from lockstep.training import config as configuration
 
-    assignments = list(args.assignments)
-    assignments += ["log.verbose=true"] if args.verbose else []
-    assignments += ["deterministic=true"] if args.deterministic else []
-    assignments += [f"check_closeness={args.check_closeness.removeprefix('every=')}"] if args.check_closeness else []
-    assignments += [f"log.format={args.log_format}"] if args.log_format else []
-    if args.checkpoint_on_signal is not None:
-        assignments.append(f"checkpoint.on_signal={str(args.checkpoint_on_signal).lower()}")
     try:
-        config = configuration.load(args.recipe, assignments)
+        config = configuration.load(args.recipe, args.assignments)
     except UserError as error:
         error.shared = True  # every rank has the same arguments
         raise
