@@ -305,6 +305,7 @@ class Session:
             ...     run.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
             >>> run.log(loss=run.loss())
         """
+        self._go_on()
         return self._started().step.last_loss()
 
     @property
@@ -520,6 +521,21 @@ class Session:
         """
         self._started().log(numbers)
 
+    def log_image(self, name: str, image: Any) -> None:
+        """Logs an image of rank 0, at most 512 pixels a side: for the report, TensorBoard and W&B, at the step it was logged at.
+
+        Args:
+            image: a tensor or an array, [H, W], [C, H, W] or [H, W, C] with 1, 3 or 4 channels, of floats from 0 to 1 or of bytes;
+                a PIL image; or the path of an image file. All ranks give one.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+
+        Examples:
+            >>> run.log_image("first", x[0])
+        """
+        self._started().log_image(name, image)
+
     def sum(self, *numbers: float) -> tuple[float, ...]:
         """Each number's sum over all ranks, in float64.
 
@@ -528,6 +544,7 @@ class Session:
             >>> right / count
             0.93
         """
+        self._go_on()
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         dist.all_reduce(total)
         return tuple(total.tolist())
@@ -558,6 +575,7 @@ class Session:
         Examples:
             >>> predictions = torch.cat(run.gather(mine))
         """
+        self._go_on()
         return all_gather_trees(value, self.world)
 
     def for_evaluation(self, model: nn.Module | None = None) -> nn.Module:
@@ -570,7 +588,13 @@ class Session:
         Examples:
             >>> run.log(accuracy=evaluate(run.for_evaluation()))
         """
+        self._go_on()
         return self._replicated().for_evaluation(model)
+
+    def _go_on(self) -> None:
+        """Before a collective that the script may call after a loop which other ranks are still in."""
+        if self._lifecycle.loop is not None:
+            self._lifecycle.loop.attempt.meetings.go_on()
 
     def _replicated(self) -> Replica:
         if self._replica is None:

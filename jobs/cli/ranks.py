@@ -26,7 +26,7 @@ TIMEOUT = 2.0
 _MOST_BYTES = 4 << 20
 _SINGLE = frozenset(
     f"training_{name}" for name in (
-        "step", "steps_planned", "loss", "accuracy", "finished", "exit_code", "attempt", "last_step_timestamp_seconds",
+        "step", "steps_planned", "loss", "logged", "finished", "exit_code", "attempt", "last_step_timestamp_seconds",
         "samples_total", "process_resident_memory_bytes", "step_duration_seconds_sum", "step_duration_seconds_count",
         "data_wait_seconds_sum", "grad_ready_seconds_sum", "sync_wait_seconds_sum",
     )
@@ -65,7 +65,8 @@ class Rank:
     sync_wait: float | None
     rest: float | None
     loss: float | None
-    accuracy: float | None
+    logged: dict[str, float]
+    """The last of each number that the script has logged."""
     memory_bytes: float | None
     seconds_since_step: float | None
     exit_code: int | None
@@ -194,8 +195,9 @@ def parse(text: str) -> dict[str, float]:
         for family in text_string_to_metric_families("\n".join([*wanted, ""])):
             for sample in family.samples:
                 value = float(sample.value)
+                name = sample.name.removeprefix("training_")
                 if sample.name in _SINGLE and math.isfinite(value):
-                    values[sample.name.removeprefix("training_")] = value
+                    values[name if name != "logged" else f"logged/{sample.labels.get('name', '')}"] = value
     except Exception as error:  # noqa: BLE001 - the parser raises whatever a damaged text makes it trip over
         raise ValueError(f"not Prometheus' text format: {error}") from None
     return values
@@ -236,7 +238,8 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
         images_per_second=gained("samples_total") / (seconds or spent) if count > 0 and spent > 0 else None,
         step_seconds=spent / count if count > 0 else None,
         data_wait=shares[0], compute=shares[1], sync_wait=shares[2], rest=shares[3], loss=new.get("loss"),
-        accuracy=new.get("accuracy"), memory_bytes=new.get("process_resident_memory_bytes"),
+        logged={name.removeprefix("logged/"): value for name, value in new.items() if name.startswith("logged/")},
+        memory_bytes=new.get("process_resident_memory_bytes"),
         seconds_since_step=None if last is None or ended else max(0.0, time.time() - last),
         exit_code=_whole(new.get("exit_code")) if ended else None, source=after.source,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from lockstep.jobs.status import Status
 
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
-"""Of summary.json; a column for each that a run has."""
+"""Of summary.json; a column for each that a run has. Before them stand the numbers that a script has logged."""
+MOST_LOGGED = 8
+"""Of these, in the table."""
 
 
 def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool) -> int:
@@ -57,24 +60,29 @@ def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: floa
     deadline = time.monotonic() + seconds
     found = {name: backend.wait(name, max(0.0, deadline - time.monotonic()), teller(name)) for name in runs}
     reached = {name: _summary(backend, name, status) for name, status in found.items()}
+    logged = {name: _logged(summary) for name, summary in reached.items()}
     if as_json:
         show(
             [
                 {
                     "name": name, **settings, "state": found[name].state, "exit_code": found[name].exit_code,
-                    **{metric: reached[name].get(metric) for metric in METRICS},
+                    **{metric: reached[name].get(metric) for metric in METRICS}, "logged": logged[name],
                 }
                 for name, settings in runs.items()
             ]
         )  # fmt: skip
     else:
         metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
+        own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MOST_LOGGED]
         settings = list(next(iter(runs.values())))
         rows = [
-            (name, *changed.values(), found[name].state, found[name].exit_code, *map(reached[name].get, metrics))
+            (
+                name, *changed.values(), found[name].state, found[name].exit_code, *map(logged[name].get, own),
+                *map(reached[name].get, metrics),
+            )
             for name, changed in runs.items()
-        ]
-        head = ("name", *settings, "state", "exit", *metrics)
+        ]  # fmt: skip
+        head = ("name", *settings, "state", "exit", *own, *metrics)
         table(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows])
     return min((EXIT_TIMED_OUT if status.unfinished else status.code for status in found.values()), key=WORST.index)
 
@@ -89,6 +97,14 @@ def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:
         if status.state == "succeeded":  # a shared folder may show it later
             warn(str(error))
         return {}
+
+
+def _logged(summary: dict[str, Any]) -> dict[str, float]:
+    """The last of each number that the script has logged, and the best of the one that `checkpoint.keep_best` names."""
+    logged = summary.get("logged")
+    known = {name: value for name, value in logged.items() if name not in METRICS} if isinstance(logged, dict) else {}
+    best = {name: summary.get(name) for name in (f"best_{one}" for one in known)}
+    return {name: value for name, value in {**best, **known}.items() if isinstance(value, (int, float))}
 
 
 def _cell(value: Any) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lockstep.jobs.cli.ranks import Rank, Reader, Snapshot
 
 STUCK_SECONDS = 60
+MOST_LOGGED = 4
+"""Numbers of the script's own, in the title."""
 BAR = 20
 AROUND = 5
 """Lines of the terminal around the ranks: title, head, legend, how many are left out, and where the cursor stands."""
@@ -104,8 +106,8 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int 
     images = sum(rank.images_per_second or 0 for rank in ranks)
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
-    accuracy = f", accuracy {first.accuracy:.4f}" if first.accuracy is not None else ""
-    title = f"{printable(str(run))}: step {first.step}{planned}, {images:.0f} images/s{accuracy}"
+    logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
+    title = f"{printable(str(run))}: step {first.step}{planned}, {images:.0f} images/s{logged}"
     # As text: a [/x] in a path is no markup.
     shown_ranks = fitting(ranks, max((height or shutil.get_terminal_size().lines) - AROUND, 1))
     left = len(ranks) - len(shown_ranks)

@@ -100,20 +100,21 @@ def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tm
         server.cluster.put("pytorchjobs", {**live, "status": {"conditions": [condition]}})
         meta = {"name": f"{name}-worker-0", "labels": {"lockstep/job": name}}
         server.cluster.put("pods", {"metadata": meta, "status": {"phase": kind}})
-    said = json.dumps({"event": "done", "accuracy": 0.875, "steps": 12})
+    said = json.dumps({"event": "done", "accuracy": 0.875, "steps": 12, "logged": {"accuracy": 0.875, "wer": 0.25}})
     server.cluster.logs["smoke-0-worker-0"] = [
         f"2026-01-01T00:00:0{n}Z [rank 0] {text}" for n, text in enumerate((said, "bye"))
     ]
     done = k8s(tmp_path, "wait", "smoke", "--sweep", "--timeout", "0.5")
     assert [line.split() for line in done.stdout.splitlines()] == [
-        ["NAME", "LR", "STATE", "EXIT", "ACCURACY", "STEPS"], ["smoke-0", "0.1000", "succeeded", "0", "0.8750", "12"],
+        ["NAME", "LR", "STATE", "EXIT", "WER", "ACCURACY", "STEPS"],
+        ["smoke-0", "0.1000", "succeeded", "0", "0.2500", "0.8750", "12"],
         ["smoke-1", "0.2000", "timed_out", "124"], ["smoke-2", "0.3000", "pending"],
     ], done  # fmt: skip
     assert done.returncode == 124, "and one has not ended"
     rows = json.loads(k8s(tmp_path, "wait", "smoke", "--sweep", "--timeout", "0", "--json").stdout)
     assert rows[0] == {
         "name": "smoke-0", "lr": 0.1, "state": "succeeded", "exit_code": 0, "accuracy": 0.875, "best_accuracy": None,
-        "test_loss": None, "train_loss": None, "steps": 12,
+        "test_loss": None, "train_loss": None, "steps": 12, "logged": {"wer": 0.25},
     }  # fmt: skip
     refused = k8s(tmp_path, "wait", "smok", "--sweep")
     assert refused.returncode == 2 and "there is no sweep smok" in refused.stderr, refused

@@ -190,7 +190,16 @@ WRONG = {
         LOOP + "for b in run.batches(DATA, 16): step(run, m, b, samples=1)", "RuntimeError", "1 samples"),
     "no batches in a step": (LOOP + "for b in run.iterate([DATA[:8]], accumulate=0): pass", "ValueError", "accumulate"),
     "no number": ("make(run); run.log(a='x')", "TypeError", "log(a=…)"),
-    "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError", "log(a b=…)"),
+    "a name that is none": ("make(run); run.log(**{'a b': 1})", "ValueError", "'a b'"),
+    "an image of shape [5]": ("make(run); run.log_image('x', torch.ones(5))", "ValueError", "got shape [5]"),
+    "an image of numbers that are no pixels": (
+        "make(run); run.log_image('x', torch.ones(3, 4, 4, dtype=torch.int64))", "TypeError", "torch.int64"),
+    "an image without storage": ("make(run); run.log_image('x', torch.ones(3, 4, 4, device='meta'))", "TypeError", "no pixels"),
+    "an image file that is none": ("make(run); run.log_image('x', '/dev/null')", "ValueError", "/dev/null"),
+    "an image's name": ("make(run); run.log_image('../x', torch.ones(4, 4))", "ValueError", "'../x'"),
+    "two optimizers over one parameter": (
+        "m, o = make(run); run.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), 'second')\n    for _ in run.epochs(1):\n"
+        "        for b in run.batches(DATA, 16): step(run, m, b)", "ValueError", '"optimizer" and "second", would move 0.weight'),
     "no dataset": (LOOP + "for b in run.batches(iter([1]), 16): pass", "TypeError", "run.iterate(loader)"),
     "an error of the user's": (LOOP + "for b in run.batches(DATA, 64): pass", "error", "uneven=weight"),
     "two optimizers under a strategy that takes one": (

@@ -15,7 +15,7 @@ import torch
 
 from tests import product
 from tests.events import events
-from tests.own.job import OwnJob, assert_same
+from tests.own.job import OwnJob, assert_same, script
 from tests.processes import poll
 
 pytestmark = pytest.mark.promise("session-resume")
@@ -176,3 +176,46 @@ def test_a_rank_that_dies_is_named_and_an_error_of_the_scripts_own_keeps_its_tra
     assert done.code == 1 and "Traceback" in done.output and "ArithmeticError: this rank" in done.output, done.output
     status = json.loads((tmp_path / "failed/status.json").read_text())
     assert status["code"] == 1 and "ArithmeticError" in status["reason"]
+
+
+def test_a_learning_rate_that_the_checkpoint_overrules_is_said_once(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from lockstep import Session
+rate, epochs = sys.argv[2:]
+with Session(sys.argv[1]) as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=float(rate)))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run.keep(schedule=schedule)
+    for epoch in run.epochs(int(epochs)):
+        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(32, 4)), 8):
+            run.step(lambda x: model(x).square().mean(), x)
+        schedule.step()
+"""
+    outputs = []
+    for number, rate in enumerate(("0.1", "0.1", "0.025", "0.025"), 1):
+        done = script(2, code, tmp_path / "run", rate, str(number))
+        assert done.code == 0, done.output
+        outputs.append([line for line in done.output.splitlines() if "learning rate" in line])
+    assert [len(lines) for lines in outputs] == [0, 0, 1, 0], outputs
+    assert "rank 0" in outputs[2][0] and "0.1 → 0.025" in outputs[2][0], outputs
+
+
+def test_an_error_that_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
+    """And each rank's own where they differ."""
+    code = """
+import sys, torch
+from lockstep import Session
+with Session(sys.argv[1]) as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    if sys.argv[2] == "same" or run.rank == 1:
+        model(torch.ones(3))
+    raise ValueError("another")
+"""
+    done = script(3, code, tmp_path / "same", "same")
+    assert done.code == 1 and done.output.count("Traceback") == 1, done.output
+    assert [done.output.count(f"rank {rank}: RuntimeError: ") for rank in range(3)] == [0, 1, 1], done.output
+    done = script(3, code, tmp_path / "different", "different")
+    assert done.code == 1 and done.output.count("Traceback") == 2, done.output
+    assert done.output.count("rank 2: ValueError: another (the same as on rank 0)") == 1, done.output

@@ -32,6 +32,7 @@ def train(folder, *words, **settings):
     with Session(folder, "log.report=false", *words, handle_signals=False, **settings) as run:
         torch.manual_seed(3)
         model, optimizer = make(run)
+        run.values.update(classes=["cat", "Bär"], width=64, seen=torch.ones(2))
         for epoch in run.epochs(3):
             for batch in run.iterate(list(zip(DATA.tensors[0][:24].split(4), DATA.tensors[1][:24].split(4)))):
                 step(run, model, batch, samples=4)
@@ -130,6 +131,12 @@ def test_any_number_that_is_logged_can_be_the_score_and_the_lowest_the_best(tmp_
     assert python("-c", SCRIPT + EPOCHS + lines, str(run_dir)).code == 0
     assert {step: round(score, 6) for step, score in product.scores(run_dir).items()} == {5: 0.1}
     assert _exported(run_dir, tmp_path / "best.pth", "--best")[0].endswith("of step 5")
+    from safetensors import safe_open
+
+    _told = training("export", str(run_dir), str(tmp_path / "best.safetensors"))
+    with safe_open(tmp_path / "best.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "classes": '["cat", "Bär"]', "width": "64"}
+        assert "0.weight" in file.keys()  # noqa: SIM118 - no mapping
     summary = _reached(run_dir)
     assert summary["best_accuracy"] == 0.9, "which is reported, whatever is kept"
     for value, why in (("wer", "keep_best"), ({"wer": "low"}, "wer")):

@@ -163,6 +163,8 @@ def _check_kept(kept: Any, ranks: list[Any]) -> None:
         "kept state",
     )
     _expect(kept.get("data") is None or isinstance(kept["data"], dict), "kept state")
+    rates = kept.get("rates", {})
+    _expect(isinstance(rates, dict) and all(_count(rate) for rate in rates.values()), "learning rates")
     _expect(kept["steps"] >= 0 and kept["samples"] >= 0 and type(kept.get("summary", {})) is dict, "kept state")
     for number, rank in enumerate(ranks):
         rank_kept = rank.get("kept") if isinstance(rank, dict) else None

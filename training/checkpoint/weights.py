@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import os
 import pickletools  # reads opcodes, and runs none
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -118,9 +120,9 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
 
 def from_run(
     run_dir: Path, warn: Callable[[str], None] = print, wanted: int | Rule | None = None
-) -> tuple[dict[str, torch.Tensor], int]:  # fmt: skip
-    """(the weights that evaluation used, their step) of a run's checkpoint that verifies: its newest, the one of a step, or the
-    best by a rule. Raises `UserError`; another one never stands in for the step or the best."""
+) -> tuple[dict[str, torch.Tensor], int, dict[str, Any]]:  # fmt: skip
+    """(the weights that evaluation used, their step, `run.values`) of a run's checkpoint that verifies: its newest, the one of a
+    step, or the best by a rule. Raises `UserError`; another one never stands in for the step or the best."""
     if wanted is None:
         path = store.newest_verified(run_dir / "checkpoints", warn)
     else:
@@ -130,7 +132,8 @@ def from_run(
     try:
         if wanted is not None:
             store.verify(path)
-        return evaluated_weights(checked(store.load(path))), store.step_of(path)
+        gathered = checked(store.load(path))
+        return evaluated_weights(gathered), store.step_of(path), gathered["shared"]["kept"]["values"]
     except (store.CorruptCheckpoint, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -157,8 +160,11 @@ def published(weights: dict[str, torch.Tensor], model: str) -> dict[str, torch.T
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
-def write(weights: dict[str, torch.Tensor], path: Path) -> None:
+def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any] | None = None) -> None:
     """Writes a plain state dict, completely or not at all: as safetensors if the name ends in `.safetensors`, else in torch's format.
+
+    Args:
+        values: travel in the metadata of a safetensors file, as JSON, those that JSON can hold: a vocabulary, names of classes.
 
     Raises:
         UserError: the file exists, or cannot be written.
@@ -169,7 +175,8 @@ def write(weights: dict[str, torch.Tensor], path: Path) -> None:
         with files.replacing(path) as temporary, temporary.open("xb") as file:
             plain = {name: tensor.clone() for name, tensor in weights.items()}
             if path.suffix == SAFETENSORS:
-                file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in plain.items()}))
+                tensors = {name: tensor.contiguous() for name, tensor in plain.items()}
+                file.write(safetensors.torch.save(tensors, {"format": "pt", **_metadata(values or {})}))
             else:
                 torch.save(plain, file)
             file.flush()
@@ -177,3 +184,11 @@ def write(weights: dict[str, torch.Tensor], path: Path) -> None:
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot write {path}: {reason}") from None
+
+
+def _metadata(values: Mapping[str, Any]) -> dict[str, str]:
+    texts = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError):  # a tensor, a set, a tree that holds one
+            texts[name] = json.dumps(value, ensure_ascii=False)
+    return texts

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.training import config as configuration
-from lockstep.training import files
+from lockstep.training import contract, files
 from lockstep.training.config import RunSettings
 from lockstep.training.contract import UserError, say
 from lockstep.training.observe.background import Background
@@ -35,8 +35,10 @@ _WANTED = ("trained_seconds", "train_loss", "epoch", "examples_seen", "images_pe
 """What is logged of an event that has it. Scores have come with the event `log` before."""
 
 
-Log = Callable[[dict[str, float], int], None]
-"""Takes numbers by their names, and their step."""
+Values = dict[str, float | Path]
+"""Numbers, and files of images, by their names."""
+Log = Callable[[Values, int], None]
+"""Takes values and their step."""
 Close = Callable[[], None]
 
 
@@ -53,13 +55,15 @@ def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
         ("tensorboard", config.log.tensorboard, _tensorboard), ("wandb", config.log.wandb, _wandb),
     ):  # fmt: skip
         if wanted:
-            listener = _Listener(name, partial(make, config, run, step), config.preempt.grace_seconds)
+            listener = _Listener(name, run.path, partial(make, config, run, step), config.preempt.grace_seconds)
             run.listeners.append(listener.on_event)
             run.at_close.append(listener.close)
 
 
-def scalars(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a `step`, `score` or `epoch` event by the names they are logged under."""
+def logged(event: dict[str, Any], run_dir: Path) -> Values:
+    """The numbers of a `log`, `step`, `score` or `epoch` event, and the file of an `image`, by the names they are logged under."""
+    if event["event"] == "image":
+        return {event["name"]: contract.image_file(run_dir, event["name"], event["step"])}
     if event["event"] == "log":
         return {_NAMES.get(name, name): float(value) for name, value in event["values"].items()}
     if event["event"] not in ("step", "score", "epoch"):
@@ -74,8 +78,8 @@ class _Listener:
         patience: seconds that the end of the run waits for it.
     """
 
-    def __init__(self, name: str, make: Callable[[], tuple[Log, Close]], patience: float) -> None:
-        self._name, self._patience = name, patience
+    def __init__(self, name: str, run_dir: Path, make: Callable[[], tuple[Log, Close]], patience: float) -> None:
+        self._name, self._run_dir, self._patience = name, run_dir, patience
         self._on = True
         self._thread = Background(name, self._late)
         self._guarded(lambda: self._take(*make()))
@@ -84,7 +88,7 @@ class _Listener:
         self._log, self._close = log, close
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if self._on and (values := scalars(event)):
+        if self._on and (values := logged(event, self._run_dir)):
             self._thread.run(lambda: self._guarded(lambda: self._log(values, event["step"])), seconds=0)
 
     def close(self) -> None:
@@ -108,15 +112,21 @@ class _Listener:
 
 def _tensorboard(config: RunSettings, run: RunDirectory, step: int) -> tuple[Log, Close]:  # noqa: ARG001
     try:
+        import numpy as np
+        import PIL.Image
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
     _wait_for_a_later_second(run.path / TENSORBOARD)
     writer = SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1)
 
-    def log(values: dict[str, float], step: int) -> None:
+    def log(values: Values, step: int) -> None:
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
+            if isinstance(value, Path):
+                with PIL.Image.open(value) as picture:
+                    writer.add_image(name, np.asarray(picture.convert("RGBA")), step, dataformats="HWC")
+            else:
+                writer.add_scalar(name, value, step)
         if "val_acc" in values or "elapsed" in values:
             writer.flush()
 
@@ -153,4 +163,9 @@ def _wandb(config: RunSettings, run: RunDirectory, step: int) -> tuple[Log, Clos
     # Its own step counter may not go back, and ours does after a kill.
     theirs.define_metric("step")
     theirs.define_metric("*", step_metric="step")
-    return lambda values, step: theirs.log({"step": step, **values}), theirs.finish
+
+    def log(values: Values, step: int) -> None:
+        images = {name: wandb.Image(str(value)) for name, value in values.items() if isinstance(value, Path)}
+        theirs.log({"step": step, **values, **images})
+
+    return log, theirs.finish

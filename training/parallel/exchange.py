@@ -219,7 +219,7 @@ def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any
     return unpack(received)
 
 
-def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add) -> torch.Tensor:
+def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add, tag: int = 0) -> torch.Tensor:
     """The tensors of all ranks, combined element by element; the same result on every rank. Collective.
 
     The order is always the same, so a sum has the same bits every time.
@@ -227,20 +227,23 @@ def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add) ->
     Args:
         tensor: on the CPU, of the same shape and type on every rank; it is not changed.
         combine: of two such tensors, the result; must be associative up to rounding.
+        tag: of the messages: those of another tag, and of torch's collectives, are not taken for them.
     """
     total = tensor.clone()
     if world.size == 1:
         return total
     received, reach = torch.empty_like(total), 1
-    while reach < world.size:
-        if world.rank & reach:
-            dist.send(total, world.rank - reach)
-            break
+    while reach < world.size and not world.rank & reach:
         if world.rank + reach < world.size:
-            dist.recv(received, world.rank + reach)
+            dist.recv(received, world.rank + reach, tag=tag)
             total = combine(total, received)
         reach *= 2
-    dist.broadcast(total, 0)
+    if world.rank:
+        dist.send(total, world.rank - reach, tag=tag)
+        dist.recv(total, world.rank - reach, tag=tag)
+    while reach := reach // 2:
+        if world.rank + reach < world.size:
+            dist.send(total, world.rank + reach, tag=tag)
     return total
 
 

@@ -11,21 +11,26 @@ gloo raises in the thread that waits. NCCL does not: that thread waits for the G
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.contract import EXIT_FAILED
+from lockstep.training.contract import EXIT_FAILED, UserError, to_stderr
 from lockstep.training.parallel import stores
 from lockstep.training.parallel.world import World
 
 REPORT_SECONDS = 5.0
+RAISED_SECONDS = 1.0
+"""Within which ranks that run into the same error of the script do so."""
 _PLACE = re.compile(r"^\[[^]]*\] ")
 """Where in its sources a library's message arose."""
 _OF_GLOO = re.compile(r"\[[^]\n]*\bgloo/[^]\n]*\.(cc|h):\d+\] |Application timeout caused pair closure$")
@@ -165,6 +170,34 @@ def _missing(world: World, step: int, report_name: str) -> list[str]:
             missing.append(f"rank {rank} did not arrive{how} ({last})")
     _stay_until_all_know(store, f"lockstep/{report_name}/know", world, world.size - len(missing))
     return missing
+
+
+def print_once(world: World, error: BaseException) -> None:
+    """Where rank 0 has raised the same error in the same place, its traceback is printed, and a line on every other rank."""
+    if world.size == 1 or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
+        return
+    digest = hashlib.sha256("".join(traceback.format_exception(error)).encode(errors="replace")).hexdigest()
+    key, deadline, same = "lockstep/raised", time.monotonic() + RAISED_SECONDS, False
+    with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+        store = _get_default_store()
+        if world.leader:
+            store.set(key, digest)
+        while not store.check([key]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        same = store.check([key]) and stores.said(store, key, "[0-9a-f]{64}") == digest
+        _stay_until_all_know(store, f"{key}/know", world, world.size)
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is error:
+            to_stderr(
+                f"rank {world.rank}: {kind.__name__}: {str(raised).partition(chr(10))[0]} (the same as on rank 0)"
+            )
+        else:
+            before(kind, raised, trace)
+
+    if same and not world.leader:
+        sys.excepthook = hook
 
 
 def _stay_until_all_know(store: dist.Store, key: str, world: World, reported: int) -> None:

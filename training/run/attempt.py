@@ -31,6 +31,7 @@ from lockstep.training.parallel.exchange import all_gather_trees, same_on_all
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint
+from lockstep.training.resilience.desync import Meetings
 from lockstep.training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
 from lockstep.training.resilience.preempt import Consensus, Decision, Signals
 from lockstep.training.run.context import RunContext, note_corrupt_shard
@@ -83,6 +84,8 @@ class Attempt:
         """Whether there are replicas to compare."""
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
+        self.in_step = False
+        """The ranks sum the gradient of a step."""
         self._polls = 0
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
@@ -108,20 +111,31 @@ class Attempt:
             context.world, lambda: context.steps_done, timeout, self._lost, lambda: self._polls
         )
         self._naming.__enter__()
+        self.meetings = Meetings(
+            context.world, lambda: 2 * (self._polls + context.steps_done) + self.in_step, lambda: context.steps_done, self._desynced
+        )  # fmt: skip
         return self
 
     def _lost(self, reason: str) -> None:
         """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
+        self._desynced(reason)
+        if not self.context.world.leader:
+            self.context.console.warn(reason)
+
+    def _desynced(self, reason: str) -> None:
+        """The ranks know that they have parted. Then the process ends."""
         context = self.context
         context.console.close()
         if context.run is not None:
             context.run.status(EXIT_FAILED, reason, context.steps_done)
-        context.console.warn(reason)
+        if context.world.leader:
+            context.console.warn(reason)
         self.saver.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
+        self.meetings.close()
         try:
             if error is None or isinstance(error, Ended):  # all ranks are here: after another error one may be missing
                 self.tell_readings(wait=True)

@@ -191,6 +191,7 @@ class Lifecycle:
             state.kept.add(of_rank, of_rank=True)
             _check_parameters(replica.model, replica.optimizers)
         attempt = broadcast_tree(directory.attempt if directory else None, world)
+        rates = _rates(replica.optimizers)
         if self.source is not None:
             with failing_together(world):
                 batch, mine = int(self.facts.get("global_batch_size") or 0), self._checkpoint
@@ -206,6 +207,7 @@ class Lifecycle:
             config=settings, world=world, run=directory, attempt=attempt, state=state, exporter=self.exporter,
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
+        _tell_overruled(run, rates)
         run.metrics.describe(
             recipe=settings.title, sync=settings.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
             step=run.steps_done, planned=None, preemptions=state.history.get("preemptions", 0),
@@ -248,6 +250,8 @@ class Lifecycle:
                 atexit.register(self._signals.ignore)
             code = self._end(error)
             if code is None:
+                if error is not None:
+                    hang.print_once(self._world, error)
                 self._stack.__exit__(kind, error, trace)
                 if self.loop is None and error is not None and hang.is_collective(error):
                     raise _not_together(error) from error
@@ -356,6 +360,26 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
     for name, optimizer in optimizers.items():
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
+
+
+def _rates(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """The learning rate of each group as the script made it, before a schedule has moved it."""
+    return {
+        f"{name}.param_groups[{number}]": float(group.get("initial_lr", group.get("lr", 0.0)))
+        for name, optimizer in optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _tell_overruled(run: RunContext, rates: dict[str, float]) -> None:
+    """At the start that brings other learning rates than the last: those of the checkpoint go on."""
+    before, run.kept.rates = run.kept.rates, rates
+    changed = [f"{name}: {before[name]:g} → {rate:g}" for name, rate in rates.items() if before.get(name, rate) != rate]
+    if changed and run.world.leader:
+        run.console.warn(
+            f"the script has changed a learning rate ({', '.join(changed)}), and the checkpoint's goes on, with its schedule: set it "
+            "after run.keep() to train with another"
+        )
 
 
 def _ending(loop: Loop, error: BaseException | None) -> Ending:

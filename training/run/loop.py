@@ -21,6 +21,7 @@ from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_r
 from lockstep.training.data.trees import to_device
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
+from lockstep.training.resilience.desync import Place
 from lockstep.training.run.attempt import Attempt, Ending
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.step import Step
@@ -50,6 +51,8 @@ class Loop:
         """The last step was made in the middle of an epoch, which a start with more steps goes on with."""
         self._epoch_is_through = False
         """The loop over the batches of the epoch under way has ended, in this attempt."""
+        self._under_way: Iterator[Any] | None = None
+        """What that loop goes over, or has gone over."""
 
     # The epochs.
 
@@ -90,6 +93,8 @@ class Loop:
             self._tell_resumed()
             self._begin_epoch()
             yield run.state.cursor.epoch
+            self._under_way = None
+            self.attempt.meetings.meet(Place.EPOCH_END)
             self.step.check_used("epoch")
             if not self._left_at_last_step:
                 self._end_epoch()
@@ -220,6 +225,7 @@ class Loop:
             length: batches of the epoch, for the progress that is shown; None: not known.
         """
         run, step, clock = self.run, self.step, self.run.state.clock
+        self._under_way = given
         self._tell_resumed()
         self._warn_of_schedules()
         self._resume_generators()
@@ -243,10 +249,14 @@ class Loop:
                 yield to_device(item, run.world.device)
                 clock.between()
                 step.end_batch()
+                if run.steps_done == before and not step.pending:
+                    self.attempt.meetings.meet(Place.SKIPPED)
                 if length is not None:  # how many steps the script makes of a batch is known now
                     self._plan(length * (run.steps_done - before))
                     length = None
         finally:
+            if self._under_way is given:  # else the script has held it beyond the end of its epoch
+                self.attempt.meetings.left()
             getattr(given, "close", lambda: None)()
 
     def _plan(self, steps_an_epoch: int) -> None:
@@ -264,6 +274,7 @@ class Loop:
 
     def boundary(self) -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`."""
+        self.attempt.meetings.go_on()
         if self.attempt.poll().stop and not self.step.pending:
             self.attempt.leave()
 
@@ -274,8 +285,7 @@ class Loop:
         run, kept = self.run, self.run.kept
         values = {}
         for name, value in numbers.items():
-            if not re.fullmatch(LOGGED, name):
-                raise ValueError(f"log({name}=…): a name has letters, digits and _, at most 64")
+            _check_name(name)
             try:
                 values[name] = float(value)
             except (TypeError, ValueError):
@@ -292,8 +302,18 @@ class Loop:
             run.metrics.accuracy(values["accuracy"])
         run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
 
+    def log_image(self, name: str, image: Any) -> None:
+        """Raises `ValueError`, `TypeError` for a name that no file can have, and anything but an image."""
+        from lockstep.training.observe import images  # the imaging library: not for runs that log none
+
+        _check_name(name)
+        data = images.png(image)
+        if self.run.run is not None and self.run.world.leader:
+            self.run.run.image(name, self.run.steps_done, data)
+
     def finish(self) -> Ending:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
+        self.attempt.meetings.meet(Place.RUN_END)
         run, saver = self.run, self.attempt.saver
         if self._best_is_due() or saver.steps_since:
             self.attempt.save()
@@ -343,6 +363,11 @@ class Loop:
         if run.world.leader:
             run.console.on_event({"event": "done", **summary})
         return True
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not re.fullmatch(LOGGED, name):
+        raise ValueError(f"what is logged has a name of letters, digits and _, at most 64; got {name!r}")
 
 
 def _check_lengths(loader: Any, world: World) -> int | None:

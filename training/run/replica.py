@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -98,6 +100,21 @@ class Replica:
             raise ValueError(f"optimizer(model=…) takes a network that replicate() returned; got {_what(network)}")
         self.optimizers[name] = (self.sync if part is None else self._parts[part]).make_optimizer(checked)
         return self.optimizers[name]
+
+    @functools.cached_property
+    def together(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers, for a step that names none. Raises `ValueError` where two of them move one parameter."""
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        movers: dict[torch.Tensor, str] = {}
+        for name, optimizer in self.optimizers.items():
+            for parameter in itertools.chain.from_iterable(self.sync.parameter_groups(optimizer)):
+                other = movers.setdefault(parameter, name)
+                if other != name:
+                    raise ValueError(
+                        f'two optimizers, "{other}" and "{name}", would move {names.get(parameter, "one parameter")} in the same step: '
+                        "give each its own parameters, or name those that step, run.step(…, optimizer=[…])"
+                    )
+        return tuple(self.optimizers.values())
 
     def averaged(self, decay: float, every: int) -> None:
         if not 0 < decay < 1 or every < 1:

@@ -170,7 +170,7 @@ class Step:
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
         total = Total(work.samples, work.total)
-        self._as_function = True
+        self._as_function = self.attempt.in_step = True
         with self.replica.training(optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
@@ -248,6 +248,7 @@ class Step:
                 try:
                     loss = _checked(work.compute(*batch))
                 except Exception:  # the script may catch it, and call the step again
+                    self.attempt.in_step = False
                     sync.zero_grad()
                     self.restore(self._before)
                     raise
@@ -421,7 +422,7 @@ class Step:
                 "would always be under way, and the run could never be saved there. Call update() after the backward() of "
                 "the last batch of a step"
             )
-        self._begun, self._unsent = True, self._micro_batches
+        self._begun, self._unsent, self.attempt.in_step = True, self._micro_batches, True
         self._check_same_samples(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divided, self._as_function = True, divisor is not None, False
@@ -498,11 +499,11 @@ class Step:
         return scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE
 
     def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
-        """These, or all. Raises `ValueError` for one that no checkpoint would hold."""
+        """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
         known = tuple(self.replica.optimizers.values())
         if not all(any(one is other for other in known) for one in optimizers):
             raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
-        return optimizers or known
+        return optimizers or self.replica.together
 
     def _synchronize(self) -> None:
         try:
@@ -521,6 +522,7 @@ class Step:
         """The step is over, whether it moved a weight or not."""
         run = self.run
         self._end_stand_in()
+        self.attempt.in_step = False
         run.kept.steps += 1
         run.progressed = True
         samples, new = self._new_samples(optimizers, total)

@@ -11,8 +11,11 @@ numbers. The file holds all it needs, its charting library too, and asks no netw
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -23,6 +26,7 @@ import jinja2
 
 from lockstep.training import contract, files
 from lockstep.training.config import settings
+from lockstep.training.config.types import LOGGED
 from lockstep.training.contract import UserError
 from lockstep.training.observe.report import charts, record
 from lockstep.training.observe.report.charts import Row, Table
@@ -31,6 +35,10 @@ from lockstep.training.observe.report.record import RunRecord, number_of
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'
 """Stands near the beginning of every report. A file without it is somebody else's, and is not replaced."""
+_IMAGES = 8
+"""Shown of each name."""
+_IMAGE_BYTES, _IMAGES_BYTES = 2 << 20, 16 << 20
+"""Of one, and of all that a run shows."""
 _ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
 """Parts of run.yaml."""
 
@@ -66,6 +74,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         names=names,
         verdicts=[(name, *_verdict(run)) for run, name in zip(runs, names)],
         charts=charts.of(runs, names),
+        images=[(name, logged) for run, name in zip(runs, names) if (logged := _images(run))],
         final=_compared([_final(run.summary) for run in runs], names, mark=False),
         about={
             "Config": _compared([settings.dotted(run.part("config")) for run in runs], names),
@@ -117,6 +126,25 @@ def _final(summary: dict[str, Any]) -> dict[str, Any]:
                 title = f"{group} {name}".replace("_", " ").strip()
                 final[title] = f"{number:,.4f}" if isinstance(number, float) else number
     return final
+
+
+def _images(run: RunRecord) -> list[tuple[str, int, str]]:
+    """(name, step, address) of the newest images of each name that the run has logged, as far as their files are PNG files of ours."""
+    steps: dict[str, list[int]] = defaultdict(list)
+    for event in run.of("image"):
+        name, step = event.get("name"), event.get("step")
+        if isinstance(name, str) and re.fullmatch(LOGGED, name) and type(step) is int and 0 <= step not in steps[name]:
+            steps[name].append(step)
+    shown, size = [], 0
+    for name, step in [(one, step) for one in sorted(steps) for step in sorted(steps[one])[-_IMAGES:]]:
+        try:
+            data = files.read(contract.image_file(run.path, name, step), _IMAGE_BYTES)
+        except (OSError, ValueError):
+            continue
+        size += len(data)
+        if data.startswith(b"\x89PNG\r\n\x1a\n") and size <= _IMAGES_BYTES:
+            shown.append((name, step, f"data:image/png;base64,{base64.b64encode(data).decode()}"))
+    return shown
 
 
 def _compared(columns: list[dict[str, Any]], names: list[str], mark: bool = True) -> Table:

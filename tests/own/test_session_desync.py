@@ -1,0 +1,59 @@
+"""A rank that leaves the loop alone, or skips a step, while the others train on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.own.job import script
+
+SCRIPT = """
+import sys, torch
+from lockstep import Session
+kind, sync = sys.argv[2:4]
+with Session(sys.argv[1], sync=sync, collective_timeout=60) as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    x = torch.randn(160, 4)
+    def given():  # of a length that nobody knows before, and which is another one on rank 1
+        yield from run.part(x).split(4)[: 6 if (kind, run.rank) == ("short loader", 1) else None]
+    for epoch in run.epochs(2):
+        for part in run.iterate(given()):
+            odd = run.rank == 1 and run.steps == 6
+            if odd and kind == "break":
+                break
+            if odd and kind == "continue":
+                continue
+            if odd and kind == "exit":
+                sys.exit()
+            if kind == "ways" and run.steps == 6:
+                if run.rank == 1:
+                    break
+                continue
+            run.step(lambda x: model(x).square().mean(), part, samples=len(part))
+        run.sum(1.0)
+"""
+LEFT = "rank 1 left the loop over its batches after step 6, while rank 0 trains on"
+SAYS = {
+    "break": LEFT, "short loader": LEFT,
+    "continue": "rank 1 asked for the next batch without a step after step 6, while rank 0 trains on",
+    "exit": "rank 1 left the loop over the epochs after step 6, while rank 0 trains on",
+    "ways": "after step 6: rank 1 left the loop over its batches, and rank 0 asked for the next batch without a step",
+}  # fmt: skip
+
+
+@pytest.mark.promise("named-rank")
+@pytest.mark.parametrize(("kind", "sync"), [*((kind, "flat") for kind in SAYS), ("continue", "ddp"), ("break", "ddp")])
+def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
+    began = time.monotonic()
+    done = script(2, SCRIPT, tmp_path / "run", kind, sync)
+    sentence = SAYS[kind]
+    assert done.code == 1 and done.output.count(sentence) == 1, "said once, and not by every rank"
+    assert "run.stop(reason)" in done.output, done.output
+    assert "Traceback" not in done.output and "did not arrive" not in done.output, done.output
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["code"] == 1 and sentence in status["reason"]
+    assert time.monotonic() - began < 45, "not after the timeout of collectives, which is 60 s"

@@ -1,0 +1,171 @@
+"""Names the rank that leaves the loop alone, or asks for the next batch without a step, while the others wait for its gradient.
+
+Such a rank goes on to another collective than theirs, and gloo then aborts a process, or sums what does not belong together. So the
+ranks meet wherever their ways may part, by messages that no collective is taken for (`exchange.reduced` with a tag). A rank
+that waits there says in the store where it is. One that is beyond that place, and gets no further, knows that they never meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lockstep.training.contract import EXIT_FAILED
+from lockstep.training.parallel import stores
+from lockstep.training.parallel.exchange import reduced
+from lockstep.training.parallel.world import World
+
+LOOK_SECONDS = 1.0
+"""Between two looks of a rank that gets no further, or waits for the others."""
+KNOW_SECONDS = 3.0
+"""For all ranks to read in the store why they end, before the first one does."""
+_TAG = 4  # of the messages of a meeting
+_RANKS = 1 << 20  # more than there are
+_ATTEMPTS = itertools.count()
+_SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-3]) (\d{1,18}) (-?\d{1,9})"
+_REMEDY = (
+    "all ranks make the same steps. Decide alike on all of them, with run.sum() or run.gather(), or end the run with "
+    "run.stop(reason), which one rank may call alone"
+)
+
+
+class Place(enum.IntEnum):
+    """Where the ways of the ranks may part."""
+
+    LEFT = 0
+    SKIPPED = 1
+    EPOCH_END = 2
+    RUN_END = 3
+
+    @property
+    def words(self) -> str:
+        return ("left the loop over its batches", "asked for the next batch without a step", "ended the epoch",
+                "left the loop over the epochs")[self]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A rank that waits for the others."""
+
+    meeting: int
+    moves: int
+    rank: int
+    place: int
+    step: int
+    beyond: int = -1
+    """A rank that is beyond the place and will not come; -1: none is known."""
+
+    @property
+    def text(self) -> str:
+        return " ".join(map(str, astuple(self)))
+
+    @property
+    def sentence(self) -> str:
+        return f"rank {self.rank} {Place(self.place).words} after step {self.step}, while rank {self.beyond} trains on: {_REMEDY}"
+
+
+class Meetings:
+    """Where the ranks of one attempt meet, and the thread that checks whether they still can.
+
+    Args:
+        moves: a count of this rank's steps and polls, the same on all ranks at a meeting; its lowest bit: a step has begun.
+        steps: optimizer steps done.
+        say: gets the sentence, in any thread; then the process ends.
+    """
+
+    def __init__(
+        self, world: World, moves: Callable[[], int], steps: Callable[[], int], say: Callable[[str], None]
+    ) -> None:
+        self._world, self._moves, self._steps, self._say = world, moves, steps, say
+        self._met = 0
+        self._waiting: _Waiting | None = None
+        self._over, self._ending = threading.Event(), threading.Lock()
+        self._key = f"lockstep/loop/{next(_ATTEMPTS)}"  # a process may have several runs over one store
+        if world.size > 1:
+            threading.Thread(target=self._watch, name="desync", daemon=True).start()
+
+    def close(self) -> None:
+        """The attempt is over: nobody meets any more."""
+        with self._ending:
+            self._over.set()
+
+    def left(self) -> None:
+        """The script has left the loop over its batches, perhaps with an error: so nothing waits until it goes on (`go_on`, `meet`)."""
+        self._waiting = _Waiting(self._met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
+
+    def go_on(self) -> None:
+        """Before a collective that is called in the loop and after it: `meet`, where the loop was left."""
+        if self._waiting is not None:
+            self.meet(Place.LEFT)
+
+    def meet(self, place: Place) -> None:
+        """Waits for the other ranks. Ends the process with a sentence where they are elsewhere. Collective, unless it is over."""
+        world, moves, step = self._world, self._moves(), self._steps()
+        if world.size > 1 and not self._over.is_set():
+            self._waiting = _Waiting(self._met + 1, moves, world.rank, place, step)
+            number = ((moves >> 1) * len(Place) + place) * _RANKS + world.rank
+            self._compare(*reduced(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
+        self._met += 1
+        self._waiting = None
+
+    def _compare(self, last: int, first: int) -> None:
+        """Ends the process unless all ranks are at the same place: `last` and `-first` are those of two of them."""
+        (behind, rank), (ahead, other) = divmod(-first, _RANKS), divmod(last, _RANKS)
+        if behind != ahead:
+            one, another = (Place(code % len(Place)).words for code in (behind, ahead))
+            with self._ending:
+                self._end(f"after step {self._steps()}: rank {rank} {one}, and rank {other} {another}: {_REMEDY}")
+
+    def _watch(self) -> None:
+        """Until the attempt is over, or the store is gone: then gloo says so."""
+        before, told = -1, 0
+        with contextlib.suppress(RuntimeError):
+            store = _get_default_store()
+            while not self._over.wait(LOOK_SECONDS):
+                moves, waiting = self._moves(), self._waiting
+                if waiting is not None and waiting.meeting != told:
+                    told = waiting.meeting
+                    store.set(self._key, waiting.text)
+                if moves == before:
+                    self._look(store, moves)
+                before = moves
+
+    def _look(self, store: dist.Store, moves: int) -> None:
+        """This rank has got no further since it looked before."""
+        said = stores.said(store, self._key, _SHAPE) if store.check([self._key]) else ""
+        match = re.fullmatch(_SHAPE, said)
+        other = None if match is None else _Waiting(*map(int, match.groups()))
+        if other is None or other.meeting <= self._met:  # in this order: `moves` was read while they had not met
+            return
+        if other.beyond < 0 and moves > other.moves:
+            other = replace(other, beyond=self._world.rank)
+            store.set(self._key, other.text)
+        if other.beyond >= 0:
+            know, deadline = f"{self._key}/know", time.monotonic() + KNOW_SECONDS
+            with self._ending:  # what this rank waits for fails when another rank ends
+                store.add(know, 1)
+                while store.add(know, 0) < self._world.size and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                self._end(other.sentence)
+
+    def _end(self, sentence: str) -> None:
+        """Under the lock."""
+        if self._over.is_set():
+            return
+        self._say(sentence)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(EXIT_FAILED)  # the thread that waits in a collective cannot be raised in
