@@ -175,4 +175,5 @@ def write_files(page: str, folder: Path) -> None:
     """Writes what the page's blocks with a title are."""
     for block in blocks(page):
         if block.title:
+            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.title).write_text(block.text, encoding="utf-8")
