@@ -337,7 +337,7 @@ class Backend(abc.ABC):
                     status is None and (isinstance(error, LoggedOut) or not isinstance(error, Unreachable))
                 ):
                     raise
-                problem, way = str(error), error if isinstance(error, Disconnected) else None
+                problem, way = str(error), error if isinstance(error, (Disconnected, LoggedOut)) else None
                 if status is None and bad_since is None:
                     warn(f"{problem}; waiting")
             now = time.monotonic()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -91,3 +92,57 @@ def mappings(value: Any) -> list[Manifest]:
 def holds(mount: str, path: str) -> bool:
     """Whether `path` lies on what is mounted at `mount`."""
     return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+class Change(NamedTuple):
+    """A place where a patched object differs from the rendered one."""
+
+    path: str
+    """Keys with dots between them; items of a list by their name: `spec.containers[pytorch].env`."""
+    value: Any
+    """What is there now."""
+    ours: bool
+    """It was rendered, and was changed or removed. Else it was added: every place in what was added is a change of its own."""
+
+
+def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
+    """The differences, in order. Lists are compared by their items' names, where each item has one of its own."""
+    old, new = _children(before), _children(after)
+    if old is None or new is None or type(before) is not type(after):
+        if type(before) is not type(after) or before != after:
+            yield Change(path, after, True)
+        return
+    for key in {**old, **new}:
+        place = _place(path, key, before)
+        if key not in new:
+            yield Change(place, None, True)
+        elif key in old:
+            yield from changes(old[key], new[key], place)
+        else:
+            yield from _added(new[key], place)
+
+
+def _added(value: Any, path: str) -> Iterator[Change]:
+    yield Change(path, value, False)
+    inside = _children(value)
+    if inside is None and isinstance(value, list):
+        inside = dict(enumerate(value))
+    for key, item in (inside or {}).items():
+        yield from _added(item, _place(path, key, value))
+
+
+def _place(path: str, key: Any, holder: Any) -> str:
+    if isinstance(holder, list):
+        return f"{path}[{key}]"
+    return f"{path}.{key}" if path else str(key)
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """A mapping's values, or a list's items by their names; None for what is compared as a whole."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, list):
+        return None
+    names = [item.get("mountPath", item.get("name")) if isinstance(item, dict) else None for item in value]
+    named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    return dict(zip(names, value)) if named else None

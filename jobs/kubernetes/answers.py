@@ -1,17 +1,28 @@
-"""The shape of a server's answers. What is read of them has the type that it is read as, or nobody reads it.
+"""A server's answers: their shape, and which error a person is told.
+
+What is read of an answer has the type that it is read as, or nobody reads it.
 
 Null is as good as missing: a server writes an empty list or mapping as null. Fields that nobody reads are not looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lockstep.jobs.status import Unreachable
+from lockstep.training.contract import UserError
+
 MOST_PODS = 1_000_000
 """Of a job: far above what a cluster holds, and a list of their names still fits into memory."""
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+"""Answers without what is in the objects."""
+INSTALL = {"PyTorchJob": "the Kubeflow training-operator", "TrainJob": "Kubeflow Trainer"}
 Text = str | None
 Count = int | None
 Number = Annotated[int | None, Field(ge=0, le=MOST_PODS)]
@@ -24,6 +35,8 @@ class Shape(BaseModel):
 
 
 class Owner(Shape):
+    kind: Text = None
+    name: Text = None
     uid: Text = None
 
 
@@ -128,10 +141,13 @@ class Spec(Shape):
 
     pytorchReplicaSpecs: dict[str, Replica | None] | None = None
     trainer: Trainer | None = None
+    suspend: bool | None = None
     hostname: Text = None
     nodeName: Text = None
     queueName: Text = None
     clusterQueue: Text = None
+    cohort: Text = None
+    cohortName: Text = None
     accessModes: list[str] | None = None
     template: Template | None = None
     replicatedJobs: list[ReplicatedJob] | None = None
@@ -155,6 +171,7 @@ class Item(Shape):
     message: Text = None
     lastTimestamp: Text = None
     eventTime: Text = None
+    count: Count = None
     involvedObject: About | None = None
 
 
@@ -185,3 +202,50 @@ def checked(text: bytes | str, shape: type[Shape]) -> dict[str, Any]:
         place = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{place or 'the whole'}: {first['msg'].lower()}") from None
     return dict(value)
+
+
+class ApiError(Exception):
+    """The server's refusal: HTTP status, its reason word, its message."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+class Gone(Exception):
+    """410: the resource version of a watch or of a page is too old. List again."""
+
+
+@contextlib.contextmanager
+def explained(host: str, kind: str = "") -> Iterator[None]:
+    """The server's refusals as one line that says what to do. `kind`: of the object that was asked for."""
+    try:
+        yield
+    except Gone:
+        raise Unreachable(f"{host} no longer has the version that was asked for: try again") from None
+    except ApiError as error:
+        message = " ".join(str(error).split())
+        if error.status == 403:
+            raise UserError(_forbidden(message)) from None
+        if error.status >= 500:
+            raise Unreachable(f"{host} answers {error.status}: {message}") from None
+        if error.status == 404 and "namespaces " in message:
+            raise UserError(
+                f"the cluster does not have the namespace: {message}; choose another one (--namespace, k8s.namespace), or make it "
+                "(make install-k8s)"
+            ) from None
+        if error.status == 404 and kind in INSTALL:
+            raise UserError(
+                f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
+            ) from None
+        raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}") from None
+
+
+def _forbidden(message: str) -> str:
+    """403 is the answer to three things. What is forbidden stands before the reason, and may hold any word."""
+    why = message.rpartition(" is forbidden: ")[2]
+    if why.startswith("exceeded quota"):
+        return f"the namespace's quota does not allow it: {message}; wait for other jobs to end, or ask for more"
+    if "being terminated" in why or "is terminating" in why:
+        return f"the namespace is being deleted: {message}; use another one, or wait until it is there again"
+    return f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml of this version"

@@ -7,7 +7,9 @@ token, pages, and watches. Answers are plain JSON: building the client's objects
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import json
+import logging
 import math
 import os
 import random
@@ -22,8 +24,7 @@ import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
-from lockstep.jobs.kubernetes.answers import Event, Item, Listing, Shape, checked
-from lockstep.jobs.kubernetes.errors import ApiError, Gone
+from lockstep.jobs.kubernetes.answers import ApiError, Event, Gone, Item, Listing, Shape, checked
 from lockstep.jobs.lines import STAMPED, Pieces
 from lockstep.jobs.manifest import get
 from lockstep.jobs.status import LoggedOut, Unreachable
@@ -31,8 +32,9 @@ from lockstep.training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
 PAGE = 500
-_UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError)
+_UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """What reading a kubeconfig may raise."""
+ANONYMOUS = "system:anonymous"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -41,7 +43,7 @@ class Api:
 
     Args:
         load: makes the client's configuration from the kubeconfig; called again when a token has expired.
-        timeout: seconds to wait for one answer.
+        timeout: seconds to wait for an answer to one question, all attempts together.
         attempts: how often a request is sent before the error counts.
     """
 
@@ -54,6 +56,7 @@ class Api:
     ) -> None:
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
         self._bound = threading.local()
+        self._ahead = 0.0
         self._client = self._connect()
 
     def _connect(self) -> kube.ApiClient:
@@ -64,6 +67,10 @@ class Api:
     @property
     def host(self) -> str:
         return str(self._client.configuration.host)
+
+    def now(self) -> float:
+        """Seconds since the epoch by the server's clock: what its objects say is compared with that, not with ours."""
+        return time.time() + self._ahead
 
     @property
     def client(self) -> kube.ApiClient:
@@ -125,21 +132,22 @@ class Api:
         stream: bool = False,
         accept: str = "application/json",
     ) -> urllib3.BaseHTTPResponse:
-        problem, renewed, attempt = "was given no time to answer", False, 0
-        while attempt < self.attempts and (left := self._left()) > 0:
+        problem, renewed, attempt, waited = "was given no time to answer", False, 0, 0.0
+        while attempt < self.attempts and (left := min(self._left(), timeout - waited)) > 0:
             pause = min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
             attempt += 1
+            asked = time.monotonic()
             try:
-                response = self._once(method, path, query, body, min(timeout, left), stream, accept)
+                response = self._once(method, path, query, body, left, stream, accept)
             except urllib3.exceptions.HTTPError as error:
-                problem = _network_problem(error, min(timeout, left))
+                problem = _network_problem(error, left)
             else:
-                if response.status == 401 and not renewed:
+                if not renewed and _unknown(response):
                     renewed = True
                     attempt -= 1
                     response.release_conn()
-                    self._client.close()
-                    self._client = self._connect()
+                    before, self._client = self._client, self._connect()
+                    before.close()
                     continue
                 if response.status not in RETRIED:
                     return self._checked(response, method, path)
@@ -147,6 +155,7 @@ class Api:
                 with contextlib.suppress(ValueError):
                     pause = max(pause, min(30.0, float(response.headers.get("Retry-After", 0))))
                 response.release_conn()
+            waited += time.monotonic() - asked
             if attempt < self.attempts:
                 self._sleep(min(pause, max(0.0, self._left())))
         raise Unreachable(
@@ -164,6 +173,9 @@ class Api:
             method, path, query_params=parameters, header_params=headers, body=body, auth_settings=["BearerToken"]
         )
         response = self._client.call_api(*request, _request_timeout=(min(timeout, 10.0), timeout)).response
+        with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
+            said = email.utils.parsedate_to_datetime(response.headers["Date"])
+            self._ahead = said.timestamp() - time.time()
         if not stream:
             response.data  # noqa: B018 - reads the body here, where a dropped connection is retried
         return response
@@ -179,7 +191,7 @@ class Api:
             return response
         message, reason = _message(response), _field(response, "reason")
         response.release_conn()
-        if response.status == 401:
+        if _unknown(response):
             raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         if response.status == 410:
             raise Gone(message)
@@ -240,6 +252,11 @@ class Api:
             yield rest.decode(errors="replace")
 
 
+def _unknown(response: urllib3.BaseHTTPResponse) -> bool:
+    """Whether the server does not know who asks. Without credentials it takes everybody for somebody who may do nothing."""
+    return response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _message(response))
+
+
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
     """(a loader of the configuration, the namespace it names). Raises `UserError` where there is none."""
     # What somebody has set beats what the pod was given.
@@ -254,17 +271,23 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
         return inside, namespace
 
     def outside() -> kube.Configuration:
-        configuration = kube.Configuration()
+        configuration, failures = kube.Configuration(), _Errors()
+        logging.getLogger().addHandler(failures)
         try:
             kubeconfig.load_kube_config(
                 config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
             )
-        except (*_UNREADABLE, TypeError, KeyError, AttributeError) as error:
+        except _UNREADABLE as error:
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
+        finally:
+            logging.getLogger().removeHandler(failures)
+        if failures.said:
+            reason = " ".join(failures.said[0].removeprefix("exec: ").split())[:500]
+            raise LoggedOut(f"the kubeconfig's credential plugin failed ({reason}): log in again, then retry")
+        configuration.refresh_api_key_hook = None  # what has expired is asked for again when the server says so
         return configuration
 
-    outside()
     try:
         contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
     except _UNREADABLE:
@@ -273,14 +296,27 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
     return outside, str(chosen.get("context", {}).get("namespace") or "default")
 
 
-def _network_problem(error: urllib3.exceptions.HTTPError, timeout: float) -> str:
-    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
-        return f"did not answer within {timeout:g} s"
+class _Errors(logging.Handler):
+    """What the client logs of a credential plugin that fails; it goes on without credentials."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str:
     reason = getattr(error, "reason", None) or error
-    if isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
-        return "cannot be reached in time"
     if isinstance(reason, urllib3.exceptions.ReadTimeoutError):
-        return f"did not answer within {timeout:g} s"
+        return f"did not answer within {round(seconds, 1):g} s"
+    if isinstance(reason, urllib3.exceptions.NameResolutionError):
+        return "cannot be reached (no address is known for its name)"
+    if isinstance(reason, urllib3.exceptions.ConnectTimeoutError) and not isinstance(
+        reason, urllib3.exceptions.NewConnectionError
+    ):
+        return "cannot be reached in time"
     return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"
 
 

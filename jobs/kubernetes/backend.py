@@ -15,14 +15,11 @@ from lockstep.jobs.backend import Found, Lines, check_name
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.compare import missing_from
 from lockstep.jobs.foreground import Streams
-from lockstep.jobs.kubernetes import code, preparejob, related, render, rules, submission
-from lockstep.jobs.kubernetes.answers import Listing
-from lockstep.jobs.kubernetes.errors import ApiError, Gone, explained
-from lockstep.jobs.kubernetes.kinds import KINDS
-from lockstep.jobs.kubernetes.observe import brief, container_of, explain, hosts, newest, slim
-from lockstep.jobs.kubernetes.pod import KUEUE_QUEUE
-from lockstep.jobs.kubernetes.section import k8s
-from lockstep.jobs.kubernetes.subject import Subject
+from lockstep.jobs.kubernetes import render, rules, submission
+from lockstep.jobs.kubernetes.answers import ApiError, Gone, Listing, explained
+from lockstep.jobs.kubernetes.observe import belongs, brief, explain, hosts, newest, orphaned, slim
+from lockstep.jobs.kubernetes.pod import RENDERED
+from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, k8s
 from lockstep.jobs.lint import Rules
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from lockstep.jobs.spec.model import JobSpec
@@ -38,6 +35,8 @@ DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
 SUMMARY_LINES = 1000
 """Of rank 0's last lines, among which a run says what it has reached."""
+MOST_ASKED = 3
+"""Pods whose own events are asked for: they say why a pod waits, or has gone."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
@@ -73,19 +72,19 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        return render.kubernetes(spec)
+        return render.manifests(spec)
 
     @classmethod
     def code_manifests(cls, spec: JobSpec, packed: bytes) -> Manifests:
-        return code.maps(spec, code.RENDERED, packed, k8s(spec).namespace)
+        return render.code_maps(spec, RENDERED, packed)
 
     @classmethod
-    def rules(cls) -> Rules[Subject]:
+    def rules(cls) -> Rules[Any]:
         return rules.RULES
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        objects = preparejob.render(spec)
+        objects = [render.preparation(spec)]
         return to_yaml(objects), objects
 
     @classmethod
@@ -99,8 +98,7 @@ class KubernetesBackend(Cluster):
         return checks.check(connected, spec, cls.lint(spec) if spec is not None else None)
 
     def path(self, kind: str, name: str = "") -> str:
-        version, plural = KINDS[kind]
-        return f"/apis/{version}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
+        return submission.job_path(self.namespace, kind, name)
 
     def find(self, name: str) -> Found | None:
         check_name(name)
@@ -124,7 +122,7 @@ class KubernetesBackend(Cluster):
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
         if found.hash == spec.hash():  # else its pods have another label, which this policy does not select
             with explained(self.api.host):
-                submission.keep(self.api, self.namespace, spec, found.record, found.spec)
+                submission.complete(self.api, self.namespace, spec, found.record, found.spec)
         return super().attach(found, spec)
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:
@@ -136,7 +134,7 @@ class KubernetesBackend(Cluster):
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Creates the one-pod Job that writes the shards. Raises `UserError`."""
-        (job,) = preparejob.render(spec)
+        job = render.preparation(spec)
         name = job["metadata"]["name"]
         with explained(self.api.host, "Job"):
             try:
@@ -162,22 +160,53 @@ class KubernetesBackend(Cluster):
             return self._observe(found.record, found.spec)
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
-        name = str(get(job, "metadata", "name"))
-        pods = self._pods(name)
-        names = hosts(job)
-        elastic = spec is not None and spec.elastic is not None
-        ranks = spec.ranks if spec else 1
-        found = explain(job, pods, [], None, names, ranks, elastic, time.time())
+        pods, names, elastic = self._pods(job), hosts(job), spec is not None and spec.elastic is not None
+        ranks, now = spec.ranks if spec else 1, self.api.now()
+        events = self._events(get(job, "metadata", "uid"), "uid") if brief(job) != "succeeded" else []
+        found = explain(job, pods, events, None, names, ranks, elastic, now)
         if found.final or found.state == "running":
             return found
-        workload = (
-            related.workload(self.api, self.namespace, job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
-        )
+        workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
+        maker = self._maker(job) if len(pods) < len(names) else None
+        if maker is not None:
+            events += self._events(get(maker, "metadata", "uid"), "uid")
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
-        maker = related.maker(self.api, self.namespace, job) if len(pods) < len(names) else None
-        about = [name, *([get(maker, "metadata", "name")] if maker else []), *pending[:3]]
-        events = [event for each in about for event in related.events(self.api, self.namespace, str(each))]
-        return explain(job, pods, events, workload, names, ranks, elastic, time.time(), maker)
+        again = [part.name for part in found.ranks if part.restarts]
+        missing = [name for name in names if len(pods) < len(names) <= MOST_ASKED and name not in again]
+        for name in [*pending, *again, *missing][:MOST_ASKED]:  # of a pod that is gone, too
+            events += self._events(name, "name")
+        return explain(job, pods, events, workload, names, ranks, elastic, now, maker)
+
+    def _events(self, about: Any, key: str) -> Manifests:
+        """Of an object by its uid, or of all that had this name; the latest last."""
+        path = f"/api/v1/namespaces/{self.namespace}/events"
+        found = list(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"))
+        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+
+    def _maker(self, job: Manifest) -> Manifest | None:
+        """The batch Job that makes the pods of a TrainJob; None where it is not there, not ours, or not ours to see."""
+        if job.get("kind") != "TrainJob":
+            return None
+        name = get(job, "metadata", "name")
+        try:
+            found: Manifest = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0")
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            return None
+        return found if get(found, "spec", "template", "metadata", "labels", JOB) == name else None
+
+    def _workload(self, job: Manifest) -> Manifest | None:
+        """Where the job stands in Kueue's queue; None where Kueue is not there."""
+        selector = f"kueue.x-k8s.io/job-uid={get(job, 'metadata', 'uid')}"
+        for version in KUEUE:
+            try:
+                path = f"/apis/{version}/namespaces/{self.namespace}/workloads"
+                return next(self.api.pages(path, labelSelector=selector), None)
+            except ApiError as error:
+                if error.status not in (403, 404):
+                    raise
+        return None
 
     def trouble(self, status: Status) -> str:
         return next((part.reason for part in status.ranks if part.state == "unknown"), "")
@@ -213,8 +242,8 @@ class KubernetesBackend(Cluster):
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
         return Reader(
-            self.api, self.namespace, lambda: self._pods(found.name), partial(self._pod, found.record), over,
-            min(self.interval, 2.0), container_of(found.record), self.lost_after,
+            self.api, self.namespace, partial(self._pods, found.record), partial(self._pod, found.record), over,
+            min(self.interval, 2.0), CONTAINERS[found.record["kind"]], self.lost_after,
         )  # fmt: skip
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
@@ -222,7 +251,7 @@ class KubernetesBackend(Cluster):
 
         place, run_dir = self._of_rank(found, spec, rank), spec.run_directory if spec is not None else ""
         with explained(self.api.host):
-            pod, container = partial(self._pod, found.record), container_of(found.record)
+            pod, container = partial(self._pod, found.record), CONTAINERS[found.record["kind"]]
             return Rank(self.api, self.namespace, pod, container, place, rank).run(command, run_dir, streams)
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
@@ -250,22 +279,6 @@ class KubernetesBackend(Cluster):
             pass
         time.sleep(max(0.0, min(seconds - (time.monotonic() - began), self.interval / 5)))
 
-    def cancel(self, name: str) -> Status:
-        try:
-            status = super().cancel(name)
-        except Unreachable:
-            raise
-        except UserError:
-            self._settle(name)  # of a submission that was interrupted before there was a job
-            raise
-        self._settle(name)
-        return status
-
-    def _settle(self, name: str) -> None:
-        check_name(name)
-        with contextlib.suppress(UserError), explained(self.api.host):
-            code.settle(self.api, self.namespace, name, partial(self._find, name))
-
     def stop(self, found: Found) -> Status:
         with explained(self.api.host):
             self._delete(found.record, self._deletion_seconds(found.spec))
@@ -278,25 +291,20 @@ class KubernetesBackend(Cluster):
 
     def _delete(self, job: Manifest, timeout: float) -> None:
         """Deletes the job and waits until it and its pods are gone."""
-        name, uid = str(get(job, "metadata", "name")), get(job, "metadata", "uid")
-        options = {
-            "apiVersion": "v1",
-            "kind": "DeleteOptions",
-            "propagationPolicy": "Foreground",
-            "preconditions": {"uid": uid},
-        }
         try:
-            self.api.delete(self.path(str(job["kind"]), name), options)
+            self.api.delete(self.path(str(job["kind"]), str(get(job, "metadata", "name"))), submission.deletion(job))
         except ApiError as error:
             if error.status != 404:
                 raise
         self._await_end(job, timeout)
 
     def _await_end(self, job: Manifest, timeout: float) -> None:
-        """Waits until that very job is gone. Raises `UserError`."""
+        """Waits until that very job is gone. Raises `UserError`, at once where only dead nodes' pods keep it."""
         name, uid = str(get(job, "metadata", "name")), get(job, "metadata", "uid")
         deadline = time.monotonic() + timeout
         while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
+            if why := orphaned(self._pods(job), self.api.now()):
+                raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
             time.sleep(min(self.interval, 0.5))
@@ -329,7 +337,7 @@ class KubernetesBackend(Cluster):
         return sorted(rows, key=lambda row: row.name)
 
     def changes(self, found: Found, spec: JobSpec) -> Lines:
-        *_, wanted = render.kubernetes(spec, code.submission_of(found.record) or code.RENDERED)
+        _, wanted = render.manifests(spec, submission.submission_of(found.record) or RENDERED)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
         return missing_from(wanted, found.record)
 
@@ -361,23 +369,26 @@ class KubernetesBackend(Cluster):
             raise refused[0]  # with the rights of one kind alone, there is no job of the other one
         return None
 
-    def _pods(self, name: str) -> Manifests:
-        pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB}={name}")
-        return [slim(pod) for pod in pages]
+    def _pods(self, job: Manifest) -> Manifests:
+        """The job's own, not those of an earlier job of the name, nor what somebody else has given its label."""
+        selector = f"{JOB}={get(job, 'metadata', 'name')}"
+        pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
+        return [slim(pod) for pod in pages if belongs(pod, job)]
 
     def _pod(self, job: Manifest, host: str) -> Manifest | None:
         """The pod of a host, alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # its pods' names end in something random, their index says which they are
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
-            return next(iter(newest(_all(self.api.pages(path, labelSelector=selector)))), None)
+            pods = [pod for pod in self.api.pages(path, labelSelector=selector) if belongs(pod, job)]
+            return next(iter(newest(pods)), None)
         try:
             pod = self.api.get(f"{path}/{host}")
         except ApiError as error:
             if error.status != 404:
                 raise
             return None
-        return pod if get(pod, "metadata", "labels", JOB) == name else None
+        return pod if belongs(pod, job) else None
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"

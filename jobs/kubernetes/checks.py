@@ -7,18 +7,15 @@ ever asked for: only its metadata.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.jobs.kubernetes.answers import Listing, Shape
-from lockstep.jobs.kubernetes.errors import ApiError
-from lockstep.jobs.kubernetes.kinds import KINDS
-from lockstep.jobs.kubernetes.section import k8s
-from lockstep.jobs.kubernetes.security_rules import unpublished
+from lockstep.jobs.kubernetes.answers import METADATA, ApiError, Listing, Shape
+from lockstep.jobs.kubernetes.rules import unpublished
+from lockstep.jobs.kubernetes.section import KINDS, KUEUE, k8s
 from lockstep.jobs.lint import Finding
 from lockstep.jobs.manifest import get, mappings
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Check, Result
+from lockstep.jobs.status import Check, LoggedOut, Result
 from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
@@ -36,18 +33,16 @@ class Reached(Protocol):
 
 RIGHTS = (
     ("list", "", "pods", ""), ("get", "", "pods", ""), ("get", "", "pods", "log"), ("list", "", "events", ""),
-    ("create", "networking.k8s.io", "networkpolicies", ""), ("get", "networking.k8s.io", "networkpolicies", ""),
-    ("patch", "networking.k8s.io", "networkpolicies", ""), ("delete", "networking.k8s.io", "networkpolicies", ""),
+    ("create", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip
 """Beside those on the kind of job that is used."""
-CODE_RIGHTS = tuple((verb, "", "configmaps", "") for verb in ("create", "list", "patch", "delete"))
+CODE_RIGHTS = tuple((verb, "", "configmaps", "") for verb in ("create", "list"))
 """For a job with code of one's own."""
 EXEC_RIGHTS = (("create", "", "pods", "exec"), ("get", "", "pods", "exec"))
 """For `lockstep exec`, which no job needs."""
-JOB_VERBS = ("create", "get", "list", "watch", "delete")
+JOB_VERBS = ("create", "get", "list", "watch", "patch", "delete")
 CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controller-manager"}
 """Part of the name of each controller's image."""
-METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
 def without_cluster(reason: str, findings: list[Finding] | None) -> list[Check]:
@@ -67,35 +62,36 @@ def check(backend: Reached, spec: JobSpec | None, findings: list[Finding] | None
     """The checks in order; the first failure to reach the cluster ends them."""
     try:
         version = backend.api.get("/version", Shape).get("gitVersion", "?")
+        found = [Check("cluster", "ok", f"{backend.api.host}, Kubernetes {version}"), *_guarded("who", _who(backend))]
     except (UserError, ApiError) as error:
         return without_cluster(str(error), findings)
-    found = [Check("cluster", "ok", f"{backend.api.host}, Kubernetes {version}")]
-    looks: list[Callable[[], Iterator[Check]]] = [
-        partial(one, backend, spec) for one in (_who, _rights, _custom_resource, _operator, _pod_monitor)
-    ]
+    looks: dict[str, Callable[..., Iterator[Check]]] = {
+        "rights": _rights, "custom resource": _custom_resource, "operator": _operator, "pod monitor": _pod_monitor,
+    }  # fmt: skip
     if spec is not None:
-        looks += [partial(one, backend, spec) for one in (_runtime, _image, _queue, _nodes, _volumes, _pull_secrets)]
-    for look in looks:
-        found += _guarded(look)
+        looks |= {
+            "runtime": _runtime, "image": _image, "queue": _queue, "nodes": _nodes, "volumes": _volumes,
+            "pull secrets": _pull_secrets,
+        }  # fmt: skip
+    for name, look in looks.items():
+        found += _guarded(name, look(backend, spec))
     return [*found, *_rules(findings)]
 
 
-def _guarded(look: Callable[[], Iterator[Check]]) -> list[Check]:
-    name = look.func.__name__.strip("_").replace("_", " ") if isinstance(look, partial) else "check"
+def _guarded(name: str, rows: Iterator[Check]) -> list[Check]:
+    """Raises `LoggedOut`: then nothing can be told."""
     found: list[Check] = []
     try:
-        found.extend(look())
-    except ApiError as error:
-        if error.status == 403:
-            found.append(Check(name, "cannot tell", " ".join(str(error).split())[:200]))
-        else:
-            found.append(Check(name, "cannot tell", f"the server answered {error.status}: {str(error)[:200]}"))
-    except UserError as error:
-        found.append(Check(name, "cannot tell", str(error)))
+        found.extend(rows)
+    except LoggedOut:
+        raise
+    except (UserError, ApiError) as error:
+        said = f"the server answered {error.status}: " if isinstance(error, ApiError) and error.status != 403 else ""
+        found.append(Check(name, "cannot tell", f"{said}{' '.join(str(error).split())[:200]}"))
     return found
 
 
-def _who(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every check is asked with both
+def _who(backend: Reached) -> Iterator[Check]:
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     answer = backend.api.create("/apis/authentication.k8s.io/v1/selfsubjectreviews", body, Shape)
     yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {backend.namespace}")
@@ -167,9 +163,6 @@ def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
                 return
             words = [str(word) for key in ("command", "args") for word in container.get(key) or []]
             gang = next((word.partition("=")[2] for word in words if word.startswith("--gang-scheduler-name")), "")
-            init = next(
-                (word.partition("=")[2] for word in words if word.startswith("--pytorch-init-container-image")), ""
-            )
             if gang:
                 yield Check("gang scheduling", "ok", gang)
             else:
@@ -178,9 +171,6 @@ def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
                     "warning",
                     "off (no --gang-scheduler-name): set k8s.queue, or pods may start one by one",
                 )
-            public = "its default, from a public registry: air-gapped clusters need --pytorch-init-container-image, or no k8s.master"
-            if spec is not None and k8s(spec).master:
-                yield Check("init container", "ok" if init else "warning", init or public)
             return
     yield Check("operator", "cannot tell", f"no deployment of an image named {controller}")
 
@@ -245,17 +235,21 @@ def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # 
 def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if k8s(spec).queue is None:
         return
-    path = "/apis/kueue.x-k8s.io/v1beta1"
-    try:
-        local = backend.api.get(f"{path}/namespaces/{backend.namespace}/localqueues/{k8s(spec).queue}")
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        yield Check("queue", "missing", f"no LocalQueue {k8s(spec).queue} in {backend.namespace}")
+    name = k8s(spec).queue
+    local, version = None, ""
+    for version in KUEUE:
+        try:
+            local = backend.api.get(f"/apis/{version}/namespaces/{backend.namespace}/localqueues/{name}")
+            break
+        except ApiError as error:
+            if error.status != 404:
+                raise
+    if local is None:
+        yield Check("queue", "missing", f"no LocalQueue {name} in {backend.namespace}")
         return
-    name = get(local, "spec", "clusterQueue")
-    yield Check("queue", "ok", f"{k8s(spec).queue} → {name}")
-    cluster = backend.api.get(f"{path}/clusterqueues/{name}")
+    of = get(local, "spec", "clusterQueue")
+    yield Check("queue", "ok", f"{name} → {of}")
+    cluster = backend.api.get(f"/apis/{version}/clusterqueues/{of}")
     wanted = spec.gpus * spec.nodes
     quotas = [
         int(str(item.get("nominalQuota", "0")))
@@ -264,9 +258,13 @@ def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
         if item.get("name") == k8s(spec).gpu_resource and str(item.get("nominalQuota", "")).isdecimal()
     ]  # fmt: skip
     if wanted:
+        # v1beta1 says `cohort`. What others of it do not use, the queue may borrow: how much cannot be seen here.
+        cohort = get(cluster, "spec", "cohortName") or get(cluster, "spec", "cohort")
+        short: Result = "warning" if cohort else "missing"
+        borrowed = f"; the rest would be borrowed from the cohort {cohort}" if cohort else ""
         fits = sum(quotas) >= wanted
-        detail = f"{sum(quotas)} {k8s(spec).gpu_resource} in {name}, the job takes {wanted}"
-        yield Check("quota", "ok" if fits else "missing", detail)
+        detail = f"{sum(quotas)} {k8s(spec).gpu_resource} in {of}, the job takes {wanted}"
+        yield Check("quota", "ok" if fits else short, detail + ("" if fits else borrowed))
 
 
 def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:

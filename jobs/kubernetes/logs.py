@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from lockstep.jobs.kubernetes.api import Api, ApiError
+from lockstep.jobs.kubernetes.answers import ApiError
+from lockstep.jobs.kubernetes.api import Api
 from lockstep.jobs.kubernetes.observe import host
 from lockstep.jobs.lines import PREFIX, Stamped, newest, of_rank
 from lockstep.jobs.manifest import get

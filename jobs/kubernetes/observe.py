@@ -6,13 +6,15 @@ import datetime
 import re
 from typing import Any
 
+from lockstep.jobs.kubernetes.section import CONTAINERS, KUEUE_QUEUE
 from lockstep.jobs.manifest import get, mappings
 from lockstep.jobs.status import Part, State, Status
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
 
 Object = dict[str, Any]
+INCOMPLETE = "lockstep/incomplete"
+"""Annotation of a job that has not got yet what belongs to it."""
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-CONTAINERS = ("pytorch", "node")
 GONE_SECONDS = 60.0
 """How long after its grace a pod that is being deleted may stay: longer, and nobody on its node sees to it."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
@@ -40,14 +42,66 @@ def explain(
         maker: the batch Job that makes a TrainJob's pods, and has the events of those that are refused.
     """
     places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
+    replaced = _replaced(job, pods, events)
     pods = newest(pods)
     known = {None, *(get(item, "metadata", "uid") for item in [job, *pods, maker])}
     # An earlier one of the same name leaves its events for an hour.
     events = [event for event in events if get(event, "involvedObject", "uid") in known]
-    parts = [_part(pod, ranks, places, now) for pod in pods]
+    parts = [_part(pod, ranks, places, now, replaced.get(host(pod), (0, ""))) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
     state, reason, code = _judge(job, pods, events, workload, len(hosts), now, maker)
+    again = [f"{name} was replaced: {why}" for name, (_, why) in sorted(replaced.items()) if why]
+    if state in ("pending", "restarting") and again and (state == "restarting" or reason.endswith(STARTING)):
+        state, reason = "restarting", again[0]
     return Status(state, reason, parts, code)
+
+
+STARTING = "the others are starting"
+_EXITED = re.compile(r"Pod: [^.]+\.(?P<name>\S+) exited with code (?P<code>\d+)")
+_DELETED = re.compile(r"Deleted pod: (?P<name>\S+)")
+_ENDED = ("Evicted", "Preempted", "Preempting", "UnexpectedAdmissionError", "TaintManagerEviction", "NodeShutdown")
+"""Reasons of a pod's own events that end it."""
+
+
+def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str, tuple[int, str]]:
+    """Host → how often its pod was replaced, and why the last time.
+
+    The operator replaces a pod that ended with 128 or above, or without a code, at once: its events are what is left of it, for
+    an hour. A batch Job keeps the failed ones.
+    """
+    uid, since = get(job, "metadata", "uid"), str(get(job, "metadata", "creationTimestamp") or "")
+    own = [event for event in events if get(event, "involvedObject", "uid") == uid]
+    counts: dict[str, int] = {}
+    whys: dict[str, str] = {}
+    if any(
+        event.get("reason") == "PyTorchJobRestarting" for event in own
+    ):  # pods are also deleted when a job is suspended
+        for event in own:
+            said = str(event.get("message") or "")
+            if event.get("reason") == "SuccessfulDeletePod" and (deleted := _DELETED.fullmatch(said)):
+                counts[deleted["name"]] = counts.get(deleted["name"], 0) + int(event.get("count") or 1)
+            elif event.get("reason") == "ExitedWithCode" and (exited := _EXITED.fullmatch(said)):
+                whys[exited["name"]] = _died(int(exited["code"]))
+        for event in events:
+            name, at = (
+                str(get(event, "involvedObject", "name")),
+                str(event.get("lastTimestamp") or event.get("eventTime") or ""),
+            )
+            if name in counts and event.get("reason") in _ENDED and at >= since:
+                whys[name] = f"{event['reason']}: {event.get('message') or ''}"
+    latest = newest(pods)
+    for pod in pods:
+        if pod not in latest:
+            counts[host(pod)] = counts.get(host(pod), 0) + 1
+            whys[host(pod)] = (_broken(pod) or ("it has ended", None))[0]
+    return {name: (count, whys.get(name, "")) for name, count in counts.items()}
+
+
+def _died(code: int) -> str:
+    if code == 128 + 15:
+        return "it was told to end, and had saved (exit code 143)"
+    killed = " (SIGKILL: most often for memory; raise memory, or lower the batch size)" if code == 128 + 9 else ""
+    return f"exit code {code}{killed}"
 
 
 def newest(pods: list[Object]) -> list[Object]:
@@ -68,7 +122,16 @@ def slim(pod: Object) -> Object:
     }
 
 
-_OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp")
+_OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp", "ownerReferences")
+
+
+def belongs(pod: Object, job: Object) -> bool:
+    """Whether the pod is of this very job: the operator's names its uid, a TrainJob's that of the batch Job in between."""
+    owners = mappings(get(pod, "metadata", "ownerReferences"))
+    if job.get("kind") != "TrainJob":
+        return get(job, "metadata", "uid") in [owner.get("uid") for owner in owners]
+    since, made = (str(get(item, "metadata", "creationTimestamp") or "") for item in (job, pod))
+    return (f"{get(job, 'metadata', 'name')}-node-0" in [owner.get("name") for owner in owners]) and made >= since
 
 
 def host(pod: Object) -> str:
@@ -87,18 +150,15 @@ def hosts(job: Object) -> list[str]:
     return sorted(f"{name}-{kind.lower()}-{index}" for kind, count in counts.items() for index in range(count))
 
 
-def container_of(job: Object) -> str:
-    """The container that the ranks run in."""
-    return CONTAINERS[1] if job.get("kind") == "TrainJob" else CONTAINERS[0]
-
-
 def brief(job: Object) -> State:
     """The state from the job's own conditions, without a look at its pods."""
     if condition(job, "Succeeded") or condition(job, "Complete"):
         return "succeeded"
     failed = condition(job, "Failed")
     if failed:
-        return _failure(job, failed, [])[0]
+        return _failure(job, failed, [], [])[0]
+    if get(job, "metadata", "annotations", INCOMPLETE) is not None:
+        return "pending"
     if condition(job, "Suspended"):
         return "queued"
     if condition(job, "Restarting"):
@@ -115,9 +175,11 @@ def _judge(
         return "succeeded", "", EXIT_DONE
     failed = condition(job, "Failed")
     if failed:
-        return _failure(job, failed, pods)
+        return _failure(job, failed, pods, events)
     if get(job, "metadata", "deletionTimestamp"):
-        return "running", "is being cancelled", None
+        return "running", f"is being cancelled{orphaned(pods, now)}", None
+    if get(job, "metadata", "annotations", INCOMPLETE) is not None:
+        return "pending", "is being submitted; where that was cut off, submit it again to finish it, or cancel it", None
     suspended = (
         condition(job, "Suspended") is not None
         or get(job, "spec", "suspend")
@@ -125,6 +187,8 @@ def _judge(
     )
     if workload is not None and not condition(workload, "Admitted"):
         return "queued", _queue(workload), None
+    if suspended and workload is None and (queue := get(job, "metadata", "labels", KUEUE_QUEUE)):
+        return "queued", f"queue {queue} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)", None
     if suspended:
         return "queued", "suspended: it waits for someone to resume it", None
     silent = next((why for pod in pods if (why := _silent(pod, now))), None)
@@ -144,12 +208,15 @@ def _judge(
             return "unschedulable", f"{placed}/{nodes} pods are placed: {unscheduled}", None
     if condition(job, "Restarting"):
         return "restarting", str(get(condition(job, "Restarting"), "message") or ""), None
+    leaving = [pod for pod in pods if get(pod, "metadata", "deletionTimestamp")]
+    if leaving:
+        return "restarting", f"{get(leaving[0], 'metadata', 'name')} is being ended, and will be replaced", None
     running = [pod for pod in pods if get(pod, "status", "phase") == "Running"]
     if running and not pending and len(running) >= nodes:
         return "running", f"{len(running)}/{nodes} pods run", None
     refused = _refused(maker or job, pods, events) if len(pods) < nodes else ""
     if pods:
-        others = f"the others are refused: {refused}" if refused else "the others are starting"
+        others = f"the others are refused: {refused}" if refused else STARTING
         return "pending", _starting(pending, events) or f"{len(running)}/{nodes} pods run, {others}", None
     warning = refused or _last_warning(events)
     return "pending", warning or "no pods yet: is the operator running? (`lockstep doctor k8s`)", None
@@ -159,19 +226,24 @@ _SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.
 """How the operator puts it; the job's name may hold any word."""
 
 
-def _failure(job: Object, failed: Object, pods: list[Object]) -> tuple[State, str, int]:
+def _failure(job: Object, failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
     message = str(failed.get("message") or "")
     said = _SAYS.fullmatch(message)
     why = said["why"] if said is not None and said["name"] == get(job, "metadata", "name") else ""
     if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
         return "timed_out", "the time limit is over", EXIT_TIMED_OUT
     ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
-    for pod, (text, code) in sorted(ends, key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~")):
+    ends.sort(key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~"))
+    found = [(str(get(pod, "metadata", "name")), text, code) for pod, (text, code) in ends]
+    for event in reversed(events if not found else []):  # the pod is gone, with its log; above 127 it was replaced
+        last = _EXITED.fullmatch(str(event.get("message") or ""))
+        if last is not None and int(last["code"]) < 128:
+            text = f"{last['name']} ended with exit code {last['code']}, and its log is gone"
+            found.append((last["name"], text, int(last["code"])))
+    for name, text, code in found:
         if code == EXIT_USAGE:
-            name = get(pod, "metadata", "name")
             return "failed", f"{name}: wrong usage, config or data (exit code 2): see `lockstep logs`", EXIT_USAGE
         if code == 128 + 15:
-            name = get(pod, "metadata", "name")
             return "preempted", f"{name} was told to end and has saved; submit it again to resume", EXIT_PREEMPTED
         return "failed", text, EXIT_FAILED
     if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in why:
@@ -234,14 +306,28 @@ def _placed(pod: Object) -> bool:
     )
 
 
-def _part(pod: Object, ranks: int, places: dict[str, int], now: float) -> Part:
+def orphaned(pods: list[Object], now: float) -> str:
+    """What keeps a deletion from its end, where all pods that are left are on nodes that do not answer; else ""."""
+    silent = [_silent(pod, now) for pod in pods]
+    if not pods or not all(silent):
+        return ""
+    names = " ".join(str(get(pod, "metadata", "name")) for pod in pods)
+    return f": {silent[0]}. When that node stays away, an administrator must remove its pods: kubectl delete pod --force {names}"
+
+
+def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced: tuple[int, str]) -> Part:
     node = places.get(host(pod))
     owned = [] if node is None else list(range(node * ranks, (node + 1) * ranks))
     statuses = mappings(get(pod, "status", "containerStatuses"))
     end, silent = _terminated(pod), _silent(pod, now)
-    reason = silent or _waiting(pod) or (f"exit code {end.get('exitCode')}" if end else "")
-    state = "unknown" if silent else str(get(pod, "status", "phase") or "Unknown").lower()
-    restarts = sum(int(item.get("restartCount") or 0) for item in statuses)
+    times, why = replaced
+    last = f"replaced: {why}" if why else ""
+    reason = silent or _waiting(pod) or (f"exit code {end.get('exitCode')}" if end else last)
+    phase = (
+        "terminating" if get(pod, "metadata", "deletionTimestamp") else str(get(pod, "status", "phase") or "Unknown")
+    )
+    state = "unknown" if silent else phase.lower()
+    restarts = times + sum(int(item.get("restartCount") or 0) for item in statuses)
     return Part(str(get(pod, "metadata", "name")), owned, state, reason, restarts)
 
 
@@ -250,7 +336,7 @@ def _terminated(pod: Object) -> Object | None:
     for key in ("initContainerStatuses", "containerStatuses"):
         for item in mappings(get(pod, "status", key)):
             end, init = get(item, "state", "terminated"), key == "initContainerStatuses"
-            ours = item.get("name") in CONTAINERS or (init and get(end, "exitCode") != 0)
+            ours = item.get("name") in CONTAINERS.values() or (init and get(end, "exitCode") != 0)
             if isinstance(end, dict) and ours:
                 return {**end, "container": item.get("name"), "init": init}
     return None

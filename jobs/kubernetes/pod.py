@@ -6,27 +6,25 @@ from typing import Any
 
 from lockstep.jobs import command as commands
 from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.kubernetes import code
-from lockstep.jobs.kubernetes.section import k8s
+from lockstep.jobs.kubernetes.section import CONTAINERS, k8s
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, holds, without_none
+from lockstep.jobs.spec.code import CODE_PARTS
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import size_in_bytes
 from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 
-CONTAINER = "pytorch"
-"""The operator looks for a container of this name."""
 RENDEZVOUS_PORT = 23456
-KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
-
-
+CODE_PART_BYTES = 900 << 10
+"""Of a ConfigMap's binaryData. A server takes 1 MiB, with everything else that is in the object."""
+CODE_KEY = "part"
+CODE_VOLUME = "code"
+SUBMISSION = "lockstep/submission"
+"""Label of a ConfigMap and annotation of a job: which submission made it, and so which ones are the job's."""
+RENDERED = "rendered"
+"""In place of a submission's word, where nothing is submitted."""
 LINGER_SECONDS = 30
 """The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
 it has seen rank 0's pod."""
-
-
-def has_master(spec: JobSpec) -> bool:
-    """An elastic job has none: PET_NNODES counts the workers only, and any of them may leave."""
-    return spec.elastic is None and k8s(spec).master
 
 
 def labels(spec: JobSpec) -> dict[str, str]:
@@ -40,7 +38,7 @@ def pod_annotations(spec: JobSpec) -> dict[str, str]:
     return found
 
 
-def pod_spec(spec: JobSpec, submission: str = code.RENDERED) -> Manifest:
+def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     settings = k8s(spec)
     return without_none(
         {
@@ -71,7 +69,7 @@ def container(spec: JobSpec) -> Manifest:
     ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
     return {
-        "name": CONTAINER,
+        "name": CONTAINERS["PyTorchJob"],
         "image": spec.image,
         "imagePullPolicy": k8s(spec).image_pull_policy,
         "command": [_literal(word) for word in _command(spec)],
@@ -91,10 +89,8 @@ def container(spec: JobSpec) -> Manifest:
 
 
 def _command(spec: JobSpec) -> list[str]:
-    first_ends_it = k8s(spec).kind == "PyTorchJob" and not has_master(spec)
-    return commands.launch(
-        spec, spec.run_directory, exit_codes="kubernetes", linger=LINGER_SECONDS if first_ends_it else 0
-    )
+    linger = LINGER_SECONDS if k8s(spec).kind == "PyTorchJob" else 0
+    return commands.launch(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
 
 
 def environment(spec: JobSpec) -> list[Manifest]:
@@ -160,22 +156,45 @@ def _volumes(spec: JobSpec, submission: str) -> list[Manifest]:
     ]
     if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
         volumes.append({"name": "run", "emptyDir": {}})
-    claims = dict.fromkeys(volume.claim for volume in spec.volumes)
-    volumes += [
-        {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)
-    ]
-    return volumes + ([code.volume(spec, submission)] if spec.code is not None else [])
+    claims = dict(zip(_claim_names(spec), (volume.claim for volume in spec.volumes)))
+    volumes += [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, claim in claims.items()]
+    return volumes + ([_code_volume(spec, submission)] if spec.code is not None else [])
+
+
+def _claim_names(spec: JobSpec) -> list[str]:
+    """The pod's volume of each of the job's. A TrainJob's mounts are keyed by it, so there a claim that is mounted twice is two."""
+    claims = [volume.claim for volume in spec.volumes]
+    names = [f"claim-{list(dict.fromkeys(claims)).index(claim)}" for claim in claims]
+    twice = [k8s(spec).kind == "TrainJob" and name in names[:index] for index, name in enumerate(names)]
+    return [f"{name}-{index}" if again else name for index, (name, again) in enumerate(zip(names, twice))]
 
 
 def _mounts(spec: JobSpec) -> list[Manifest]:
     mounts: list[Manifest] = [{"name": "dshm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108
     if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
         mounts.append({"name": "run", "mountPath": spec.run_directory})
-    claims = list(dict.fromkeys(volume.claim for volume in spec.volumes))
-    for volume in spec.volumes:
-        mount: Manifest = {"name": f"claim-{claims.index(volume.claim)}", "mountPath": volume.path}
+    for name, volume in zip(_claim_names(spec), spec.volumes):
+        mount: Manifest = {"name": name, "mountPath": volume.path}
         mounts.append({**mount, "readOnly": True} if volume.read_only else mount)
-    return mounts + ([code.mount()] if spec.code is not None else [])
+    return mounts + (
+        [{"name": CODE_VOLUME, "mountPath": CODE_PARTS, "readOnly": True}] if spec.code is not None else []
+    )
+
+
+def code_map_names(spec: JobSpec, submission: str) -> list[str]:
+    """Of the ConfigMaps with the job's code, in the order of the archive's pieces."""
+    assert spec.code is not None
+    parts = max(1, -(-spec.code.packed // CODE_PART_BYTES))
+    return [f"{spec.name}-{commands.identity(spec)[:12]}-{submission}-{index}" for index in range(parts)]
+
+
+def _code_volume(spec: JobSpec, submission: str) -> Manifest:
+    """All pieces of the code, in one folder."""
+    sources = [
+        {"configMap": {"name": name, "items": [{"key": CODE_KEY, "path": f"{CODE_KEY}-{index:03d}"}]}}
+        for index, name in enumerate(code_map_names(spec, submission))
+    ]
+    return {"name": CODE_VOLUME, "projected": {"defaultMode": 0o444, "sources": sources}}
 
 
 def _literal(text: str) -> str:

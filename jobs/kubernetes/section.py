@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from lockstep.jobs.spec.model import JobSpec
 
 
+KINDS = {
+    "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
+    "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
+}
+"""The custom resources that a job can be → API version, plural."""
+CONTAINERS = {"PyTorchJob": "pytorch", "TrainJob": "node"}
+"""The container that the ranks run in, by the name that the operator looks for."""
+KUEUE = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
+"""API versions that a cluster may have, the newer first."""
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+
+
 class Toleration(Section):
     key: LabelKey | None = None
     """Key of the taint; null, with `Exists`: every taint."""
@@ -74,9 +86,6 @@ class Kubernetes(Section):
     """Taints of nodes on which the pods may still run. Empty: none but those that the cluster adds to every pod."""
     spread: Literal["required", "preferred", "none"] = "required"
     """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
-    master: bool = False
-    """Render a Master replica beside the workers. The operator then gives each worker an init container, which a namespace
-    with PodSecurity `restricted` refuses, and which pulls a public image."""
     gpu_resource: Resource = "nvidia.com/gpu"
     """Resource that a GPU is requested as: the name that the cluster's device plugin gives it."""
     rdma: dict[Resource, int] = Field(default_factory=dict)
@@ -98,7 +107,8 @@ class Kubernetes(Section):
     ttl: Duration = "7d"
     """How long a finished job stays before the cluster deletes it."""
     patch: Values = Field(default_factory=dict)
-    """JSON merge patch on the rendered job, for fields that have no setting here. Lint checks the result."""
+    """JSON merge patch on the rendered job, for fields that have no setting here. It adds: what it changes of the rendered ones is
+    refused."""
 
     @field_validator("rdma")
     @classmethod

@@ -1,22 +1,25 @@
-"""Making a job: its code and its NetworkPolicy are there before it, and belong to it afterwards.
+"""Making a job, owner first: the job is created suspended, then what belongs to it, then one patch lets it run.
 
-A command that is killed between any two steps leaves no job without either: what has no owner yet, the next command settles.
+So no pod runs without its NetworkPolicy and its code, and nothing is left without an owner: what belongs to a job goes with it.
+Names hold a word of the submission, so that what is left of an earlier job of the name is in nobody's way. A submission that was
+cut off leaves a job that says so (`INCOMPLETE`): the next `submit` finishes it, `cancel` removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.jobs.code import store
 from lockstep.jobs.command import identity
-from lockstep.jobs.kubernetes import code, policy, render
-from lockstep.jobs.kubernetes.answers import Shape
-from lockstep.jobs.kubernetes.errors import ApiError
-from lockstep.jobs.kubernetes.kinds import KINDS
-from lockstep.jobs.kubernetes.section import k8s
-from lockstep.jobs.manifest import HASH, Manifest, get
+from lockstep.jobs.kubernetes import render
+from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError
+from lockstep.jobs.kubernetes.observe import INCOMPLETE
+from lockstep.jobs.kubernetes.pod import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
+from lockstep.jobs.kubernetes.section import KINDS, KUEUE_QUEUE, k8s
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError
@@ -35,77 +38,113 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
         UserError: somebody else has submitted another spec, or the code does not fit.
         ApiError: the server refuses.
     """
-    submission = code.new_submission()
-    wanted, job = render.kubernetes(spec, submission)
-    # Also without code: where a name is taken, this tells whether by an attempt of ours whose answer was lost.
-    job["metadata"]["annotations"][code.SUBMISSION] = submission
-    version, plural = KINDS[k8s(spec).kind]
-    path, policies = f"/apis/{version}/namespaces/{namespace}/{plural}", _policies(namespace)
+    submission = uuid.uuid4().hex[:8]
+    *_, job = render.manifests(spec, submission)
+    marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
+    path = job_path(namespace, job["kind"])
     try:
-        api.create(path, job, Shape, dryRun="All")  # what the server refuses leaves nothing behind
-    except ApiError as error:
-        if error.status != 409:  # somebody was faster: below it is seen with what
-            raise
-    code.settle(api, namespace, spec.name, find)
-    pieces = code.maps(spec, submission, store.packed(identity(spec))) if spec.code is not None else []
-    try:
-        code.bring(api, namespace, pieces)
-        policy.secure(api, policies, wanted, find)
-        live = _made(api, path, job, find)
-        if live is None:
-            with contextlib.suppress(ApiError):
-                policy.drop_unowned(api, policies, wanted["metadata"]["name"])
-            raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
-    except (ApiError, UserError) as error:
-        if pieces and not isinstance(error, Unreachable):  # then the job may be there
-            with contextlib.suppress(ApiError, UserError):
-                code.settle(api, namespace, spec.name, find)
-        raise
-    live = code.typed({**live, "kind": k8s(spec).kind})
-    policy.own(api, policies, wanted, live)
-    made = code.submission_of(live) == submission
-    if pieces and made:
-        code.own(api, namespace, pieces, live)
-    elif pieces:
-        code.settle(api, namespace, spec.name, lambda: live)
-    return live, made
-
-
-def _made(api: Api, path: str, job: Manifest, find: Callable[[], Manifest | None]) -> Manifest | None:
-    """The job that is there now; None where it is one of another spec."""
-    try:
-        made: Manifest = api.create(path, job)
-        return made
+        live: Manifest | None = api.create(path, merge(job, {"metadata": marks, "spec": _suspended(job, True)}))
     except ApiError as error:
         if error.status != 409:
             raise
-    found = find()  # somebody was faster, or our answer was lost on the way
-    if get(found, "metadata", "deletionTimestamp"):
-        raise UserError(f"{job['metadata']['name']} is being deleted by someone else: submit it again when it is gone")
-    same = get(found, "metadata", "labels", HASH) == get(job, "metadata", "labels", HASH)
-    return found if same else None
+        live = find()  # somebody was faster, or our answer was lost on the way
+    if live is None or get(live, "metadata", "deletionTimestamp"):
+        raise UserError(f"{spec.name} is being deleted by someone else: submit it again when it is gone")
+    if get(live, "metadata", "labels", HASH) != spec.hash():
+        raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
+    made = submission_of(live) == submission
+    try:
+        complete(api, namespace, spec, live, spec)
+    except (ApiError, UserError) as error:
+        if made and not isinstance(error, Unreachable):  # else the next submission finishes it
+            with contextlib.suppress(ApiError, UserError):
+                api.delete(f"{path}/{spec.name}", deletion(live))
+        raise
+    return live, made
 
 
-def keep(api: Api, namespace: str, spec: JobSpec, job: Manifest, own: JobSpec | None) -> None:
-    """Brings back what a submission that was cut off has left out of a job that is there.
+def complete(api: Api, namespace: str, spec: JobSpec, live: Manifest, own: JobSpec | None) -> None:
+    """Brings what belongs to a job and is not there, and lets a job run that was waiting for it.
 
     Args:
-        own: the job's spec, which says how its code was packed.
+        own: the spec that the job was made from, which says how its code was packed.
     """
-    live, submission = code.typed(job), code.submission_of(job)
-    wanted, *_ = render.kubernetes(spec, submission or code.RENDERED)
-    policy.keep(api, _policies(namespace), wanted, live)
-    if spec.code is None:
-        return
-    there = code.settle(api, namespace, spec.name, lambda: job)
-    packed = store.packed(identity(spec))
-    missing = [item for item in code.maps(spec, submission, packed) if item["metadata"]["name"] not in there]
-    if missing and (own is None or own.code is None or own.code.packed != len(packed)):
-        raise UserError(
-            f"the code of {spec.name} is no longer in the cluster, and was packed on another machine: cancel the job and submit it again"
+    submission = submission_of(live) or RENDERED
+    policy, job = render.manifests(spec, submission)
+    owned = {"ownerReferences": [_owner(job, live)]}
+    _bring(
+        api, f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies", merge(policy, {"metadata": owned})
+    )
+    if spec.code is not None:
+        packed, maps = store.packed(identity(spec)), f"/api/v1/namespaces/{namespace}/configmaps"
+        selector = ",".join(
+            f"{key}={value}" for key, value in {JOB: spec.name, SUBMISSION: submission, **MANAGED}.items()
         )
-    code.own(api, namespace, missing, live)
+        there = {
+            get(item, "metadata", "name") for item in api.pages(maps, labelSelector=selector, accept=METADATA_LIST)
+        }
+        missing = [item for item in render.code_maps(spec, submission, packed) if item["metadata"]["name"] not in there]
+        if missing and (own is None or own.code is None or own.code.packed != len(packed)):
+            raise UserError(
+                f"the code of {spec.name} is not in the cluster, and was packed on another machine: cancel the job and submit it again"
+            )
+        for item in missing:
+            _bring(api, maps, merge(item, {"metadata": owned}))
+    if get(live, "metadata", "annotations", INCOMPLETE) is not None:
+        # Where there is a queue, Kueue lets the job run.
+        queue = k8s(spec).queue
+        marks: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
+        run = (
+            {"metadata": {**marks, "labels": {KUEUE_QUEUE: queue}}}
+            if queue
+            else {"metadata": marks, "spec": _suspended(job, None)}
+        )
+        api.patch(f"{job_path(namespace, job['kind'])}/{spec.name}", run)
 
 
-def _policies(namespace: str) -> str:
-    return f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+def _suspended(job: Manifest, value: bool | None) -> Manifest:
+    """Where a job says whether it waits; None: as it was rendered."""
+    place = job["spec"] if job["kind"] == "TrainJob" else job["spec"]["runPolicy"]
+    found = {"suspend": bool(place.get("suspend")) if value is None else value}
+    return found if job["kind"] == "TrainJob" else {"runPolicy": found}
+
+
+def _bring(api: Api, path: str, item: Manifest) -> None:
+    """Makes an object whose name is this submission's alone. Raises `UserError` where it is above the server's limits."""
+    try:
+        api.create(path, item)
+    except ApiError as error:
+        if item["kind"] == "ConfigMap" and (
+            error.status == 413 or (error.status == 422 and "too l" in str(error).lower())
+        ):
+            size = len(item["binaryData"][CODE_KEY]) * 3 // 4 >> 10
+            raise UserError(
+                f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {' '.join(str(error).split())}); a piece of code "
+                f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
+            ) from None
+        if error.status != 409:
+            raise
+
+
+def job_path(namespace: str, kind: str, name: str = "") -> str:
+    version, plural = KINDS[kind]
+    return f"/apis/{version}/namespaces/{namespace}/{plural}{f'/{name}' if name else ''}"
+
+
+def submission_of(job: Manifest) -> str:
+    """The word of the submission that made a job; "" where lockstep did not submit it."""
+    return str(get(job, "metadata", "annotations", SUBMISSION) or "")
+
+
+def deletion(item: Manifest) -> dict[str, Any]:
+    """Of that very object, after all that belongs to it."""
+    conditions = {"uid": get(item, "metadata", "uid")}
+    return {
+        "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground", "preconditions": conditions,
+    }  # fmt: skip
+
+
+def _owner(job: Manifest, live: Manifest) -> dict[str, Any]:
+    """No `blockOwnerDeletion`: that takes rights of its own."""
+    names = {key: get(live, "metadata", key) for key in ("name", "uid")}
+    return {"apiVersion": job["apiVersion"], "kind": job["kind"], **names}

@@ -64,8 +64,8 @@ def submitted(folder: Path, server: ApiServer) -> dict[str, Any]:
     return live
 
 
-def pod(number: int = 0, **status: Any) -> dict[str, Any]:
-    return {"metadata": {"name": f"smoke-worker-{number}", "labels": {"lockstep/job": "smoke"}}, "status": status}
+def pod(server: ApiServer, number: int = 0, **status: Any) -> None:
+    server.cluster.pod("smoke", f"smoke-worker-{number}", status)
 
 
 SCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes"}
@@ -117,7 +117,7 @@ def test_the_exit_code_tells_how_it_ended(
 def test_waits_that_end_first_say_124_or_3(server: ApiServer, tmp_path: Path) -> None:
     submitted(tmp_path, server)
     assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 124
-    server.cluster.put("pods", pod(phase="Pending", conditions=[SCHEDULED]))
+    pod(server, phase="Pending", conditions=[SCHEDULED])
     assert lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "0.2").returncode == 3
     assert lockstep(tmp_path, "status", "k8s", "smoke").returncode == 3
 
@@ -134,11 +134,11 @@ def test_a_wait_says_on_stderr_what_changes(server: ApiServer, tmp_path: Path) -
         bound.start()
         assert waiting.stderr is not None
         assert waiting.stderr.readline().startswith("smoke: pending – ")
-        server.cluster.put("pods", pod(phase="Pending", conditions=[SCHEDULED]))
+        pod(server, phase="Pending", conditions=[SCHEDULED])
         server.cluster.put("pytorchjobs", with_status("Created"))  # as its operator does when a pod changes
         assert waiting.stderr.readline() == "smoke: unschedulable – 0/2 pods are placed: 0/2 nodes\n"
         for number in (0, 1):
-            server.cluster.put("pods", pod(number, phase="Running"))
+            pod(server, number, phase="Running")
         server.cluster.put("pytorchjobs", with_status("Running"))
         between = list(itertools.takewhile(lambda line: not line.startswith("smoke: running"), waiting.stderr))
         assert len(between) <= 2 and all(line.startswith("smoke: pending") for line in between), between
@@ -193,7 +193,7 @@ def test_the_schema_and_the_rules(tmp_path: Path) -> None:
 @pytest.mark.promise("bad-input")
 def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> None:
     submitted(tmp_path, server)
-    server.cluster.put("pods", pod(phase="Running"))
+    pod(server, phase="Running")
     server.cluster.logs["smoke-worker-0"] = ["2026-01-01T00:00:00Z [rank 0] \x1b]0;owned\x07 \x1b[2Jgone\u202e"]
     done = lockstep(tmp_path, "logs", "k8s", "smoke", "--rank", "0")
     assert done.stdout == "\\x1b]0;owned\\x07 \\x1b[2Jgone\\u202e\n"

@@ -67,8 +67,7 @@ def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
         marked = {**env, "LOCKSTEP_JOB": f"long-of-{os.getpid()}"}
         rank = subprocess.Popen(["sleep", "600"], env={**marked, **RANK, "LOCKSTEP_LAUNCHER": "1"}, cwd=folder)
         server.cluster.containers.there["long-worker-0"] = Container(marked, folder)
-        meta = {"name": "long-worker-0", "labels": {"lockstep/job": "long"}}
-        server.cluster.put("pods", {"metadata": meta, "spec": {"nodeName": "n"}, "status": {"phase": "Running"}})
+        server.cluster.pod("long", "long-worker-0", {"phase": "Running"}, spec={"nodeName": "n"})
         try:
             yield Place("k8s", env)
         finally:

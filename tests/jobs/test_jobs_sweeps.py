@@ -98,8 +98,7 @@ def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tm
         assert json.loads(live["metadata"]["annotations"]["lockstep/spec"])["overrides"] == {"epochs": 3, "lr": rate}
         condition = {"type": kind, "status": "True", "message": message}
         server.cluster.put("pytorchjobs", {**live, "status": {"conditions": [condition]}})
-        meta = {"name": f"{name}-worker-0", "labels": {"lockstep/job": name}}
-        server.cluster.put("pods", {"metadata": meta, "status": {"phase": kind}})
+        server.cluster.pod(name, f"{name}-worker-0", {"phase": kind})
     said = json.dumps({"event": "done", "accuracy": 0.875, "steps": 12, "logged": {"accuracy": 0.875, "wer": 0.25}})
     server.cluster.logs["smoke-0-worker-0"] = [
         f"2026-01-01T00:00:0{n}Z [rank 0] {text}" for n, text in enumerate((said, "bye"))

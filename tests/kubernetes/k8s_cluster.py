@@ -72,6 +72,8 @@ class Cluster:
         self.restricted = False
         """Whether the namespaces refuse what PodSecurity's level `restricted` does."""
         self.lag = 0.5
+        self.now = time.time
+        """The server's clock, which its answers tell."""
         self.graceful = False
         """Pods end before they go: somebody looks for those that are marked, and removes them."""
         self.busy = 0
@@ -91,7 +93,25 @@ class Cluster:
         with self.changed:
             quotas, others = (self.all(kind, namespace) for kind in ("resourcequotas", plural))
             item = k8s_admission.admitted(plural, item, self.restricted, quotas, others)
-            return item if dry_run else self.put(plural, item, namespace)
+            if dry_run:
+                return item
+            there = {one["metadata"]["uid"] for one in self.objects.values()}
+            for owner in item["metadata"].get("ownerReferences") or []:
+                if owner["uid"] not in there:  # it is gone already
+                    self._later(self.collect, owner["uid"])
+            return self.put(plural, item, namespace)
+
+    def pod(self, job: str, name: str, status: Any, plural: str = "pytorchjobs", **parts: Any) -> Any:
+        """A pod as the job's operator makes it."""
+        owner = self.get(plural, job)
+        kind = (
+            {"kind": "PyTorchJob", "name": job} if plural == "pytorchjobs" else {"kind": "Job", "name": f"{job}-node-0"}
+        )
+        meta = parts.pop("metadata", {})
+        labels = {"lockstep/job": job, **meta.pop("labels", {})}
+        references = [{**kind, "uid": owner["metadata"]["uid"], "controller": True, "blockOwnerDeletion": True}]
+        own = {"name": name, "labels": labels, "ownerReferences": references, **meta}
+        return self.put("pods", {"metadata": own, "spec": {}, "status": status, **parts})
 
     def put(self, plural: str, item: Any, namespace: str = "team") -> Any:
         """Creates or replaces an object, whatever admission would say."""
@@ -143,7 +163,7 @@ class Cluster:
                 self.remove(plural, name, namespace)
                 return None
             if "deletionTimestamp" not in meta:
-                marks = {"deletionTimestamp": _stamp(), "deletionGracePeriodSeconds": 0, "finalizers": finalizers}
+                marks = {"deletionTimestamp": self.stamp(), "deletionGracePeriodSeconds": 0, "finalizers": finalizers}
                 item = self.change(plural, name, namespace, metadata=marks)
                 if FOREGROUND in finalizers:
                     self._later(self._go_last, plural, namespace, name, meta["uid"])
@@ -157,7 +177,7 @@ class Cluster:
                 if plural != "pods" or not self.graceful:
                     self.delete(plural, name, namespace)
                 elif "deletionTimestamp" not in item["metadata"]:
-                    until = _stamp(item["spec"].get("terminationGracePeriodSeconds", 30))
+                    until = self.stamp(item["spec"].get("terminationGracePeriodSeconds", 30))
                     self.change(plural, name, namespace, metadata={"deletionTimestamp": until})
 
     def _owned(self, uid: str, **how: Any) -> list[tuple[str, str, str]]:
@@ -195,6 +215,9 @@ class Cluster:
         with self.changed:
             return [item for (kind, place, _), item in self.objects.items() if (kind, place) == (plural, namespace)]
 
+    def stamp(self, later: float = 0) -> str:
+        return datetime.fromtimestamp(self.now() + later, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
     def _tell(self, kind: str, plural: str, item: dict[str, Any]) -> None:
         self.history.append((self.version, kind, plural, json.loads(json.dumps(item))))
         self.changed.notify_all()
@@ -212,10 +235,6 @@ class Cluster:
                     fault.hits += 1
                     return fault
         return None
-
-
-def _stamp(later: float = 0) -> str:
-    return datetime.fromtimestamp(time.time() + later, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def matches(item: dict[str, Any], query: dict[str, str]) -> bool:

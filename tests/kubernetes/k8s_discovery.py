@@ -14,7 +14,7 @@ VERSIONS = {
     "rbac.authorization.k8s.io/v1": "roles rolebindings",
     "kubeflow.org/v1": "pytorchjobs",
     "trainer.kubeflow.org/v1alpha1": "trainjobs clustertrainingruntimes",
-    "kueue.x-k8s.io/v1beta1": "localqueues clusterqueues resourceflavors workloads",
+    "kueue.x-k8s.io/v1beta2": "localqueues clusterqueues resourceflavors workloads",
     "monitoring.coreos.com/v1": "podmonitors prometheusrules",
 }
 CLUSTER_WIDE = {"namespaces", "clustertrainingruntimes", "clusterqueues", "resourceflavors"}

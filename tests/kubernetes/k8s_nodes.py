@@ -37,6 +37,7 @@ class Nodes:
 
     def __init__(self, cluster: Cluster, *names: str) -> None:
         self.cluster, self.clock, self.grace = cluster, Clock(self), 40.0
+        cluster.now = self.clock.time
         self.reason = "NodeNotReady"
         """With it pods of a dead node lose `Ready`; some versions give none."""
         self._silent: dict[str, float] = {}

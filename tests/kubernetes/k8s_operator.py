@@ -3,7 +3,8 @@
 Written from what training-operator v1.9 does with workers, of which the first that succeeds ends the job: variables are
 appended after the template's; with `restartPolicy: ExitCode` a pod that failed with 128 or more (or without a code) is deleted
 and created again, uncounted; a lower code fails the job.
-A pod that admission refuses becomes an event on the job and is tried again. `k8s_kubelet.py` runs the pods.
+A pod that admission refuses becomes an event on the job and is tried again. What it does it tells in events, as recorded.
+`k8s_kubelet.py` runs the pods.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class Operator:
         conditions = (job.get("status") or {}).get("conditions", [])
         finished = any(one["type"] in ("Succeeded", "Failed") and one["status"] == "True" for one in conditions)
         phases, name = [], job["metadata"]["name"]
+        self._condition(job, "Created", f"PyTorchJob {name} is created.")
+        if job["spec"]["runPolicy"].get("suspend"):
+            self._condition(job, "Suspended", f"PyTorchJob {name} is suspended.")
+            return
+        if any(one["type"] == "Suspended" and one["status"] == "True" for one in conditions):
+            self._condition(job, "Suspended", f"PyTorchJob {name} is resumed.", "False", "Resumed")
         (item,) = job["spec"]["pytorchReplicaSpecs"].values()
         for index in range(item["replicas"]):
             pod = self.cluster.get("pods", host := f"{name}-worker-{index}", self.namespace)
@@ -67,27 +74,42 @@ class Operator:
                 continue
             phases.append(self._observe(pod))
             if phases[-1] == "Failed":
-                pod = self.cluster.get("pods", host, self.namespace)
-                if pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] < 128:
+                code = self._code(self.cluster.get("pods", host, self.namespace))
+                if code is not None:
+                    self._tell(job, "Normal", "ExitedWithCode", f"Pod: {self.namespace}.{host} exited with code {code}")
+                if code is not None and code < 128:
                     self._condition(job, "Failed", f'job "{name}" is failing because "Worker" replica(s) failed.')
                     return
                 self._delete(host)
-                self._condition(job, "Restarting", f"job {name} is restarting because Worker replica(s) failed.")
+                self._tell(job, "Normal", "SuccessfulDeletePod", f"Deleted pod: {host}")
+                why = f"job {name} is restarting because Worker replica(s) failed."
+                self._tell(job, "Warning", "PyTorchJobRestarting", why)
+                self._condition(job, "Restarting", why)
         if "Succeeded" in phases:  # the first that has, as in any job without a Master
             self._condition(job, "Succeeded", f"PyTorchJob {name} is successfully completed.")
         elif "Running" in phases:
             self._condition(job, "Running", f"PyTorchJob {name} is running.")
 
-    def _condition(self, job: dict[str, Any], kind: str, message: str) -> None:
-        there = (job.get("status") or {}).get("conditions", [])
-        if any(one["type"] == kind and one["status"] == "True" for one in there):
+    @staticmethod
+    def _code(pod: dict[str, Any]) -> int | None:
+        """Of its container; None where it has ended without one."""
+        states = [one["state"] for one in pod["status"].get("containerStatuses", [])]
+        return next((state["terminated"]["exitCode"] for state in states if "terminated" in state), None)
+
+    def _condition(self, job: dict[str, Any], kind: str, message: str, status: str = "True", reason: str = "") -> None:
+        """With it the others linger: a job that runs is no longer suspended or restarting."""
+        there = (self.cluster.get("pytorchjobs", job["metadata"]["name"], self.namespace).get("status") or {}).get(
+            "conditions", []
+        )
+        if any(one["type"] == kind and one["status"] == status for one in there):
             return
         old = [one for one in there if one["type"] != kind]
         for condition in old:
-            if condition["type"] in ("Running", "Restarting"):
-                condition["status"] = "False"  # conditions linger
-        conditions = [*old, {"type": kind, "status": "True", "reason": kind, "message": message}]
-        self.cluster.change("pytorchjobs", job["metadata"]["name"], self.namespace, status={"conditions": conditions})
+            if condition["type"] in ("Running", "Restarting") and kind != "Created":
+                condition["status"] = "False"
+        times = dict.fromkeys(("lastTransitionTime", "lastUpdateTime"), self._stamp())
+        one = {"type": kind, "status": status, "reason": f"PyTorchJob{reason or kind}", "message": message, **times}
+        self.cluster.change("pytorchjobs", job["metadata"]["name"], self.namespace, status={"conditions": [*old, one]})
 
     def _create(self, job: dict[str, Any], index: int, name: str, template: dict[str, Any]) -> None:
         spec, meta = {**template["spec"], "nodeName": f"node-{index}"}, job["metadata"]
@@ -106,20 +128,24 @@ class Operator:
         try:
             pod = self.cluster.create("pods", {"metadata": own, "spec": spec, "status": {}}, self.namespace)
         except Refused as refused:
-            self._tell(job, f"Error creating: {refused}")
+            self._tell(job, "Warning", "FailedCreatePod", f"Error creating: {refused}")
             return
+        self._tell(job, "Normal", "SuccessfulCreatePod", f"Created pod: {name}")
         self.kubelet.start(pod, index, meta["uid"], mounted, partial(injected, job))
         self.cluster.put("pods", {**pod, "status": started(spec["containers"][0]["name"])}, self.namespace)
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self.now(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
-    def _tell(self, job: dict[str, Any], message: str) -> None:
+    def _tell(self, job: dict[str, Any], kind: str, reason: str, message: str) -> None:
         """An event; the same again counts."""
-        meta = job["metadata"]
+        meta, now = job["metadata"], self._stamp()
+        name = f"{meta['name']}.{meta['uid'][:8]}{hash(message) & 0xFFFFFFFF:08x}"
+        before = self.cluster.get("events", name, self.namespace) or {"count": 0, "firstTimestamp": now}
         event = {
-            "metadata": {"name": f"{meta['name']}.{meta['uid'][:8]}{hash(message) & 0xFFFFFFFF:08x}"}, "type": "Warning",
-            "reason": "FailedCreatePod", "message": message, "lastTimestamp": self._stamp(),
+            "metadata": {"name": name}, "type": kind, "reason": reason, "message": message, "lastTimestamp": now,
+            "firstTimestamp": before["firstTimestamp"], "count": before["count"] + 1, "eventTime": None,
+            "source": {"component": "pytorchjob-controller"}, "reportingComponent": "pytorchjob-controller",
             "involvedObject": {"kind": "PyTorchJob", "name": meta["name"], "uid": meta["uid"]},
         }  # fmt: skip
         self.cluster.put("events", event, self.namespace)

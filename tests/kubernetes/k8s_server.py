@@ -43,6 +43,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(self.cluster.now() if timestamp is None else timestamp)
+
     def _handle(self) -> None:
         with self.cluster.changed:
             self.cluster.busy += 1
@@ -73,12 +76,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault is not None and fault.status:
             self._fail(fault.status, "Fault", fault.message, fault.headers)
-        elif self.headers.get("Authorization", "").removeprefix("Bearer ") not in cluster.tokens:
+        elif "Authorization" not in self.headers:  # everybody may ask, and nobody is told anything
+            self._fail(403, "Forbidden", f'User "system:anonymous" cannot {self.command.lower()} path "{url.path}"')
+        elif self.headers["Authorization"].removeprefix("Bearer ") not in cluster.tokens:
             self._fail(401, "Unauthorized", "Unauthorized")
         elif known is not None:
             self._answer(200, known)
-        elif match is None or match["plural"] in cluster.unknown or match["plural"] not in KINDS:
-            self._fail(404, "NotFound", "the server could not find the requested resource")
+        elif match is None or {match["plural"], match["group"]} & cluster.unknown or match["plural"] not in KINDS:
+            self._send(404, b"404 page not found\n", {"Content-Type": "text/plain; charset=utf-8"})
         elif match["plural"] in cluster.denied or not self._may(match):
             self._fail(
                 403, "Forbidden", f'{match["plural"]} is forbidden: User "me" cannot {self.command.lower()} it here'

@@ -73,8 +73,7 @@ def test_the_roles_hold_what_is_called_and_asked_for(backend: Any, cluster: Clus
     backend.prepare(spec)
     backend.submit(spec)
     backend.status("smoke")
-    meta = {"name": "smoke-worker-0", "labels": {"lockstep/job": "smoke"}}
-    cluster.put("pods", {"metadata": meta, "status": {"phase": "Running"}})
+    cluster.pod("smoke", "smoke-worker-0", {"phase": "Running"})
     cluster.logs["smoke-worker-0"] = ['2026-01-01T00:00:00Z [rank 0] {"event": "done", "steps": 3}']
     assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 1
     backend.wait("smoke", 2)

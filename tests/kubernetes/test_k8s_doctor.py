@@ -62,7 +62,7 @@ def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, clus
     ((name, (result, detail)),) = [(name, row) for name, row in doctor().items() if row[0] != "ok"]
     assert (name, result) == ("exec", "note") and "deploy/k8s/components/debug" in detail, "no job needs it"
     cluster.unknown |= {"pytorchjobs", "podmonitors"}
-    cluster.denied |= {"create pytorchjobs", "patch configmaps"}
+    cluster.denied |= {"create pytorchjobs", "list configmaps"}
     cluster.remove("nodes", "n1", "")
     cluster.remove("secrets", "pull")
     cluster.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
@@ -82,12 +82,22 @@ def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, clus
     assert doctor(image="lockstep:cuda")["image"][0] == "missing"
 
 
+def test_a_kueue_of_either_version_is_asked_and_a_cohort_may_lend(doctor: Doctor, cluster: Cluster) -> None:
+    cluster.unknown.add("kueue.x-k8s.io/v1beta2")
+    assert doctor()["queue"][0] == doctor()["quota"][0] == "ok"
+    cluster.unknown = {"kueue.x-k8s.io/v1beta1"}
+    assert doctor()["queue"][0] == "ok"
+    cluster.put("clusterqueues", {"metadata": {"name": "all"}, "spec": {"cohortName": "everybody"}}, "")
+    result, detail = doctor()["quota"]
+    assert result == "warning" and "the rest would be borrowed from the cohort everybody" in detail
+
+
 def test_a_job_with_code_needs_more_rights(doctor: Doctor, cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.py").touch()
-    cluster.denied.add("patch configmaps")
+    cluster.denied.add("list configmaps")
     found = doctor(code="own", recipe=None, command=["python", "train.py"])["rights"]
-    assert found[0] == "missing" and "patch configmaps" in found[1], found
+    assert found[0] == "missing" and "list configmaps" in found[1], found
 
 
 def test_a_403_is_no_verdict_and_no_cluster_ends_the_checks(doctor: Doctor, cluster: Cluster) -> None:

@@ -40,8 +40,7 @@ def pods(backend: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
 
 
 def put(cluster: Cluster, name: str, phase: str, job: str = "long") -> None:
-    meta = {"name": name, "labels": {"lockstep/job": job}}
-    cluster.put("pods", {"metadata": meta, "spec": {"nodeName": "n"}, "status": {"phase": phase}})
+    cluster.pod(job, name, {"phase": phase}, spec={"nodeName": "n"})
 
 
 def beside(backend: Any, folder: Path, *command: str, rank: int = 0, stdin: bytes = b"") -> tuple[int, bytes, bytes]:

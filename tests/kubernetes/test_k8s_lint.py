@@ -30,43 +30,16 @@ def annotated(annotations: dict[str, str] | None) -> dict[str, Any]:
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS001", {"name": "a" * 60}),
     ("LS002", {"image": None}),
-    ("LS003", {"patch": {"spec": {"nprocPerNode": 4}}}),
-    ("LS004", {"patch": {"spec": {"pytorchReplicaSpecs": {"worker": {"replicas": 1}}}}}),
-    ("LS005", {"patch": {"spec": {"runPolicy": {"cleanPodPolicy": "Runing"}}}}),
-    ("LS006", {"patch": {"spec": {"runPolicy": {"backoffLimit": None}}}}),
-    ("LS007", {"patch": {"spec": {"runPolicy": {"ttlSecondsAfterFinished": None}}}}),
-    ("LS008", {"patch": {"spec": {"runPolicy": {"activeDeadlineSeconds": None}}}}),
-    ("LS009", {"patch": replica({"terminationGracePeriodSeconds": 30})}),
-    ("LS010", {"patch": replica({"volumes": [{"name": "dshm", "emptyDir": {"medium": "Memory"}}]})}),
     ("LS011", {"shm": "4Gi", "memory": "4Gi"}),
     ("LS012", {"env": {"WORLD_SIZE": "8"}}),
-    ("LS013", {"container": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}),
     ("LS014", {"env": {"HF_TOKEN": "abc"}}),
-    ("LS015", {"patch": replica({"securityContext": {"runAsNonRoot": False}})}),
-    ("LS015", {"container": {"securityContext": {"privileged": True}}}),
-    ("LS015", {"container": {"securityContext": {"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}}}),
     ("LS016", {"image": "localhost:5000/a:latest"}),
-    ("LS017", {"container": {"readinessProbe": {"tcpSocket": {"port": 23456}}}}),
-    ("LS018", {"patch": replica(restartPolicy="OnFailure")}),
     ("LS019", {"volumes": [{"claim": "data", "path": "/data"}]}),
     ("LS020", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}, {"claim": "data", "path": "/data"}]}),
     ("LS020", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "volumes": [{"claim": "data", "path": "/data"}]}),
-    ("LS021", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "patch": {"spec": {"elasticPolicy": {"standalone": True}}}}),
-    ("LS022", {"drop": "NetworkPolicy"}),
-    ("LS023", {"patch": annotated({"prometheus.io/port": "9470"})}),
-    ("LS024", {"container": {"ports": [{"name": "a-port-with-a-long-name", "containerPort": 1}]}}),
-    ("LS025", {"container": {"resources": {"limits": {"cpu": "1", "memory": "8Gi"}}}}),
+    ("LS024", {"metrics_port": 23454}),
+    ("LS025", {"k8s": {"rdma": {"vpc.amazonaws.com/efa": 4}}}),
     ("LS026", {"k8s": {"topology": "required"}}),
-    ("LS027", {"patch": {"spec": {"runPolicy": {"schedulingPolicy": {"minAvailable": 2}}}}}),
-    ("LS028", {"patch": {"metadata": {"labels": None}}}),
-    ("LS028", {"patch": {"metadata": {"name": "other"}}}),
-    ("LS030", {"container": {"command": ["python", "train.py"]}}),
-    ("LS031", {"patch": replica({"hostNetwork": True})}),
-    ("LS031", {"patch": replica({"volumes": [{"name": "x", "hostPath": {"path": "/"}}]})}),
-    ("LS032", {"patch": annotated(None)}),
-    ("LS033", {"container": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}),
-    ("LS034", {"patch": replica({"volumes": []})}),
-    ("LS034", {"container": {"volumeMounts": [{"name": {"of": "a template"}, "mountPath": "/x"}]}}),
     ("LS035", {"recipe_file": True}),
     ("LS036", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "k8s": {"kind": "TrainJob"}}),
     ("LS037", {"k8s": {}}),
@@ -80,26 +53,83 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LJ004", {"cpus": 2, "memory": "64Gi"}),
     ("LS044", {"image": "lockstep:cuda", "nodes": 1}),
     ("LS045", {"k8s": {"kind": "TrainJob"}}),
+    # What a patch changes of what is rendered, or adds to it where it opens a door.
+    ("LS028", {"patch": {"kind": "Job"}}),
+    ("LS028", {"patch": {"metadata": {"labels": None}}}),
+    ("LS028", {"patch": {"metadata": {"name": "other"}}}),
+    ("LS028", {"patch": {"spec": {"nprocPerNode": 4}}}),
+    ("LS028", {"patch": {"spec": {"pytorchReplicaSpecs": {"Master": {"replicas": 1}}}}}),
+    ("LS028", {"patch": {"spec": {"runPolicy": {"cleanPodPolicy": "None"}}}}),
+    ("LS028", {"patch": {"spec": {"runPolicy": {"backoffLimit": None}}}}),
+    ("LS028", {"patch": {"spec": {"elasticPolicy": {"standalone": True}}}}),
+    ("LS028", {"patch": replica({"terminationGracePeriodSeconds": 30})}),
+    ("LS028", {"patch": replica({"volumes": []})}),
+    ("LS028", {"patch": replica({"restartPolicy": "Always"})}),
+    ("LS028", {"patch": replica({"hostNetwork": True})}),
+    ("LS028", {"patch": replica({"securityContext": {"runAsNonRoot": False}})}),
+    ("LS028", {"patch": replica({"securityContext": {"sysctls": [{"name": "a", "value": "b"}]}})}),
+    ("LS028", {"patch": replica({"initContainers": [{"name": "own", "image": "a"}]})}),
+    ("LS028", {"patch": replica(restartPolicy="OnFailure")}),
+    ("LS028", {"patch": annotated({"prometheus.io/port": "9470"})}),
+    ("LS028", {"patch": annotated(None)}),
+    ("LS028", {"volume": {"name": "x", "hostPath": {"path": "/"}}}),
+    ("LS028", {"volume": {"name": "x", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}}),
+    ("LS028", {"container": {"securityContext": {"privileged": True}}}),
+    ("LS028", {"container": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}),
+    ("LS028", {"container": {"readinessProbe": {"tcpSocket": {"port": 23456}}}}),
+    ("LS028", {"container": {"command": ["python", "train.py"]}}),
+    ("LS028", {"container": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}),
 ]  # fmt: skip
+CLOSED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+ADDED: list[dict[str, Any]] = [
+    {"patch": {"spec": {"runPolicy": {"suspend": True, "schedulingPolicy": {"minAvailable": 2}}}}},
+    {"patch": {"metadata": {"annotations": {"example.com/team": "vision"}}}},
+    {"patch": replica({"schedulerName": "volcano", "affinity": {"nodeAffinity": {}}})},
+    {"patch": replica({"initContainers": [{"name": "own", "image": "a", "securityContext": CLOSED}]})},
+    {"patch": annotated({"karpenter.sh/do-not-disrupt": "true"})},
+    {"volume": {"name": "x", "configMap": {"name": "settings"}}},
+    {"container": {"lifecycle": {"preStop": {"exec": {"command": ["true"]}}}}},
+]
+
+
+@pytest.mark.parametrize("change", ADDED)
+def test_a_patch_adds_what_has_no_setting(change: dict[str, Any], tmp_path: Path) -> None:
+    assert findings(change, tmp_path) == set()
+
+
+@pytest.mark.parametrize("patch", [{"hostNetwork": True}, {"nodeSelector": {"a": "b"}, "volumes": None}], ids=str)
+def test_a_patch_of_a_trainjob_is_guarded_alike(patch: dict[str, Any]) -> None:
+    spec = JobSpec.of({**GOOD, "k8s": {"kind": "TrainJob", "runtime": "lockstep"}})
+    (_, job), _ = product.manifests("k8s", spec)
+    (own,) = job["spec"]["runtimePatches"]
+    template = own["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    template["spec"] = {key: value for key, value in {**template["spec"], **patch}.items() if value is not None}
+    other = JobSpec.of({**GOOD, "k8s": {**spec.plain()["k8s"], "patch": {"spec": job["spec"]}}})
+    assert "LS028" in product.findings("k8s", other)
+    more = {"manager": "example.com/mine", "trainingRuntimeSpec": {}}
+    other = JobSpec.of({**GOOD, "k8s": {**spec.plain()["k8s"], "patch": {"spec": {"runtimePatches": [own, more]}}}})
+    assert "LS028" in product.findings("k8s", other)
 
 
 def findings(change: dict[str, Any], folder: Path) -> set[str]:
-    drop, part, patch = (change.get(key) for key in ("drop", "container", "patch"))
+    part, volume, patch = (change.get(key) for key in ("container", "volume", "patch"))
     values = {**GOOD, **change}
     if change.get("recipe_file"):
         (folder / "own.yaml").write_text("batch_size: 8\n")
         values["recipe"] = str(folder / "own.yaml")
-    for key in ("drop", "container", "patch", "recipe_file"):
+    for key in ("volume", "container", "patch", "recipe_file"):
         values.pop(key, None)
-    if part is not None:  # a patch replaces whole lists, so it repeats the container and changes it
+    if part is not None or volume is not None:  # a patch replaces whole lists, so it repeats what is there
         (_, job), _ = product.manifests("k8s", JobSpec.of(values))
-        (whole,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-        patch = replica({"containers": [{**whole, **part}]})
+        own = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        (whole,) = own["containers"]
+        for key, value in (part or {}).items():
+            merged = isinstance(value, dict) and key == "securityContext"
+            whole[key] = {**whole[key], **value} if merged else value
+        patch = replica({"containers": [whole], "volumes": [*own["volumes"], *([volume] if volume else [])]})
     if patch is not None:
         values["k8s"] = {**values["k8s"], "patch": patch}
-    spec = JobSpec.of({key: value for key, value in values.items() if value is not None})
-    objects = [item for item in product.manifests("k8s", spec)[0] if item["kind"] != drop]
-    return set(product.findings("k8s", spec, objects))
+    return set(product.findings("k8s", JobSpec.of({key: value for key, value in values.items() if value is not None})))
 
 
 @pytest.mark.parametrize(("rule", "change"), CASES)

@@ -42,7 +42,6 @@ SPECS: dict[str, dict[str, Any]] = {
     "efa": {
         **GPU, "name": "efa", "k8s": {**GPU["k8s"], "rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"},
     },
-    "master": {**GPU, "name": "old", "k8s": {**GPU["k8s"], "master": True}},
     "trainjob": {
         **GPU, "name": "second",
         "k8s": {"namespace": "team", "image_pull_secrets": ["pull"], "kind": "TrainJob", "runtime": "lockstep"},
@@ -119,8 +118,7 @@ def test_golden(name: str) -> None:
     validate(objects)
     assert not [item for item in product.findings("k8s", spec).values() if item.level == "error"]
     for kind, replica in replicas(objects[1]).items():
-        if name != "master":  # whose workers get an init container, which is refused
-            assert (kind, violations(replica["template"]["spec"])) == ("Worker", [])
+        assert (kind, violations(replica["template"]["spec"])) == ("Worker", [])
 
 
 def test_the_schemas_see_a_field_that_is_unknown_and_one_of_another_type() -> None:
@@ -138,6 +136,28 @@ def test_prepare_renders_a_valid_job() -> None:
     assert violations(pod) == [] and not any(mount.get("readOnly") for mount in pod["containers"][0]["volumeMounts"])
     with pytest.raises(UserError, match="shards"):
         product.backend("k8s").preparation(JobSpec.of(SPECS["cpu"]))
+
+
+def test_a_trainjob_may_mount_one_claim_twice() -> None:
+    """Its mounts are keyed by the volume's name, and a server refuses doubles."""
+    volumes = [{"claim": "a", "path": "/runs"}, {"claim": "a", "path": "/data", "read_only": True}]
+    for kind, count in (("TrainJob", 2), ("PyTorchJob", 1)):
+        spec = JobSpec.of({**GPU, "volumes": volumes, "k8s": {"kind": kind}})
+        objects, _ = product.manifests("k8s", spec)
+        validate(objects)
+        pod = worker(**spec.plain()) if kind == "PyTorchJob" else trainjob_pod(objects[1])
+        claims = [
+            item["persistentVolumeClaim"]["claimName"] for item in pod["volumes"] if "persistentVolumeClaim" in item
+        ]
+        assert claims == ["a"] * count
+        names = [mount["name"] for mount in pod["containers"][0]["volumeMounts"]]
+        assert kind == "PyTorchJob" or len(set(names)) == len(names)
+
+
+def trainjob_pod(job: dict[str, Any]) -> dict[str, Any]:
+    (own,) = job["spec"]["runtimePatches"]
+    (node,) = own["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return node["template"]["spec"]["template"]["spec"]
 
 
 def test_the_example_does_not_drift() -> None:
@@ -190,10 +210,10 @@ def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
     context = replicas(objects[1])["Worker"]["template"]["spec"]["securityContext"]
     assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     validate(objects)
-    assert "LS015" not in product.findings("k8s", spec)
+    assert "LS028" not in product.findings("k8s", spec)
     assert JobSpec.of(spec.plain()).hash() == spec.hash() != JobSpec.of({**spec.plain(), "k8s": {}}).hash()
     context["runAsUser"] = 0
-    assert "LS015" in product.findings("k8s", spec, objects)
+    assert "LS028" in product.findings("k8s", spec, objects)
 
 
 @pytest.mark.promise("other-users")
@@ -252,7 +272,7 @@ spec_values = st.fixed_dictionaries(
             {},
             optional={
                 "kind": st.sampled_from(["PyTorchJob", "PyTorchJob", "TrainJob"]), "queue": st.just("q"),
-                "topology": st.sampled_from(["required", "preferred"]), "master": st.booleans(),
+                "topology": st.sampled_from(["required", "preferred"]),
                 "spread": st.sampled_from(["required", "preferred", "none"]),
                 "rdma": st.dictionaries(st.sampled_from(["rdma/a", "vpc.amazonaws.com/efa"]), st.integers(0, 4), max_size=2),
                 "hugepages": sizes, "node_selector": st.dictionaries(st.just("pool"), word, max_size=1),

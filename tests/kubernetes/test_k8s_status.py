@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import cProfile
+import time
+from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
 from k8s_nodes import Nodes
-from k8s_operator import Operator
+from k8s_operator import Operator, finish
 
 from tests import product
 from tests.product import JobSpec, Unreachable, UserError
@@ -86,9 +88,8 @@ def test_status_says_why(backend: Any, cluster: Cluster, case: str) -> None:
     pods, conditions, event, state, code, told = STATES[case]
     backend.submit(SPEC)
     for number, status in enumerate(pods):
-        meta = {"name": f"smoke-worker-{number}", "labels": {"lockstep/job": "smoke"}}
         spec = {} if status["phase"] == "Pending" else {"nodeName": f"node-{number}"}
-        cluster.put("pods", {"metadata": meta, "spec": spec, "status": status})
+        cluster.pod("smoke", f"smoke-worker-{number}", status, spec=spec)
     if event:
         of = {"metadata": {"name": "e"}, "involvedObject": {"name": event[0]}, "type": "Warning"}
         cluster.put("events", {**of, "reason": event[1], "message": event[2]})
@@ -129,6 +130,8 @@ def test_kueue_says_which_queue(backend: Any, cluster: Cluster, version: str) ->
         found = backend.status("smoke")
         assert found.state == state and (state == "pending" or f"{condition['message']}" in found.reason), found
         assert state == "pending" or "queue gpu" in found.reason
+        if condition["type"] == "Preempted":  # Kueue lets it run with the next one
+            cluster.change("pytorchjobs", "smoke", spec={"runPolicy": {}})
 
 
 # Nodes that die.
@@ -186,7 +189,7 @@ def test_a_pod_that_never_started_on_a_dead_node_is_named_when_it_should_have_go
     cluster.put("pods", {**cluster.get("pods", "smoke-worker-1"), "status": waits("ContainerCreating")})
     nodes.die("node-1")
     nodes.clock.sleep(nodes.grace + 300 + SPEC.grace_seconds)
-    assert "starting" in backend.status("smoke").reason
+    assert "smoke-worker-1 is being ended" in backend.status("smoke").reason
     nodes.clock.sleep(120)
     assert "node-1 of smoke-worker-1 does not answer" in backend.status("smoke").reason
     assert backend.wait("smoke", 3600).state == "lost"
@@ -200,7 +203,125 @@ def test_a_pod_that_ends_in_its_grace_is_not_called_silent(
     operator.round()
     nodes.evict(cluster.get("pods", "smoke-worker-1"))
     assert cluster.get("pods", "smoke-worker-1")["metadata"]["deletionTimestamp"]
-    assert backend.status("smoke").reason == "2/2 pods run"
+    found = backend.status("smoke")
+    assert (found.state, found.reason) == ("restarting", "smoke-worker-1 is being ended, and will be replaced")
+    assert [part.state for part in found.ranks] == ["running", "terminating"]
+
+
+# Pods that were replaced: the operator leaves nothing of them but events, of which the texts were recorded.
+
+
+def die(cluster: Cluster, operator: Operator, code: int) -> None:
+    """The second pod's container ends so; the operator has replaced the pod a moment later, which waits for its node."""
+    finish(cluster, cluster.get("pods", "smoke-worker-1"), code)
+    operator.round()
+    operator.round()
+
+
+def test_why_a_pod_was_replaced_and_how_often(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    backend.submit(SPEC)
+    operator.round()
+    for _ in range(4):
+        die(cluster, operator, 137)
+    operator.round()
+    found = backend.status("smoke")
+    assert (found.state, [part.restarts for part in found.ranks]) == ("running", [0, 4]), found
+    assert "exit code 137 (SIGKILL: most often for memory" in found.ranks[1].reason
+    operator.held.add("smoke-worker-1")
+    die(cluster, operator, 138)
+    found = backend.status("smoke")
+    assert found.state == "restarting" and "smoke-worker-1 was replaced: exit code 138" in found.reason, found
+    backend.cancel("smoke")
+    operator.held.clear()
+    backend.submit(SPEC)
+    operator.round()
+    assert [part.restarts for part in backend.status("smoke").ranks] == [0, 0], "those were of another job"
+
+
+def test_a_pod_that_ended_without_a_code_is_told_by_its_own_events(
+    backend: Any, cluster: Cluster, operator: Operator
+) -> None:
+    backend.submit(SPEC)
+    operator.round()
+    pod = cluster.get("pods", "smoke-worker-1")
+    about = {"kind": "Pod", "name": "smoke-worker-1", "uid": pod["metadata"]["uid"]}
+    event = {"reason": "Evicted", "type": "Warning", "message": "The node was low on resource: memory."}
+    at = {"lastTimestamp": cluster.stamp(), "eventTime": None}
+    cluster.put("events", {"metadata": {"name": "e"}, **event, **at, "involvedObject": about})
+    cluster.put("pods", {**pod, "status": {"phase": "Failed", **EVICTED}})
+    operator.held.add("smoke-worker-1")
+    operator.round()
+    found = backend.status("smoke")
+    assert found.state == "restarting" and "smoke-worker-1 was replaced: Evicted: The node was low" in found.reason, (
+        found
+    )
+
+
+def test_who_failed_is_told_when_its_pod_is_gone(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    """The operator ends a job with the first pod that fails, and deletes those that still run."""
+    backend.submit(SPEC)
+    operator.round()
+    finish(cluster, cluster.get("pods", "smoke-worker-1"), 2)
+    operator.round()
+    for name in ("smoke-worker-0", "smoke-worker-1"):
+        cluster.remove("pods", name)
+    found = backend.status("smoke")
+    assert (found.state, found.code) == ("failed", 2) and "smoke-worker-1: wrong usage" in found.reason, found
+
+
+def test_pods_of_others_are_not_counted(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    """Neither a predecessor's, which still end, nor one that somebody has given the label."""
+    backend.submit(SPEC)
+    operator.round()
+    cluster.lag = 60.0
+    cluster.remove("pytorchjobs", "smoke")
+    backend.submit(SPEC)
+    assert backend.status("smoke").ranks == []
+    cluster.put(
+        "pods", {"metadata": {"name": "x", "labels": {"lockstep/job": "smoke"}}, "status": ended(1), "spec": {}}
+    )
+    found = backend.status("smoke")
+    assert (found.state, found.ranks) == ("pending", []), found
+
+
+# Deletions that do not end.
+
+
+def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
+    backend: Any, cluster: Cluster, operator: Operator, nodes: Nodes
+) -> None:
+    """It waited for two and a half minutes, and told nobody who can help."""
+    backend.submit(SPEC)
+    operator.round()
+    cluster.graceful, cluster.lag = True, 0.05
+    nodes.die("node-1")
+    nodes.clock.sleep(nodes.grace)
+    before, gone = nodes.clock.now, nodes.tick
+
+    def tick() -> None:
+        gone()
+        if cluster.get("pods", "smoke-worker-0"):  # its kubelet answers
+            cluster.remove("pods", "smoke-worker-0")
+        time.sleep(0.01)  # the collector lives by another clock
+
+    nodes.tick = tick  # type: ignore[method-assign]
+    with pytest.raises(Unreachable, match="kubectl delete pod --force smoke-worker-1") as told:
+        backend.cancel("smoke")
+    assert "the node node-1 of smoke-worker-1 does not answer" in str(told.value)
+    assert nodes.clock.now - before < 30
+    found = backend.status("smoke")
+    assert "is being cancelled: the node node-1" in found.reason and "an administrator" in found.reason, found
+    assert [part.state for part in found.ranks] == ["unknown"]
+
+
+def test_a_clock_that_goes_ahead_calls_no_pod_dead(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    """Its own clock is of no meaning: the server tells its time with every answer."""
+    cluster.now = lambda: time.time() - 400
+    backend.submit(SPEC)
+    operator.round()
+    until = datetime.fromtimestamp(cluster.now() + 10, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    cluster.change("pods", "smoke-worker-1", metadata={"deletionTimestamp": until})
+    assert "does not answer" not in backend.status("smoke").reason
 
 
 # Pods that are refused.
@@ -252,7 +373,7 @@ def test_ten_thousand_pods_and_a_thousand_jobs(backend: Any, cluster: Cluster) -
     """The state of a pod is looked up, not searched for; one rank's log asks for its pod alone. Counted in calls."""
     count, large = 10_000, SPEC.model_copy(update={"name": "large", "nodes": 10_000, "ranks_per_node": 1})
     uid = cluster.put("pytorchjobs", product.manifests("k8s", large)[0][1])["metadata"]["uid"]
-    own = {"labels": {"lockstep/job": "large"}, "resourceVersion": "1"}
+    own = {"labels": {"lockstep/job": "large"}, "resourceVersion": "1", "ownerReferences": [{"uid": uid}]}
     for index in range(count):
         meta = {"name": f"large-worker-{index}", "uid": f"pod-{index}", **own}
         status = RUNS if index != 5 else {"phase": "Pending"}

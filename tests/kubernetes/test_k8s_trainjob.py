@@ -10,28 +10,29 @@ from k8s_cluster import Cluster
 from tests.product import JobSpec
 
 SPEC = JobSpec.of(
-    {"name": "second", "recipe": "smoke", "image": "a.example/a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}
+    {"name": "second", "recipe": "smoke", "image": "localhost:5000/a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}
 )  # fmt: skip
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-states")]
 
 
 def pod(cluster: Cluster, index: int, phase: str = "Running", suffix: str = "x7k2p", day: int = 1) -> None:
     host = f"second-node-0-{index}"
-    labels = {"lockstep/job": "second", "batch.kubernetes.io/job-completion-index": str(index)}
-    meta = {"name": f"{host}-{suffix}", "labels": labels, "creationTimestamp": f"2026-01-0{day}T00:00:00Z"}
+    meta = {
+        "labels": {"batch.kubernetes.io/job-completion-index": str(index)},
+        "creationTimestamp": f"2026-01-0{day}T00:00:00Z",
+    }
     states = [{"name": "node", "restartCount": 0, "state": {"running": {}}}]
-    cluster.put(
-        "pods", {"metadata": meta, "spec": {"hostname": host}, "status": {"phase": phase, "containerStatuses": states}}
-    )
+    status = {"phase": phase, "containerStatuses": states}
+    cluster.pod("second", f"{host}-{suffix}", status, "trainjobs", spec={"hostname": host}, metadata=meta)
     ranks = (2 * index, 2 * index + 1)
-    cluster.logs[meta["name"]] = [f"2026-01-01T00:00:00Z [rank {rank}] {rank} in {suffix}" for rank in ranks]
+    cluster.logs[f"{host}-{suffix}"] = [f"2026-01-01T00:00:00Z [rank {rank}] {rank} in {suffix}" for rank in ranks]
 
 
 def test_a_trainjob_is_submitted_watched_and_read(backend: Any, cluster: Cluster) -> None:
     assert backend.submit(SPEC).created and not backend.submit(SPEC).created
     assert cluster.get("pytorchjobs", "second") is None
-    policy = cluster.get("networkpolicies", f"second-{SPEC.hash()}")
-    assert policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob"
+    (policy,), live = cluster.all("networkpolicies"), cluster.get("trainjobs", "second")
+    assert policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob" and live["spec"]["suspend"] is False
     pod(cluster, 0, "Failed")
     pod(cluster, 1)
     pod(

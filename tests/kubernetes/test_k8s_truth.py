@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
-from k8s_operator import until
+from k8s_operator import Operator, until
 
 from tests import product
-from tests.product import JobSpec, UserError
+from tests.product import JobSpec, Unreachable, UserError
 
 SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
@@ -24,30 +24,32 @@ pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-truth"
 """Everything here is done with the rights of deploy/k8s/base alone."""
 
 
-def policy(spec: JobSpec) -> str:
-    return f"{spec.name}-{spec.hash()}"
-
-
 def policies(cluster: Cluster) -> list[str]:
     return sorted(item["metadata"]["name"] for item in cluster.all("networkpolicies"))
 
 
 def kept(cluster: Cluster, spec: JobSpec = SPEC) -> bool:
     """Whether the job has its policy, which belongs to it, and there is no other one."""
-    found = cluster.get("networkpolicies", policy(spec)) or {"metadata": {}}
-    owners = [one["uid"] for one in found["metadata"].get("ownerReferences", [])]
-    return policies(cluster) == [policy(spec)] and owners == [uid(cluster)]
+    job, found = cluster.get("pytorchjobs", "smoke"), cluster.all("networkpolicies")
+    selected = [item["spec"]["podSelector"]["matchLabels"] for item in found]
+    owners = [owner["uid"] for item in found for owner in item["metadata"]["ownerReferences"]]
+    wanted = {"lockstep/job": "smoke", "lockstep/spec-hash": spec.hash()}
+    return selected == [wanted] and owners == [job["metadata"]["uid"]] and not waits(job)
+
+
+def waits(job: Any) -> bool:
+    return bool(job["spec"]["runPolicy"].get("suspend"))
 
 
 def uid(cluster: Cluster) -> str:
     return cluster.get("pytorchjobs", "smoke")["metadata"]["uid"]
 
 
-def before_the_job(cluster: Cluster, work: Callable[[], object]) -> None:
-    """It happens when the next job is about to be made."""
+def before(cluster: Cluster, method: str, what: str, work: Callable[[], object]) -> None:
+    """It happens when the next such request is about to be carried out."""
 
-    def arrived(method: str, path: str) -> bool:
-        if method == "POST" and "/pytorchjobs" in path and "dryRun" not in path:
+    def arrived(sent: str, path: str) -> bool:
+        if sent == method and what in path:
             cluster.arrived = None
             work()
         return False
@@ -56,17 +58,12 @@ def before_the_job(cluster: Cluster, work: Callable[[], object]) -> None:
 
 
 def test_what_lockstep_did_not_make_is_left_as_it_is(backend: Any, cluster: Cluster) -> None:
-    """Neither a policy that has the job's name, nor one that has the policy's, nor a job."""
+    """Neither a policy that has the job's name, nor a job."""
     ours = copy.deepcopy(cluster.put("networkpolicies", {"metadata": {"name": "smoke"}, "spec": {"podSelector": {}}}))
     backend.submit(SPEC)
     backend.cancel("smoke")
     until(lambda: policies(cluster) == ["smoke"], 10, "the garbage collection")
     assert cluster.get("networkpolicies", "smoke") == ours
-    cluster.put("networkpolicies", {"metadata": {"name": policy(SPEC)}, "spec": {"podSelector": {}}})
-    with pytest.raises(UserError, match="did not make it"):
-        backend.submit(SPEC)
-    assert cluster.get("pytorchjobs", "smoke") is None, "a job never runs without its policy"
-    assert cluster.get("networkpolicies", policy(SPEC))["spec"] == {"podSelector": {}}
     cluster.requests.clear()
     theirs = cluster.put("pytorchjobs", {"metadata": {"name": "theirs"}, "spec": {}})
     for refused in (
@@ -110,13 +107,13 @@ def test_of_two_submissions_at_once_the_winners_job_has_the_winners_policy(
         for thread in threads:
             thread.join(30)
         labels = cluster.get("pytorchjobs", "smoke")["metadata"]["labels"]
-        assert kept(cluster, SPEC if labels["lockstep/spec-hash"] == SPEC.hash() else other), (
-            "nothing of the loser is left"
-        )
+        assert kept(cluster, SPEC if labels["lockstep/spec-hash"] == SPEC.hash() else other), "none is of the loser"
+        assert sum(done.created for done in said if not isinstance(done, str)) == 1
         refused = [text for text in said if isinstance(text, str)]
         assert len(said) == 2 and len(refused) == (other is not SPEC), said
         assert all("another spec" in text for text in refused)
         backends[0].cancel("smoke")
+        until(lambda: not policies(cluster), 10, "the garbage collection")
 
 
 def test_an_old_policys_end_does_not_take_the_new_one_away(backend: Any, cluster: Cluster) -> None:
@@ -125,51 +122,74 @@ def test_an_old_policys_end_does_not_take_the_new_one_away(backend: Any, cluster
     for again in range(3):
         cluster.say("smoke", {"type": "Succeeded"})
         backend.submit(SPEC, "replace")
-        assert kept(cluster)
+        until(lambda: kept(cluster), 10, "the collection of the old one")
         if again == 1:  # somebody has deleted it as kubectl does: the policy outlives the job
             cluster.remove("pytorchjobs", "smoke")
             backend.submit(SPEC)
-            assert kept(cluster)
+            until(lambda: kept(cluster), 10, "the collection of the old one")
     time.sleep(cluster.lag + 0.3)  # what the collector does comes after its lag
     assert kept(cluster)
+    cluster.remove("networkpolicies", *policies(cluster))
+    assert not backend.submit(SPEC).created and kept(cluster), "somebody has deleted it"
 
 
-def test_an_old_policy_that_is_collected_at_the_worst_moment_is_not_the_new_jobs(
-    backend: Any, cluster: Cluster
+def test_no_pod_runs_before_what_belongs_to_the_job_is_there(
+    backend: Any, cluster: Cluster, operator: Operator
 ) -> None:
-    """The garbage collection comes when the new job is about to be made: its policy has to be there, and stay."""
+    """The job comes first, suspended. Where the submission is cut off, status says so, and the next one finishes it."""
+    there: list[Any] = []
+
+    def look() -> None:
+        operator.round()
+        there.append((waits(cluster.get("pytorchjobs", "smoke")), len(policies(cluster)), cluster.all("pods")))
+
+    before(cluster, "PATCH", "/pytorchjobs/", look)
     backend.submit(SPEC)
-    old, cluster.lag, there = uid(cluster), 60.0, []
-    cluster.remove("pytorchjobs", "smoke")  # as kubectl deletes it, which does not wait for what belongs to it
-    before_the_job(cluster, lambda: (cluster.collect(old), there.append(policies(cluster))))
-    backend.submit(SPEC)
-    assert there == [[policy(SPEC)]], "no pod runs without it"
-    assert kept(cluster) and uid(cluster) != old
-
-
-def test_a_policy_without_its_job_and_a_job_without_its_policy_find_each_other(backend: Any, cluster: Cluster) -> None:
-    """A submission was cut off before there was a job, or before the policy had its owner; or somebody has deleted it."""
-    cluster.faults.append(Fault("POST", r"pytorchjobs\?fieldValidation=Strict$", status=422, message="killed here"))
-    with pytest.raises(UserError, match="killed here"):
+    assert there == [(True, 1, [])] and kept(cluster)
+    operator.round()
+    assert backend.status("smoke").state == "running"
+    backend.cancel("smoke")
+    fault = Fault("POST", "networkpolicies", drop=True, times=5)
+    cluster.faults.append(fault)
+    with pytest.raises(Unreachable):
         backend.submit(SPEC)
-    assert policies(cluster) == [policy(SPEC)]
-    assert backend.submit(SPEC).created and kept(cluster)
-    cluster.remove("networkpolicies", policy(SPEC))
-    assert not backend.submit(SPEC).created and kept(cluster)
-    del cluster.get("networkpolicies", policy(SPEC))["metadata"]["ownerReferences"]
-    assert not backend.submit(SPEC).created and kept(cluster)
+    operator.round()
+    found = backend.status("smoke")
+    assert found.state == "pending" and "submit it again to finish it" in found.reason and not cluster.all("pods")
+    assert [row.state for row in backend.list()] == ["pending"]
+    assert not backend.submit(SPEC).created
+    operator.round()
+    assert kept(cluster) and backend.status("smoke").state == "running"
 
 
-def test_a_policy_that_can_never_be_made_is_given_up(
-    backend: Any, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """409 is also the answer of a server that is busy with another change."""
-    product.give_up_policies_after(1.0, monkeypatch)
-    busy = Fault("POST", "networkpolicies", status=409, times=10**6)
-    cluster.faults.append(busy)
-    with pytest.raises(UserError, match="cannot be made"):
+def test_with_a_queue_kueue_lets_the_job_run(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    """The label comes when all is there; before it Kueue would admit the job."""
+    queued = JobSpec.of({**SPEC.plain(), "k8s": {"queue": "gpu"}})
+    labels: list[Any] = []
+    before(
+        cluster,
+        "PATCH",
+        "/pytorchjobs/",
+        lambda: labels.append(cluster.get("pytorchjobs", "smoke")["metadata"]["labels"]),
+    )
+    backend.submit(queued)
+    live = cluster.get("pytorchjobs", "smoke")
+    assert (
+        not any("kueue" in key for key in labels[0])
+        and live["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu"
+    )
+    operator.round()
+    found = backend.status("smoke")
+    assert waits(live) and found.state == "queued" and "queue gpu has not seen it yet: is Kueue there?" in found.reason
+    assert backend.drift(queued) == []
+
+
+def test_rights_of_an_older_base_are_named_and_nothing_is_left(backend: Any, cluster: Cluster) -> None:
+    assert cluster.role is not None
+    cluster.role -= {("patch", "pytorchjobs")}
+    with pytest.raises(UserError, match=r"not allowed: .*pytorchjobs.*rbac\.yaml of this version"):
         backend.submit(SPEC)
-    assert busy.hits < 20 and cluster.get("pytorchjobs", "smoke") is None
+    until(lambda: not cluster.all("pytorchjobs") and not policies(cluster), 10, "the garbage collection")
 
 
 def test_a_name_that_is_being_deleted_is_waited_for(
@@ -199,7 +219,7 @@ def test_a_job_that_goes_just_now_is_not_taken_for_ours(backend: Any, cluster: C
         cluster.create("pytorchjobs", job)
         cluster.delete("pytorchjobs", "smoke", foreground=True)
 
-    before_the_job(cluster, somebody_else)
+    before(cluster, "POST", "/pytorchjobs", somebody_else)
     with pytest.raises(UserError, match="smoke is being deleted"):
         backend.submit(SPEC)
 
@@ -236,7 +256,9 @@ def test_settings_of_another_backend_make_no_other_job_and_no_policy_that_select
     cluster.put("pytorchjobs", job)
     assert not backend.submit(JobSpec.of(PLAIN)).created
     assert policies(cluster) == [], "one by another hash would select none of its pods"
-    assert not backend.submit(old).created and policies(cluster) == [policy(old)], "it had none, and got it back"
+    assert not backend.submit(old).created and policies(cluster) == [f"old-{old.hash()}"], (
+        "it had none, and got it back"
+    )
 
 
 def test_a_job_of_another_version_is_shown_and_not_taken_for_the_same(backend: Any, cluster: Cluster) -> None:
@@ -246,7 +268,7 @@ def test_a_job_of_another_version_is_shown_and_not_taken_for_the_same(backend: A
     cluster.put("pytorchjobs", job)
     status = {"phase": "Running", "containerStatuses": [{"name": "pytorch", "state": {"running": {}}}]}
     for name in ("old-worker-0", "old-worker-1"):
-        cluster.put("pods", {"metadata": {"name": name, "labels": {"lockstep/job": "old"}}, "status": status})
+        cluster.pod("old", name, status)
     assert [part.name for part in backend.status("old").ranks] == ["old-worker-0", "old-worker-1"]
     assert [row.name for row in backend.list()] == ["old"]
     with pytest.raises(UserError, match="version: 99 → 2"):

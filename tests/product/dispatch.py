@@ -89,12 +89,7 @@ def execute(job_backend: Any, name: str, command: list[str], rank: int, streams:
 
 def ping_every(seconds: float, patch: pytest.MonkeyPatch) -> None:
     """How often a quiet connection to a pod is kept alive."""
-    patch.setattr("lockstep.jobs.kubernetes.channels.PING_SECONDS", seconds)
-
-
-def give_up_policies_after(seconds: float, patch: pytest.MonkeyPatch) -> None:
-    """How long a submission to Kubernetes tries to make its NetworkPolicy."""
-    patch.setattr("lockstep.jobs.kubernetes.policy.GONE_SECONDS", seconds)
+    patch.setattr("lockstep.jobs.kubernetes.exec.PING_SECONDS", seconds)
 
 
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
