@@ -21,7 +21,7 @@ def launch(
     """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment.
 
     Args:
-        linger: seconds that the other nodes stay after rank 0's.
+        linger: seconds that the other nodes stay after rank 0's, or after the one that has failed.
         code: where the job's code lies unpacked; "": in pieces, at `CODE_PARTS`.
         here: the folder that the job starts in.
     """

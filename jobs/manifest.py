@@ -106,9 +106,17 @@ class Change(NamedTuple):
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """The differences, in order. Lists are compared by their items' names, where each item has one of its own."""
-    old, new = _children(before), _children(after)
-    if old is None or new is None or type(before) is not type(after):
+    """What a patch has made of a rendered object, in order. Lists are compared by their items' names, or may grow at their end."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        old, new = before, after
+    elif isinstance(before, list) and isinstance(after, list):
+        old, new = _named(before), _named(after)
+        if not old:
+            old, new = dict(enumerate(before)), dict(enumerate(after))
+        elif not new:  # two have one name, of which the later counts
+            yield Change(path, after, True)
+            return
+    else:
         if type(before) is not type(after) or before != after:
             yield Change(path, after, True)
         return
@@ -124,10 +132,10 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
 
 def _added(value: Any, path: str) -> Iterator[Change]:
     yield Change(path, value, False)
-    inside = _children(value)
-    if inside is None and isinstance(value, list):
-        inside = dict(enumerate(value))
-    for key, item in (inside or {}).items():
+    inside = (
+        value if isinstance(value, dict) else _named(value) or dict(enumerate(value)) if isinstance(value, list) else {}
+    )
+    for key, item in inside.items():
         yield from _added(item, _place(path, key, value))
 
 
@@ -137,12 +145,8 @@ def _place(path: str, key: Any, holder: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _children(value: Any) -> dict[Any, Any] | None:
-    """A mapping's values, or a list's items by their names; None for what is compared as a whole."""
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, list):
-        return None
-    names = [item.get("mountPath", item.get("name")) if isinstance(item, dict) else None for item in value]
+def _named(items: list[Any]) -> dict[Any, Any]:
+    """A list's items by the names that each of them has alone; {} where they have none."""
+    names = [item.get("mountPath", item.get("name")) if isinstance(item, dict) else None for item in items]
     named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    return dict(zip(names, value)) if named else None
+    return dict(zip(names, items)) if named else {}

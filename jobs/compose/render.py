@@ -41,18 +41,22 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """The Compose file, with `compose.patch` in it."""
+    return merge(file(spec), compose(spec).patch)
+
+
+def file(spec: JobSpec) -> Manifest:
+    """The Compose file without the patch."""
     volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
     if not on_volume(spec, spec.run_directory):
         volumes[RUN] = {"name": run_volume(spec), "external": True}
     if spec.code is not None:
         volumes[CODE] = {"name": code_volume(spec), "external": True}
-    file = {
+    return {
         "name": project(spec.name),
         "services": {node_name(spec, index): _node(spec, index) for index in range(spec.nodes)},
         "networks": {"default": {"labels": {JOB: spec.name, **MANAGED}}},
         "volumes": volumes,
     }
-    return merge(file, compose(spec).patch)
 
 
 def render_prepare(spec: JobSpec) -> Manifest:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 from lockstep.jobs import lint
+from lockstep.jobs.compose import render
 from lockstep.jobs.compose.render import IMAGE_FOLDERS
 from lockstep.jobs.compose.section import Compose
 from lockstep.jobs.lint import SECRET
-from lockstep.jobs.manifest import HASH, JOB, Manifest, get, holds, mappings
+from lockstep.jobs.manifest import JOB, Manifest, changes, get, holds
 
-OPENING = ("cap_add", "devices", "device_cgroup_rules", "extends", "provider", "post_start", "pre_stop")
-"""Keys of a service that give it rights, or that bring in what no rule has read."""
-NAMESPACES = {
-    "network_mode": ("none", "bridge"), "pid": (), "ipc": ("private",), "uts": (), "cgroup": ("private",),
-    "cgroup_parent": (), "userns_mode": (),
-}  # fmt: skip
-"""Keys that share a namespace of the host or of another container → what shares none."""
 HOST_PATHS = ("/", ".", "~", "$")
 """How a path of the host begins; Compose expands `~` and `$NAME`."""
 LISTED = 2
@@ -74,84 +68,55 @@ def image(subject: Subject) -> Iterator[str]:
         yield "image is not set: add `image: lockstep:cpu` to the job, or pass --image (make image-cpu builds it)"
 
 
-@rule("LC002")
-def one_service_a_node(subject: Subject) -> Iterator[str]:
-    """One labelled service a node, each once: ranks are counted over them."""
-    found = [service for service in subject.services.values() if get(service, "labels", JOB) == subject.spec.name]
-    if len(found) != subject.spec.nodes or any(get(service, "labels", HASH) is None for service in found):
-        yield f"the file has {len(found)} services of this job, nodes is {subject.spec.nodes}: set nodes, do not patch the file"
-    for name, service in _nodes(subject).items():
-        if get(service, "deploy", "replicas") not in (None, 1) or service.get("scale") not in (None, 1):
-            yield f"{name} is started more than once: set nodes instead"
+def _never(value: Any) -> bool:  # noqa: ARG001 - the same signature as the others
+    return False
 
 
-@rule("LC003")
-def launcher(subject: Subject) -> Iterator[str]:
-    """PID 1 is the launcher: it gets TERM, and starts the ranks."""
-    for name, service in _nodes(subject).items():
-        if "launch" not in _words(service.get("entrypoint")):
-            yield f"{name}: the entrypoint is not `python -m lockstep.training launch`: undo the patch"
+def _confined(value: Any) -> bool:
+    return not re.sub(r"[= ]", ":", str(value)).endswith(("unconfined", ":disable", ":false"))
+
+
+def _ordinary(value: Any) -> bool:
+    return not re.fullmatch(r"root|0+", str(value).partition(":")[0])
+
+
+# What a patch may not add to a service of the job → whether a value of it is harmless, and why not.
+_DOOR = "opens what the job's container is closed to"
+_OTHERS = "gives the job access to the host or to another container"
+REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    r"scale|deploy\.replicas": (lambda value: value == 1, "would start it more than once: set nodes"),
+    r"(entrypoint|command)\[[0-9]+\]": (_never, "would be words of the launcher: set overrides"),
+    r"cap_add|devices|device_cgroup_rules|extends|provider|post_start|pre_stop": (_never, _DOOR),
+    r"privileged": (lambda value: value is False, _DOOR),
+    r"user": (_ordinary, _DOOR),
+    r"security_opt\[[0-9]+\]": (_confined, _DOOR),
+    r"deploy\.resources\.reservations\.devices\[[^]]*\]": (lambda value: get(value, "capabilities") == ["gpu"], _DOOR),
+    r"network_mode": (lambda value: value in ("none", "bridge"), _OTHERS),
+    r"ipc|cgroup": (lambda value: value == "private", _OTHERS),
+    r"pid|uts|cgroup_parent|userns_mode|volumes_from|use_api_socket": (_never, _OTHERS),
+    r"volumes\[[0-9]+\]": (lambda value: _host_path(value) is None, f"{_OTHERS}: use a named volume"),
+}
 
 
 @rule("LC004")
-def closed_doors(subject: Subject) -> Iterator[str]:
-    """A node runs without root, capabilities, new privileges, devices or a writable root."""
-    for name, service in _nodes(subject).items():
-        options = [word.replace("=", ":").replace(" ", "") for word in _words(service.get("security_opt"))]
-        wanted = {
-            "read_only: true": service.get("read_only") is True,
-            "cap_drop: [ALL]": "ALL" in _words(service.get("cap_drop")),
-            "security_opt: [no-new-privileges:true]": bool(
-                {"no-new-privileges:true", "no-new-privileges"} & set(options)
-            ),
-            "security_opt without unconfined, disable or false": not any(
-                option.endswith(("unconfined", ":disable", ":false")) for option in options
-            ),
-            "no privileged: true": not service.get("privileged"),
-            "a user other than root": not re.fullmatch(r"root|0+", str(service.get("user", "1000")).partition(":")[0]),
-            "no reserved devices but GPUs": all(
-                get(device, "capabilities") == ["gpu"] for device in _reserved(service)
-            ),
-            **{f"no {key}": not service.get(key) for key in OPENING},
-        }
-        missing = [text for text, present in wanted.items() if not present]
-        if missing:
-            yield f"{name} needs {', '.join(missing)}: undo the patch"
-
-
-@rule("LC005")
-def host_access(subject: Subject) -> Iterator[str]:
-    """A node needs nothing of its host or of other containers, least of all the engine's socket."""
-    for name, service in _nodes(subject).items():
-        for key, harmless in NAMESPACES.items():
-            value = service.get(key)
-            if value is not None and value not in harmless:
-                yield f"{name}: {key}: {value} gives the job access to the host or to another container: remove it"
-        for key in ("volumes_from", "use_api_socket"):
-            if service.get(key):
-                yield f"{name}: {key} gives the job access to something outside it: remove it"
-        mounts = service.get("volumes")
-        for mount in mounts if isinstance(mounts, list) else []:
-            source = _host_path(mount)
-            if source is not None:
-                yield f"{name}: the mount of {source} gives the job access to the host: use a named volume"
-    for item in subject.objects:
-        volumes = item.get("volumes")
-        for name, volume in volumes.items() if isinstance(volumes, dict) else ():
-            device = str(get(volume, "driver_opts", "device") or "")
-            if device.startswith(HOST_PATHS):
-                yield f"volume {name} is {device} of the host: use a volume that the engine manages"
-        networks = item.get("networks")
-        for name, network in networks.items() if isinstance(networks, dict) else ():
-            if "host" in (get(network, "driver"), get(network, "name")):
-                yield f"network {name} is the host's own: remove it"
-        if "services" in item and item.get("include"):
-            yield "include adds a file that lint does not read: put its content into the patch"
-
-
-def _reserved(service: Any) -> list[Any]:
-    found = get(service, "deploy", "resources", "reservations", "devices")
-    return found if isinstance(found, list) else [found] if found else []
+def patched(subject: Subject) -> Iterator[str]:
+    """A patch adds what has no setting. What is rendered keeps its place: Lockstep finds the job by it, and it closes doors."""
+    file = next(iter(subject.objects), {})
+    for change in changes(render.file(subject.spec), file):
+        if change.ours:
+            yield f"the patch changes {change.path}, which is made of the job's settings: change those, and leave it out of compose.patch"
+            continue
+        own = re.match(r"services\.(node-[0-9]+)\.(.*)", change.path)  # what stands beside them is the user's affair
+        node, place = own.groups() if own is not None else ("", "")
+        for pattern, (harmless, why) in REFUSED.items():
+            if re.fullmatch(pattern, place) and not harmless(change.value):
+                yield f"{node}: the patch adds {place}: {str(change.value)[:60]}, which {why}: remove it"
+        if re.fullmatch(r"volumes\..*\.driver_opts\.device", change.path) and str(change.value).startswith(HOST_PATHS):
+            yield f"the patch adds {change.path}: {change.value}, which is the host's: use a volume that the engine manages"
+        if re.fullmatch(r"networks\.[^.]*\.(driver|name)", change.path) and change.value == "host":
+            yield f"the patch adds {change.path}: host, which {_OTHERS}: remove it"
+        if change.path == "include" and change.value:
+            yield "the patch adds include, a file that lint does not read: put its content into the patch"
 
 
 def _host_path(mount: Any) -> str | None:
@@ -171,22 +136,6 @@ def literal_secret(subject: Subject) -> Iterator[str]:
         for name, value in _environment(service).items():
             if SECRET.search(name.upper()) and value is not None:
                 yield f"env {name} looks like a secret: name it in secrets, its value is taken from your environment"
-
-
-@rule("LC007")
-def restarts(subject: Subject) -> Iterator[str]:
-    """Docker's restart policies also retry wrong usage, and count on top of the launcher."""
-    for name, service in _nodes(subject).items():
-        if service.get("restart") not in ("no", False, None):
-            yield f"{name}: restart: {service['restart']} also restarts after wrong usage: use max_restarts"
-
-
-@rule("LC008")
-def limits(subject: Subject) -> Iterator[str]:
-    """Without a limit of memory one job takes the whole machine down."""
-    for name, service in _nodes(subject).items():
-        if not service.get("mem_limit") and get(service, "deploy", "resources", "limits", "memory") is None:
-            yield f"{name}: no limit of memory: set memory"
 
 
 @rule("LC009")
@@ -243,16 +192,3 @@ def scraped(subject: Subject) -> Iterator[str]:
             f"{subject.spec.ranks} ranks a node, and deploy/observability/prometheus/compose.yaml scrapes the first {LISTED}: "
             "add a line a rank to yours"
         )
-
-
-@rule("LC014")
-def dangling_mounts(subject: Subject) -> Iterator[str]:
-    """A mount must name a volume of the file."""
-    known = next((item.get("volumes") for item in subject.objects if "services" in item), None)
-    names = list(known) if isinstance(known, dict) else []  # a patch may put anything beside them
-    for name, service in _nodes(subject).items():
-        if not isinstance(service.get("volumes"), list):
-            yield f"{name}: volumes must be a list: undo the patch"
-        for mount in mappings(service.get("volumes")):
-            if mount.get("type") == "volume" and mount.get("source") not in names:
-                yield f"{name}: the mount at {mount.get('target')!r} has no volume: a patch replaces whole lists"

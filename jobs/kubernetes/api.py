@@ -97,6 +97,15 @@ class Api:
         """An object, or what else has that shape. Raises `ApiError`, `Unreachable`."""
         return self._json("GET", path, query, shape, accept=accept)
 
+    def find(self, path: str, shape: type[Shape] = Item, **how: Any) -> Any:
+        """`get`; None where it is not there."""
+        try:
+            return self.get(path, shape, **how)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
     def create(self, path: str, body: Any, shape: type[Shape] = Item, **query: Any) -> Any:
         """POST with strict field validation: an unknown field is an error, not silently dropped."""
         return self._json("POST", path, {"fieldValidation": "Strict", **query}, shape, body)

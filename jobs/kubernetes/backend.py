@@ -134,26 +134,24 @@ class KubernetesBackend(Cluster):
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Creates the one-pod Job that writes the shards. Raises `UserError`."""
-        job = render.preparation(spec)
-        name = job["metadata"]["name"]
+        job, path = render.preparation(spec), f"/apis/batch/v1/namespaces/{self.namespace}/jobs"
+        name, made = job["metadata"]["name"], True
         with explained(self.api.host, "Job"):
             try:
-                self.api.create(f"/apis/batch/v1/namespaces/{self.namespace}/jobs", job)
+                self.api.create(path, job)
             except ApiError as error:
                 if error.status != 409:
                     raise
-                there = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}")
-                made = get(there, "metadata", "labels", HASH)
-                if made is not None and made != get(job, "metadata", "labels", HASH):
-                    raise UserError(
-                        f"the Job {name} prepares for another spec: delete it, or choose another name"
-                    ) from None
-                if made is None:
-                    raise UserError(
-                        f"the Job {name} exists, and lockstep did not make it: choose another name"
-                    ) from None
-                return Submitted(name, False, f"{self.namespace}/{name}")
-        return Submitted(name, True, f"{self.namespace}/{name}")
+                made = False
+                there = get(self.api.find(f"{path}/{name}"), "metadata", "labels", HASH)
+                if there != get(job, "metadata", "labels", HASH):
+                    whose = (
+                        "exists, and lockstep did not make it:"
+                        if there is None
+                        else "prepares for another spec: delete it, or"
+                    )
+                    raise UserError(f"the Job {name} {whose} choose another name") from None
+        return Submitted(name, made, f"{self.namespace}/{name}")
 
     def observe(self, found: Found) -> Status:
         with explained(self.api.host):
@@ -382,13 +380,8 @@ class KubernetesBackend(Cluster):
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
             pods = [pod for pod in self.api.pages(path, labelSelector=selector) if belongs(pod, job)]
             return next(iter(newest(pods)), None)
-        try:
-            pod = self.api.get(f"{path}/{host}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
-        return pod if belongs(pod, job) else None
+        pod: Manifest | None = self.api.find(f"{path}/{host}")
+        return pod if pod is not None and belongs(pod, job) else None
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"

@@ -139,14 +139,10 @@ def _denied(backend: Reached, wanted: Iterable[tuple[str, str, str, str]]) -> li
 
 def _custom_resource(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
     kind = _kind(spec)
-    try:
-        backend.api.get(backend.path(kind), Listing, limit=1)
-    except ApiError as error:
-        if error.status != 404:
-            raise
+    if backend.api.find(backend.path(kind), Listing, limit=1) is None:
         yield Check("custom resource", "missing", f"{kind} is not installed ({KINDS[kind][0]})")
-        return
-    yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
+    else:
+        yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
 
 
 def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
@@ -179,16 +175,10 @@ def _runtime(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if k8s(spec).kind != "TrainJob":
         return
     name = k8s(spec).runtime
-    try:
-        runtime = backend.api.get(f"/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/{name}")
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        yield Check(
-            "runtime",
-            "missing",
-            f"no ClusterTrainingRuntime {name}: apply deploy/k8s/overlays/trainer, or set k8s.runtime",
-        )
+    runtime = backend.api.find(f"/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/{name}")
+    if runtime is None:
+        missing = f"no ClusterTrainingRuntime {name}: apply deploy/k8s/overlays/trainer, or set k8s.runtime"
+        yield Check("runtime", "missing", missing)
         return
     nodes = [
         item
@@ -218,18 +208,12 @@ def _image(backend: Reached, spec: JobSpec) -> Iterator[Check]:
 
 
 def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every check is asked with both
-    try:
-        backend.api.get(f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors", Listing, limit=1)
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        yield Check(
-            "pod monitor",
-            "warning",
-            "the Prometheus operator is not installed: metrics are served, but nothing scrapes them",
-        )
+    path = f"/apis/monitoring.coreos.com/v1/namespaces/{backend.namespace}/podmonitors"
+    if backend.api.find(path, Listing, limit=1) is not None:
+        yield Check("pod monitor", "ok", "installed")
         return
-    yield Check("pod monitor", "ok", "installed")
+    detail = "the Prometheus operator is not installed: metrics are served, but nothing scrapes them"
+    yield Check("pod monitor", "warning", detail)
 
 
 def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
@@ -238,12 +222,9 @@ def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     name = k8s(spec).queue
     local, version = None, ""
     for version in KUEUE:
-        try:
-            local = backend.api.get(f"/apis/{version}/namespaces/{backend.namespace}/localqueues/{name}")
+        local = backend.api.find(f"/apis/{version}/namespaces/{backend.namespace}/localqueues/{name}")
+        if local is not None:
             break
-        except ApiError as error:
-            if error.status != 404:
-                raise
     if local is None:
         yield Check("queue", "missing", f"no LocalQueue {name} in {backend.namespace}")
         return
@@ -287,12 +268,8 @@ def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
 
 def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     for volume in spec.volumes:
-        path = f"/api/v1/namespaces/{backend.namespace}/persistentvolumeclaims/{volume.claim}"
-        try:
-            claim = backend.api.get(path)
-        except ApiError as error:
-            if error.status != 404:
-                raise
+        claim = backend.api.find(f"/api/v1/namespaces/{backend.namespace}/persistentvolumeclaims/{volume.claim}")
+        if claim is None:
             yield Check("volume", "missing", f"no claim {volume.claim} in {backend.namespace}")
             continue
         modes = get(claim, "spec", "accessModes") or []
@@ -307,11 +284,7 @@ def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
 
 def _pull_secrets(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     for name in k8s(spec).image_pull_secrets:
-        try:
-            backend.api.get(f"/api/v1/namespaces/{backend.namespace}/secrets/{name}", accept=METADATA)
-        except ApiError as error:
-            if error.status != 404:
-                raise
+        if backend.api.find(f"/api/v1/namespaces/{backend.namespace}/secrets/{name}", accept=METADATA) is None:
             yield Check("pull secret", "missing", f"no Secret {name} in {backend.namespace}")
         else:
             yield Check("pull secret", "ok", name)

@@ -38,6 +38,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     r".*\.template\.spec\.restartPolicy": ((), "is overwritten by the operator"),
     r".*\.elasticPolicy\.standalone": ((), "injects an empty PET_STANDALONE, which torch refuses"),
     r".*\.annotations\.prometheus\.io/.*": ((), "carries one port only: use the PodMonitor of deploy/k8s"),
+    r"(.*\.containers\[(pytorch|node)\]|spec\.trainer)\.(command\[[0-9]+\]|args)": (
+        (),
+        "would be words of the launcher: set overrides",
+    ),
+    r"spec\.runtimePatches\[[0-9]+\]": ((), "would change what the first one says"),
     r"spec\.pytorchReplicaSpecs\.[^.]*|.*\.replicatedJobs\[[^]]*\]": ((), "would be more pods: set nodes"),
 }
 

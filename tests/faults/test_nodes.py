@@ -90,19 +90,20 @@ def test_a_node_that_is_done_leaves_after_rank_0s_last_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_rank_0s_node_leaves_first_after_a_late_failure_too(tmp_path: Path, failing: int) -> None:
-    """The failure's is the exit code of both. A cluster ends the job with the first node that has failed, and takes the others
-    away."""
+def test_the_node_that_has_failed_late_leaves_first(tmp_path: Path, failing: int) -> None:
+    """The failure's is the exit code of both. A cluster ends the job with the first node that has failed, names it, and takes the
+    others away, with their logs."""
     nodes = Nodes(tmp_path, "--linger", "600")
     programs = [f"touch done-{number}" for number in range(2)]
     programs[failing] = f"{WAIT} exit 2"
-    with nodes.both(*programs) as (first, second):
+    with nodes.both(*programs) as both:
+        failed, other = both[failing], both[1 - failing]
         nodes.seen(f"done-{1 - failing}")
         nodes.go()
-        assert first.ends()[0] == 2
-        second.waits()
-        second.send_signal(signal.SIGTERM)
-        assert second.ends(20)[0] == 2
+        assert failed.ends()[0] == 2
+        other.waits()
+        other.send_signal(signal.SIGTERM)
+        assert other.ends(20)[0] == 2
 
 
 def test_a_late_failure_that_is_started_again_starts_those_again_that_were_done(tmp_path: Path) -> None:

@@ -88,10 +88,11 @@ def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> Non
     done = process(tmp_path, "submit", "k8s", job(tmp_path), "--json")
     assert done.returncode == 0 and json.loads(done.stdout).keys() == {"name", "created", "where", "restarted"}, done
     assert "warning: LS" in done.stderr
-    posted = [body for method, _, query, body in server.cluster.requests if method == "POST" and "dryRun" not in query]
-    for sent, rendered in zip(posted, json.loads(shown.stdout), strict=True):
-        assert (sent["apiVersion"], sent["spec"]) == (rendered["apiVersion"], rendered["spec"])
-        assert rendered["metadata"]["labels"] == sent["metadata"]["labels"]
+    sent, policy = [body for method, _, _, body in server.cluster.requests if method == "POST"]
+    assert sent["spec"]["runPolicy"].pop("suspend") is True, "until its policy is there"
+    for found, rendered in zip((policy, sent), json.loads(shown.stdout), strict=True):
+        assert (found["apiVersion"], found["spec"]) == (rendered["apiVersion"], rendered["spec"])
+        assert rendered["metadata"]["labels"] == found["metadata"]["labels"]
 
 
 LATE = "Job smoke has failed because it was active longer than specified deadline"

@@ -90,7 +90,6 @@ class Processes(Idle):
         env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
         env |= variables("127.0.0.2", self._ports.setdefault(job, free_port()))
         env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder)}  # a pod that is killed leaves its /tmp behind
-        self.starts[name] = self.starts.get(name, 0) + 1
         process = subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -101,6 +100,7 @@ class Processes(Idle):
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
         reader.start()
         self.pods[name] = _Running(process, reader)
+        self.starts[name] = self.starts.get(name, 0) + 1  # last: who sees it finds the pod
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], lines: list[str]) -> None:

@@ -76,9 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault is not None and fault.status:
             self._fail(fault.status, "Fault", fault.message, fault.headers)
-        elif "Authorization" not in self.headers:  # everybody may ask, and nobody is told anything
+        elif (
+            "Authorization" not in self.headers and "" not in cluster.tokens
+        ):  # everybody may ask, and nobody is told anything
             self._fail(403, "Forbidden", f'User "system:anonymous" cannot {self.command.lower()} path "{url.path}"')
-        elif self.headers["Authorization"].removeprefix("Bearer ") not in cluster.tokens:
+        elif self.headers.get("Authorization", "").removeprefix("Bearer ") not in cluster.tokens:
             self._fail(401, "Unauthorized", "Unauthorized")
         elif known is not None:
             self._answer(200, known)

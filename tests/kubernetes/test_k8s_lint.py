@@ -78,6 +78,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS028", {"container": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}),
     ("LS028", {"container": {"readinessProbe": {"tcpSocket": {"port": 23456}}}}),
     ("LS028", {"container": {"command": ["python", "train.py"]}}),
+    ("LS028", {"container": {"args": ["--ranks", "1"]}}),
     ("LS028", {"container": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}),
 ]  # fmt: skip
 CLOSED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

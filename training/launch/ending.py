@@ -1,7 +1,8 @@
 """How ranks and nodes end: the exit code, for people and for clusters; who was killed; how often a node was restarted.
 
-The nodes of a job end together: none that is done leaves before all are, and rank 0's node leaves first. Kubernetes ends a job of
-workers with the first one that completes, and takes the others' pods away, with what they had still to say. So a node whose ranks have
+The nodes of a job end together: none that is done leaves before all are, and rank 0's node leaves first, or the one that has failed.
+Kubernetes ends a job of workers with the first one that completes or fails, and takes the others' pods away, with what they had still
+to say. So a node whose ranks have
 ended well tells the others, and waits: for a node that is not done yet, for one that is started again (its ranks then start again,
 too), and for the exit code of one that fails late.
 """
@@ -276,6 +277,8 @@ class ExitBarrier:
         self._seen: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
+        self._reported = False
+        """This node's failure is the one by which all end."""
         self._alone = False
         """This node has failed while the ranks of the other nodes ran. Those nodes end by themselves."""
         self._missing_since: float | None = None
@@ -328,6 +331,7 @@ class ExitBarrier:
                 self._stay_for_who_saves()
 
     def _report(self, code: int, final: bool) -> None:
+        self._reported = True
         self._write(FAILED, f"{code} {'final' if final else 'retry'}")
         # Launchers whose ranks ended at the same moment report it when they next check.
         _until(lambda: self._count(DONE) > 0, LOOK_SECONDS)
@@ -347,10 +351,11 @@ class ExitBarrier:
             _until(lambda: self._count(ENDED) >= self._nodes, SAVING_SECONDS)
 
     def leave(self, linger: float) -> None:
-        """Returns when this node may leave: the others `linger` seconds after rank 0's, also where they have failed late."""
+        """Returns when this node may leave: the others `linger` seconds after rank 0's, or after the one that has failed late."""
         if self.over:
             self._part()
-        if self._node != 0 and not self._alone:
+        first = self._reported or (self.verdict is None and self._node == 0)
+        if not first and not self._alone:
             time.sleep(linger)
 
     def _part(self) -> None:
