@@ -104,6 +104,7 @@ endif
 generate: $(READY) ## write anew what is made from the code: schemas, examples in deploy/, Kubernetes' alert rules, docs/guarantees.md
 	$(VENV)/bin/lockstep schema > job.schema.json
 	$(RUN) -m lockstep.training settings --schema > recipe.schema.json
+	$(RUN) -m docsite.reference > docs/reference/session-settings.md
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	LOCKSTEP_HOME=/shared/lockstep $(VENV)/bin/lockstep render slurm job.yaml --profile gpu-cluster --gpus 4 \
 	  --set slurm.python=/shared/venv/bin/python --set run_dir=/shared/runs/smoke \

@@ -87,12 +87,7 @@ def pages() -> dict[str, str]:
             "Set them in a recipe's YAML file, with `--set name=value`, or below `overrides:` in a job file. "
             "`lockstep settings RECIPE` prints them with the values of that recipe.",
         ),
-        "session-settings": settings(
-            OwnSettings,
-            "Settings of a Session",
-            'Give them to `Session` by name (`seed=3`) or as overrides (`"checkpoint.every_steps=100"`). '
-            "They are the settings of a recipe that are not about its model and data.",
-        ),
+        "session-settings": session_settings(),
         "job-settings": settings(
             JobSpec,
             "Settings of a job",
@@ -229,6 +224,16 @@ def settings(model: type[BaseModel], title: str, lead: str, free: bool = True) -
     return "\n".join(parts)
 
 
+def session_settings() -> str:
+    """The page that is in the checkout, too: `make generate` writes it."""
+    return settings(
+        OwnSettings,
+        "Settings of a Session",
+        'Give them to `Session` by name (`seed=3`) or as overrides (`"checkpoint.every_steps=100"`). '
+        "They are the settings of a recipe that are not about its model and data.",
+    )
+
+
 def recipe_page() -> str:
     parts = [
         "# Recipes\n",
@@ -243,9 +248,8 @@ def recipe_page() -> str:
 def rules() -> list[Any]:
     """The lint rules of all backends, by id."""
     found = [registry.backend(name) for name in registry.packages()]
-    return sorted(
-        (rule for one in found if issubclass(one, Cluster) for rule in one.rules().all()), key=lambda rule: rule.id
-    )
+    known = {rule.id: rule for one in found if issubclass(one, Cluster) for rule in one.rules().all()}
+    return [known[id] for id in sorted(known)]
 
 
 def lint_rules() -> str:
@@ -253,7 +257,7 @@ def lint_rules() -> str:
         "# Lint rules\n",
         "`lockstep lint` reads the final manifest, after a job's `patch`. `submit` refuses errors and prints warnings.\n",
     ]
-    for letters, name in (("LC", "Compose"), ("LS", "Kubernetes and SLURM")):
+    for letters, name in (("LJ", "Every backend"), ("LC", "Compose"), ("LS", "Kubernetes and SLURM")):
         parts.append(f"## {name}\n\n| rule | level | what it finds |\n|---|---|---|")
         parts += [
             f"| `{rule.id}` | {rule.level} | {cell(rule.title)} |" for rule in rules() if rule.id.startswith(letters)
@@ -337,3 +341,7 @@ def api() -> str:
             if offered := members(name):
                 parts[-1] += f"      members: {json.dumps(offered)}\n"
     return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(session_settings() + FOOTER, end="")

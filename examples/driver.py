@@ -20,9 +20,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
 from lockstep.jobs import Job, JobSpec, submit, sweep
-from lockstep.jobs.backend import Mode
 from lockstep.jobs.spec import profile
 from lockstep.jobs.status import Status
 from lockstep.jobs.terminal import say, table
@@ -65,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     spec = JobSpec.load(args.file, below=profile.load(args.profile) if args.profile else None)
     specs = sweep.expand(spec, sweep.parse(args.sweep)) if args.sweep else [spec]
-    mode: Mode = "replace" if args.replace else "attach"
+    mode: Literal["attach", "replace"] = "replace" if args.replace else "attach"
     jobs = sweep.submit(spec, specs, args.backend, mode) if args.sweep else [submit(spec, args.backend, mode)]
     rows, code = [], 0
     for one, job in zip(specs, jobs):

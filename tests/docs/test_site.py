@@ -66,6 +66,11 @@ def test_every_setting_is_on_the_page(pages: dict[str, str], page: str) -> None:
         assert lines[name].endswith(f" | {reference.cell(meaning)} |"), name
 
 
+def test_the_settings_of_a_session_have_a_page_in_the_checkout() -> None:
+    page = "reference/session-settings.md"
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == reference.pages()[page], "make generate"
+
+
 def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dict[str, str]) -> None:
     assert len(reference.rules()) > 40
     for rule in reference.rules():
