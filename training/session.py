@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.config import Config, RunSettings, own_settings
+from lockstep.training.config import Config, own_settings
 from lockstep.training.contract import user_errors
 from lockstep.training.data.batches import Batches, Part, of_dataset
 from lockstep.training.parallel.exchange import all_gather_trees
-from lockstep.training.parallel.world import World
 from lockstep.training.run.lifecycle import Lifecycle
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.replica import Replica
@@ -69,29 +68,23 @@ class Session:
             job = SessionOptions.take(os.environ)
             script = Path(sys.argv[0]).stem or "script"
             parsed = own_settings(script, config or {}, settings, (*overrides, *job.settings))
-        self._open(Path(job.run_dir or run_dir), parsed, job.fresh or fresh, began, handle_signals)
-        self._lifecycle.names_folder = bool(job.run_dir)
+        lifecycle = Lifecycle(
+            Path(job.run_dir or run_dir), parsed, fresh=job.fresh or fresh, handle_signals=handle_signals, began=began,
+            tells_run_dir=bool(job.run_dir),
+        )  # fmt: skip
+        self._begin(lifecycle)
 
     @classmethod
-    def _of_recipe(
-        cls, run_dir: Path, config: Config, *, fresh: bool | str = False, began: float | None = None,
-        handle_signals: bool = True, world: World | None = None,
-    ) -> Session:  # fmt: skip
-        """A start of a recipe's run: `config` has the settings of the session, too. Arguments as in `Lifecycle`."""
+    def _of_recipe(cls, run_dir: Path, config: Config, **start: Any) -> Session:
+        """A start of a recipe's run: `config` has the settings of the session, too. `start` as in `Lifecycle`."""
         session = cls.__new__(cls)
-        session._open(run_dir, config, fresh, began or time.perf_counter(), handle_signals, world)
-        session._lifecycle.resizable = config.data.shuffle != "shard"  # else each rank has its own files
+        session._begin(Lifecycle(run_dir, config, **start))
         return session
 
-    def _open(
-        self, run_dir: Path, settings: RunSettings, fresh: bool | str, began: float, handle_signals: bool,
-        world: World | None = None,
-    ) -> None:  # fmt: skip
-        self.settings, self.run_dir, self.seed = settings, run_dir, settings.seed
-        self._lifecycle = Lifecycle(
-            run_dir, settings, fresh=fresh, handle_signals=handle_signals, began=began, world=world
-        )
+    def _begin(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
         self._replica: Replica | None = None
+        self.settings, self.run_dir, self.seed = lifecycle.settings, lifecycle.run_dir, lifecycle.settings.seed
 
     def __enter__(self) -> Session:
         self.world = self._lifecycle.open()
@@ -220,7 +213,7 @@ class Session:
             >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)
             >>> run.keep(schedule=schedule)
         """
-        self._begin(things, {})
+        self.keep_of_rank({}, **things)
 
     def keep_of_rank(self, things: Mapping[str, Any], **shared: Any) -> None:
         """`keep`, with `things` that differ between the ranks, for example the position of a loader.
@@ -228,11 +221,8 @@ class Session:
         Examples:
             >>> run.keep_of_rank({"loader": loader}, schedule=schedule)
         """
-        self._begin(shared, things)
-
-    def _begin(self, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> None:
         self._not_yet("keep()")
-        self._lifecycle.begin(self._replicated(), things, of_rank)
+        self._lifecycle.begin(self._replicated(), shared, things)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -170,9 +170,6 @@ WRONG = {
         LOOP + "for x, y in run.batches(DATA, 16):\n            for a, b in run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])]):\n"
         "                run.backward(F.cross_entropy(m(a), b), samples=16); break\n            run.update()",
         "RuntimeError", "accumulate()"),
-    "an update before the batch": (
-        "run.settings.sync.name = 'ddp'; " + LOOP + "for n, (x, y) in enumerate(run.iterate([DATA[:8]] * 4)):\n"
-        "            if n == 2: run.update()\n            run.backward(F.cross_entropy(m(x), y), samples=8)", "RuntimeError", "update()"),
     "update alone": ("make(run); run.keep(); run.update()", "RuntimeError", "backward()"),
     "a batch without an update": (
         LOOP + "for x, y in run.batches(DATA, 16): run.backward(m(x).sum())", "RuntimeError", "update()"),

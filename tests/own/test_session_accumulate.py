@@ -38,19 +38,13 @@ with Session(run_dir, *overrides) as run:
             for batches in run.iterate(loader, accumulate=accumulate):
                 for x, y in run.accumulate(batches):
                     run.backward(F.cross_entropy(model(x), y), samples=len(y))
+                    passes += 1
+                    if passes == int(os.environ.get("LEAVE", "0")):
+                        sys.exit()
                 run.update()
         else:
-            number = 0
-            for number, (x, y) in enumerate(run.iterate(loader), 1):
+            for x, y in run.iterate(loader):
                 run.backward(F.cross_entropy(model(x), y), samples=len(y))
-                passes += 1
-                if passes == int(os.environ.get("LEAVE", "0")):
-                    sys.exit()
-                if number % accumulate == 0:
-                    run.update()
-                run.boundary()
-            if kind == "all" and number % accumulate:
-                run.update()
 """.replace("SIZE", str(SIZE)).replace("EPOCHS", str(EPOCHS))
 
 
@@ -99,32 +93,18 @@ def test_killed_within_a_step_of_several_batches_it_ends_in_the_weights_of_the_p
     assert_weights(tmp_path / "run", _plain())
 
 
-@pytest.mark.parametrize("sync", ["ddp", "fsdp"])
-def test_a_signal_within_a_step_waits_for_its_update(tmp_path: Path, sync: str) -> None:
-    """These strategies send each batch. No checkpoint could hold the gradients of a part of them."""
-    left = _go(tmp_path / "run", "all", sync, every=100, LOCKSTEP_TEST_FATE="1:16:TERM")
-    assert left.code == 75, left.output
-    done = _go(tmp_path / "run", "all", sync)
-    assert done.code == 0 and "Resuming at step 5 (epoch 2, batch 8)" in done.output, done.output
-    assert_weights(tmp_path / "run", _plain())
+@pytest.mark.parametrize("sync", ["ddp", "flat", "fsdp"])
+def test_a_batch_whose_gradient_is_not_used_is_an_error(tmp_path: Path, sync: str) -> None:
+    """No checkpoint could hold its gradient."""
+    failed = _go(tmp_path / "run", "one by one", sync)
+    assert failed.code == 1 and "RuntimeError: a batch had a backward() and no update()" in failed.output, failed.output
+    assert "run.iterate(loader, accumulate=k)" in failed.output
 
 
 def test_a_script_that_leaves_within_a_step_saves_nothing_of_it(tmp_path: Path) -> None:
     """Batch statistics, generators and a loader's place would be those of batches whose gradient was never used."""
-    left = _go(tmp_path / "run", "all", "ddp", LEAVE="16")
+    left = _go(tmp_path / "run", "lists", "ddp", LEAVE="16")
     assert left.code == 1 and "RuntimeError: the run ends with gradients that no update()" in left.output
-    done = _go(tmp_path / "run", "all", "ddp")
-    assert done.code == 0 and "Resuming at step 4 (epoch 2, batch 4)" in done.output, done.output
+    done = _go(tmp_path / "run", "lists", "ddp")
+    assert done.code == 0 and "Resuming at step 4 (epoch 2, batch 1)" in done.output, done.output
     assert_weights(tmp_path / "run", _plain())
-
-
-@pytest.mark.parametrize("sync", ["flat", "horovod"])
-def test_a_strategy_that_has_sent_the_gradient_says_what_to_do(tmp_path: Path, sync: str) -> None:
-    refused = _go(tmp_path / "run", "all", sync)
-    assert refused.code == 2 and f"sync.name={sync}" in refused.output, refused.output
-    assert "run.iterate(loader, accumulate=k) and run.accumulate(batches)" in refused.output
-
-
-def test_gradients_that_are_left_at_the_end_of_an_epoch_are_an_error(tmp_path: Path) -> None:
-    failed = _go(tmp_path / "run", "most", "ddp")
-    assert failed.code == 1 and "RuntimeError: the epoch ends with gradients that no update()" in failed.output

@@ -124,16 +124,3 @@ def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is
 def strategy(run_dir: Path) -> str:
     config = yaml.safe_load((run_dir / "run.yaml").read_text())["config"]
     return str(config["sync"]["name"])
-
-
-def test_a_run_is_flat_unless_it_was_begun_otherwise(tmp_path: Path) -> None:
-    """`ddp` was what a Session without a word about it began with: such a run goes on with it, and is not refused."""
-    for begun, expected in (("seed=0", "flat"), ("sync.name=ddp", "ddp")):
-        run_dir = tmp_path / expected
-        assert script(2, APART, run_dir, "0", "8", "1", begun).code == 0
-        again = script(2, APART, run_dir, "0", "8", "2")
-        assert again.code == 0 and strategy(run_dir) == expected and steps_saved(run_dir)[-1] == 16, again.output
-    other = script(2, APART, tmp_path / "flat", "0", "8", "3", "sync.name=ddp")
-    assert other.code == 2 and "sync.name: flat → ddp" in other.output, other.output
-    fresh = script(2, APART.replace("*words, config", "*words, fresh=True, config"), tmp_path / "ddp", "0", "8", "1")
-    assert fresh.code == 0 and strategy(tmp_path / "ddp") == "flat", fresh.output

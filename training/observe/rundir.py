@@ -294,19 +294,6 @@ def _begun_otherwise(path: Path, word: str) -> bool:
         return True
 
 
-def begun_with(path: Path, fresh: bool | str) -> str | None:
-    """The strategy of the run that a start with `fresh` goes on with (`RunDirectory.open`); None where it begins a new one, or
-    cannot go on."""
-    try:
-        if fresh is True or not (path / contract.RUN_FILE).exists():
-            return None
-        if isinstance(fresh, str) and _begun_otherwise(path, fresh):
-            return None
-        return str(read_run(path)["config"].sync.name)
-    except (OSError, UserError):
-        return None  # `open` says why
-
-
 def _move_aside(path: Path) -> None:
     """Renames a run that is not in use. Raises `UserError` for a folder that holds something else."""
     if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):

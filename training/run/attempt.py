@@ -6,7 +6,7 @@
         …                                           # a step
         attempt.step_was_finite()                   # or `skip_step`, where no weight was moved
         attempt.step_done(lr, samples, grad_norm)
-    code = conclude(context, signals, ending)       # or `failed`, where an error came
+    code = conclude(context, signals, ended)        # or `failed`, where an error came
 
 All ranks call the same methods in the same order.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -49,20 +48,13 @@ STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How an attempt ended: the exit code and a sentence."""
-
-    code: int
-    reason: str
-
-
 class Ended(BaseException):
-    """The run ends here, on all ranks. Not an `Exception`: a user's loop that catches exceptions must not continue on one rank."""
+    """The attempt ends here, on all ranks: with an exit code, and a sentence. Not an `Exception`: a user's loop that catches exceptions
+    must not continue on one rank."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
-        self.ending = Ending(code, reason)
+        self.code, self.reason = code, reason
 
 
 class Attempt:
@@ -311,19 +303,19 @@ class Attempt:
         raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: run the same command again to resume")
 
 
-def conclude(context: RunContext, signals: Signals | None, ending: Ending) -> int:
+def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:
     """The attempt has ended on all ranks: status, last metrics, report. Returns the exit code. Collective."""
     world, run = context.world, context.run
     if signals is not None:
         signals.ignore()
     if run is not None:
-        run.status(ending.code, ending.reason, context.steps_done)
-    context.exporter.close(ending.code)
+        run.status(ended.code, ended.reason, context.steps_done)
+    context.exporter.close(ended.code)
     context.console.close()
-    if ending.code != EXIT_DONE and world.leader:
-        context.console.warn(ending.reason)
+    if ended.code != EXIT_DONE and world.leader:
+        context.console.warn(ended.reason)
     _leave_together(world, lambda: _write_report(context))
-    return ending.code
+    return ended.code
 
 
 def failed(context: RunContext, error: BaseException) -> int | None:

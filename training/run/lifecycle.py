@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +35,13 @@ from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
-from lockstep.training.observe.rundir import RunDirectory, begun_with
+from lockstep.training.observe.rundir import RunDirectory
 from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import broadcast_tree, failing_together, reduced
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 from lockstep.training.resilience import hang
 from lockstep.training.resilience.preempt import Signals
-from lockstep.training.run.attempt import Attempt, Ended, Ending, conclude, failed
+from lockstep.training.run.attempt import Attempt, Ended, conclude, failed
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.recording import Recorder, capture_stream, obstacle
@@ -60,17 +61,22 @@ class Lifecycle:
         handle_signals: False where the script handles signals itself.
         began: `time.perf_counter()` at the start of the process.
         world: whose ranks have joined; None: `open` joins them.
+        tells_run_dir: the output says where the run is kept, since the script does not.
     """
 
     def __init__(
-        self, run_dir: Path, settings: RunSettings, *, fresh: bool | str, handle_signals: bool, began: float,
-        world: World | None = None,
+        self, run_dir: Path, settings: RunSettings, *, fresh: bool | str = False, handle_signals: bool = True,
+        began: float | None = None, world: World | None = None, tells_run_dir: bool = False,
     ) -> None:  # fmt: skip
         self.run_dir, self.settings = run_dir, settings
-        self._fresh, self._handles, self.began, self._joined = fresh, handle_signals, began, world
+        self._fresh, self._handles, self.began, self._joined = (
+            fresh,
+            handle_signals,
+            began or time.perf_counter(),
+            world,
+        )
+        self._tells_run_dir = tells_run_dir
         self.loop: Loop | None = None
-        self.names_folder = False
-        """Whether the output says where the run is kept, since the script does not."""
         self.source: int | None = None
         """The rank whose disk has the checkpoint that the run resumes from; None: it begins."""
         self.facts: dict[str, Any] = {}
@@ -113,10 +119,6 @@ class Lifecycle:
         world, settings = self._world, self.settings
         restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
         fresh = self._fresh if isinstance(self._fresh, str) else self._fresh and not restarted
-        if "name" not in settings.sync.model_fields_set:
-            # What is `flat` today was `ddp` before: a run that was begun with it goes on with it.
-            begun = broadcast_tree(begun_with(self.run_dir, fresh) if world.leader else None, world)
-            settings.sync.name = "ddp" if begun == "ddp" else settings.sync.name
         self.threads = set_threads(world, settings.threads, os.environ)
         _arithmetic(settings)
         if world.device.type == "cpu":
@@ -168,7 +170,7 @@ class Lifecycle:
         others = {name: thing for name, thing in things.items() if id(thing) not in ours}
         run = self._resume(replica, others, of_rank)
         self._opening.close()  # from here on the end of the attempt closes what it opened
-        if self.names_folder:
+        if self._tells_run_dir:
             run.console.line(f"This run is kept in {self.run_dir}")
         attempt = Attempt(run, self._signals, self.began)
         step = Step(run, attempt, replica)
@@ -197,7 +199,8 @@ class Lifecycle:
                 batch, mine = int(self.facts.get("global_batch_size") or 0), self._checkpoint
                 gathered = _load(mine, batch) if mine is not None and world.rank == self.source else None
             with failing_together(world), _misfits_explained():
-                scatter(gathered, state, self.source, resizable=self.resizable)
+                of_rank_alone = isinstance(settings, Config) and settings.data.shuffle == "shard"  # its files
+                scatter(gathered, state, self.source, resizable=not of_rank_alone)
         state.history["attempts"] = attempt
         replica.model.train()
         replica.sync.zero_grad()
@@ -222,9 +225,6 @@ class Lifecycle:
             directory.listeners.append(run.console.on_event)
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
         return run
-
-    resizable = True
-    """Whether the run may resume at another number of ranks."""
 
     def _recorder(self, run: RunContext, replica: Replica) -> Recorder | None:
         """What records the steps as CUDA graphs, where the settings ask for it and that can be."""
@@ -277,7 +277,7 @@ class Lifecycle:
             return EXIT_DONE
         run = self.loop.run
         try:
-            return conclude(run, self._signals, _ending(self.loop, error))
+            return conclude(run, self._signals, _ended(self.loop, error))
         except BaseException as raised:
             code = failed(run, raised)
             if code is None and raised is not error:
@@ -382,7 +382,7 @@ def _tell_overruled(run: RunContext, rates: dict[str, float]) -> None:
         )
 
 
-def _ending(loop: Loop, error: BaseException | None) -> Ending:
+def _ended(loop: Loop, error: BaseException | None) -> Ended:
     """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
     try:
         with contextlib.ExitStack() as stack:
@@ -390,9 +390,9 @@ def _ending(loop: Loop, error: BaseException | None) -> Ending:
             if error is not None:
                 raise error
             loop.step.check_used("run")
-            return loop.finish()
+            loop.finish()
     except Ended as ended:
-        return ended.ending
+        return ended
     except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
         raise RuntimeError(f"a backward() came whose step before had no run.update(): {STEPS}") from sent
 

@@ -7,7 +7,7 @@ import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from lockstep.training.data.trees import to_device
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.desync import Place
-from lockstep.training.run.attempt import Attempt, Ending
+from lockstep.training.run.attempt import Attempt, Ended
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.step import Step
 
@@ -231,9 +231,8 @@ class Loop:
         self._resume_generators()
         try:
             while True:
-                between = not step.pending and run.state.cursor.step != count
-                self._left_at_last_step = between and self._at_last_step
-                stopped = self._left_at_last_step or (between and self.attempt.boundary())
+                self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
+                stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
@@ -249,7 +248,7 @@ class Loop:
                 yield to_device(item, run.world.device)
                 clock.between()
                 step.end_batch()
-                if run.steps_done == before and not step.pending:
+                if run.steps_done == before:
                     self.attempt.meetings.meet(Place.SKIPPED)
                 if length is not None:  # how many steps the script makes of a batch is known now
                     self._plan(length * (run.steps_done - before))
@@ -311,7 +310,7 @@ class Loop:
         if self.run.run is not None and self.run.world.leader:
             self.run.run.image(name, self.run.steps_done, data)
 
-    def finish(self) -> Ending:
+    def finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
         self.attempt.meetings.meet(Place.RUN_END)
         run, saver = self.run, self.attempt.saver
@@ -335,20 +334,18 @@ class Loop:
                 run.run.summary(summary)
             run.event("done", **summary)
         if not saved:
-            return Ending(
-                EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)"
-            )
+            raise Ended(EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)")
         remark = run.kept.summary.get("remark")
         if self.stopped is not None:
-            return Ending(EXIT_DONE, f"stopped: {self.stopped}")
+            raise Ended(EXIT_DONE, f"stopped: {self.stopped}")
         if (self.epochs_planned, self.steps_planned) != (None, None) and not self.complete:
             epochs = f"{run.state.cursor.epoch} of {self.epochs_planned} epochs"
             so_far = epochs if self.steps_planned is None else f"{run.steps_done} of {self.steps_planned} steps"
             reason = f"left after {so_far}: another start goes on"
             if run.world.leader:
                 run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
-            return Ending(EXIT_DONE, reason)
-        return Ending(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
+            raise Ended(EXIT_DONE, reason)
+        raise Ended(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
 
     def _stands(self) -> bool:
         """Whether summary.json is that of the run as it is: a start that adds nothing leaves it, and tells it to those who read

@@ -53,7 +53,7 @@ class Step:
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
-        """Whether gradients have come that no update has used: no checkpoint could hold them."""
+        """Whether gradients of the batch have come that no update has used."""
         self.part: Part | None = None
         """Of the batch under way, where it is known how much of the global batch is this rank's."""
         self.same_samples: int | None = None
@@ -61,10 +61,6 @@ class Step:
         were given different ones, or that cannot be seen. None: not looked yet."""
         self._given = 0
         """Batches of this attempt."""
-        self._begun = True
-        """Whether the batch under way has had a backward pass."""
-        self._counted_early = False
-        """Whether an update has counted the batch under way before it had one."""
         self._micro_batches = False
         """Backward passes run inside `accumulate`, before the last micro-batch: they send nothing."""
         self._unsent = False
@@ -95,21 +91,12 @@ class Step:
     # The batch under way.
 
     def begin_batch(self, part: Part | None) -> None:
-        """A batch is there.
-
-        Raises:
-            RuntimeError: the gradient of the batch before was not used, and a global batch is one step.
-        """
-        if self.pending and part is not None:
-            raise RuntimeError(
-                "a batch of run.batches() had a backward() and no update(): a global batch is one step. To accumulate, make "
-                "global_batch_size larger, and cut the batch into micro-batches with run.accumulate()"
-            )
-        if self.looks and not self.pending and not self._as_function:
+        """A batch is there."""
+        if self.looks and not self._as_function:
             self._before = self.statistics()
         self._given += 1
         self._seen.clear()
-        self._begun = self._counted = self._counted_early = False
+        self._counted = False
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
@@ -122,7 +109,12 @@ class Step:
             self._stand_in.enter_context(without_batch_statistics(self.replica.model))
 
     def end_batch(self) -> None:
-        """The script is done with it. No checkpoint is taken while its gradient is still to be used."""
+        """The script is done with it. Raises `RuntimeError` where its gradient is still to be used: no checkpoint could hold it."""
+        if self.pending:
+            raise RuntimeError(
+                "a batch had a backward() and no update(): a batch is one step. To accumulate, go over run.iterate(loader, "
+                "accumulate=k), or make global_batch_size larger, and cut the batch into micro-batches with run.accumulate()"
+            )
         self._count()
         self.part = None
         self._end_stand_in()
@@ -146,9 +138,8 @@ class Step:
             )
         if self.pending:
             raise RuntimeError(
-                f"the {what} ends with gradients that no update() has used, so it is not saved here: call run.update() after "
-                "the last batch, too. With run.iterate(loader, accumulate=k) the last step has fewer batches where k does "
-                "not divide their number"
+                f"the {what} ends with gradients that no update() has used, so it is not saved here: call run.update() before "
+                "the loop is left"
             )
 
     def _end_stand_in(self) -> None:
@@ -189,7 +180,7 @@ class Step:
                     break
                 if scale is None and scaler is not None:
                     scale = scaler.get_scale()
-                if not self._mended(work, optimizers, scaler):
+                if not self._scale_was_too_high(work, optimizers, scaler):
                     self._set_scale(scaler, scale)
                     break
                 self._redraw()
@@ -240,7 +231,6 @@ class Step:
         """
         self._forget()
         sync, count = self.replica.sync, work.samples
-        self._begun = True
         for low, high in work.parts or ((0, count),):
             sends = contextlib.nullcontext() if not work.parts or high == count else sync.accumulate()
             batch = trees.cut(work.batch, low, high, count) if work.parts else work.batch
@@ -342,27 +332,38 @@ class Step:
         if before is not None and (after := scaler.get_scale()) != before:
             sync.gradients_rescaled(after / before)
 
-    def _mended(self, work: Work, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
-        """The gradient is not finite. Whether the step is to be taken again, at half the scale.
+    def _scale_was_too_high(self, work: Work | None, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
+        """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
 
-        Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
+        Collective. Raises `Ended` where it is not, and the run is not to go on; `UserError` where a gradient was not summed.
+
+        Args:
+            work: what computes the step again; None: the step was not given as a function.
         """
         self._discard()
-        if scaler is not None and self._scale_too_high(scaler, self._ranks_with_bad_loss()):
+        bad = self._ranks_with_bad_loss()
+        if scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE:
             self._scaled(scaler, optimizers, overflow=True)
             return True
         if self.looks:
-            self._redraw()
-            scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
-            found = divergence.diagnose(self.replica.sync, self.replica.network, lambda: self._again(work, scale))
-            self.restore(self._before)
-            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {found}")
+            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(work, bad, scaler)}")
         return False
 
-    def _again(self, work: Work, scale: float | None) -> list[torch.Tensor]:
-        """The step's losses; its gradients are not sent."""
-        self.forward_backward(work, scale=scale)
-        return self._losses
+    def _cause(self, work: Work | None, bad: list[int], scaler: Any) -> str:
+        """Of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
+        if work is None:
+            causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
+            return causes or "a gradient is not finite, though every loss is"
+        scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
+
+        def again() -> list[torch.Tensor]:
+            self.forward_backward(work, scale=scale)
+            return self._losses
+
+        self._redraw()
+        cause = divergence.diagnose(self.replica.sync, self.replica.network, again)
+        self.restore(self._before)
+        return cause
 
     def _redraw(self) -> None:
         """What the function draws is a function of the seed, the step and the rank."""
@@ -416,13 +417,7 @@ class Step:
             samples = 0
         if not self.pending:
             self._forget()
-        if not self._begun and self._counted_early:
-            raise RuntimeError(
-                "update() was called for earlier batches before this batch's backward(): between two batches a gradient "
-                "would always be under way, and the run could never be saved there. Call update() after the backward() of "
-                "the last batch of a step"
-            )
-        self._begun, self._unsent, self.attempt.in_step = True, self._micro_batches, True
+        self._unsent, self.attempt.in_step = self._micro_batches, True
         self._check_same_samples(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divided, self._as_function = True, divisor is not None, False
@@ -447,7 +442,6 @@ class Step:
                 "update() was called before the last micro-batch of accumulate(), whose backward() sends the gradient: go "
                 "over all micro-batches, and call backward() for each"
             )
-        self._counted_early = not self._begun
         if part is not None and self._samples != part.samples:
             raise RuntimeError(
                 f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}. "
@@ -464,26 +458,10 @@ class Step:
             norm = self.move(optimizers, of, clip, norm)
             self._moved(part.weight if part is not None else 1.0)
             self._scaled(scaler, optimizers, overflow=False)
-        else:
-            self._leave_out(optimizers, scaler)
+        elif not self._scale_was_too_high(None, optimizers, scaler) and scaler is not None:
+            self._set_scale(scaler, scaler.get_scale())
         sync.zero_grad()
         self._end(optimizers, total, norm)
-
-    def _leave_out(self, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> None:
-        """The gradient is not finite, and cannot be computed again: the step moves no weight.
-
-        Collective. Raises `Ended` where the run is not to go on; `UserError` where a gradient was not summed.
-        """
-        self._discard()
-        bad = self._ranks_with_bad_loss()
-        if self._scale_too_high(scaler, bad):
-            self._scaled(scaler, optimizers, overflow=True)
-            return
-        causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
-        reason = f"step {self.run.steps_done + 1}: {causes or 'a gradient is not finite, though every loss is'}"
-        if self.looks:
-            self.attempt.skip_step(reason)
-        self._set_scale(scaler, None if scaler is None else scaler.get_scale())
 
     # What both have in common.
 
@@ -493,10 +471,6 @@ class Step:
         self.replica.sync.abandon()
         self.restore(self._before)
         raise_together(self._not_summed, self.run.world)
-
-    def _scale_too_high(self, scaler: Any, bad: list[int]) -> bool:
-        """Whether the loss scale may be the cause. `bad`: the ranks whose loss is not finite by itself."""
-        return scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE
 
     def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
         """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
