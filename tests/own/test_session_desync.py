@@ -29,7 +29,11 @@ with Session(sys.argv[1], sync=sync, collective_timeout=60) as run:
                 continue
             if odd and kind == "exit":
                 sys.exit()
-            if kind == "ways" and run.steps == 6:
+            if run.steps == 6 and kind == "all break":
+                break
+            if run.steps == 6 and kind == "all continue":
+                continue
+            if run.steps == 6 and kind == "ways":
                 if run.rank == 1:
                     break
                 continue
@@ -57,3 +61,9 @@ def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: 
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["code"] == 1 and sentence in status["reason"]
     assert time.monotonic() - began < 45, "not after the timeout of collectives, which is 60 s"
+
+
+@pytest.mark.parametrize("kind", ["all break", "all continue"])
+def test_ranks_that_leave_alike_go_on(tmp_path: Path, kind: str) -> None:
+    done = script(3, SCRIPT, tmp_path / "run", kind, "flat")
+    assert done.code == 0 and "rank 1" not in done.output.replace("rank 1: port", ""), done.output

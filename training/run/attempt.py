@@ -4,7 +4,7 @@
     with attempt:
         attempt.boundary()                          # before each step; raises `Ended` where the ranks agreed to leave
         …                                           # a step
-        attempt.step_was_finite()                   # or `skip_step`, where no weight was moved
+        attempt.nonfinite_steps = 0                 # or `skip_step`, where no weight was moved
         attempt.step_done(lr, samples, grad_norm)
     code = conclude(context, signals, ended)        # or `failed`, where an error came
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
@@ -27,7 +26,6 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, E
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
 from lockstep.training.parallel.exchange import all_gather_trees, same_on_all
-from lockstep.training.parallel.world import World
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint
 from lockstep.training.resilience.desync import Meetings
@@ -171,10 +169,6 @@ class Attempt:
         self._save_agreed |= decision.save
         return decision
 
-    def step_was_finite(self) -> None:
-        """A step has updated the weights: resets the count of skipped steps."""
-        self.nonfinite_steps = 0
-
     def skip_step(self, reason: str) -> None:
         """A step was skipped, because its gradient was not finite. Raises `Ended` if the settings end the run then."""
         context, config = self.context, self.context.config
@@ -314,7 +308,11 @@ def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:
     context.console.close()
     if ended.code != EXIT_DONE and world.leader:
         context.console.warn(ended.reason)
-    _leave_together(world, lambda: _write_report(context))
+    dist.barrier()  # every rank has written what goes into the report
+    _write_report(context)
+    dist.barrier()  # when one rank has ended, a launcher may end the others
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
     return ended.code
 
 
@@ -340,21 +338,6 @@ def failed(context: RunContext, error: BaseException) -> int | None:
     elif run is not None:
         run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", context.steps_done)
     return None
-
-
-def _leave_together(world: World, last: Callable[[], None]) -> None:
-    """All ranks leave at the same time: when one has ended, a launcher may end the others.
-
-    Args:
-        last: what is done when every rank has written its files.
-    """
-    if world.size > 1:
-        dist.barrier()
-    last()
-    if world.size > 1:
-        dist.barrier()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _write_report(context: RunContext) -> None:

@@ -307,7 +307,7 @@ class Step:
         return not self.looks and (scaler is None or scaler.get_scale() <= LOWEST_SCALE)
 
     def _moved(self, weight: float) -> None:
-        self.attempt.step_was_finite()
+        self.attempt.nonfinite_steps = 0
         losses = self.run.state.losses
         self._weighed = self._samples * weight
         losses[0] += self.loss_sum
