@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ SCRIPT = """
 import sys, torch
 from lockstep import Session
 kind, sync = sys.argv[2:4]
-with Session(sys.argv[1], sync=sync, collective_timeout=60) as run:
+with Session(sys.argv[1], sync=sync) as run:
     model = run.replicate(torch.nn.Linear(4, 2))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     x = torch.randn(160, 4)
@@ -52,7 +51,7 @@ SAYS = {
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize(("kind", "sync"), [*((kind, "flat") for kind in SAYS), ("continue", "ddp"), ("break", "ddp")])
 def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
-    began = time.monotonic()
+    """Not after `collective_timeout`, which is 600 s: `script` waits 90 s."""
     done = script(2, SCRIPT, tmp_path / "run", kind, sync)
     sentence = SAYS[kind]
     assert done.code == 1 and done.output.count(sentence) == 1, "said once, and not by every rank"
@@ -60,7 +59,6 @@ def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: 
     assert "Traceback" not in done.output and "did not arrive" not in done.output, done.output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["code"] == 1 and sentence in status["reason"]
-    assert time.monotonic() - began < 45, "not after the timeout of collectives, which is 60 s"
 
 
 @pytest.mark.parametrize("kind", ["all break", "all continue"])
