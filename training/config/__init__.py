@@ -34,7 +34,7 @@ from lockstep.training.config.sections import (
     Sync,
 )  # fmt: skip
 from lockstep.training.config.settings import Section
-from lockstep.training.config.types import Count, Free, Later, Mark, Number, Plain, Positive
+from lockstep.training.config.types import Count, Free, Mark, Number, Plain, Positive
 from lockstep.training.contract import UserError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -101,17 +101,17 @@ class RunSettings(Section):
     """A gradient that is NaN or infinite: end the run before the optimizer step, skip the step, or do not check."""
     nonfinite_limit: Free[Count] = 100
     """Consecutive steps that `nonfinite: skip` may skip. One more ends the run, because then the weights are lost."""
-    micro_batch_size: Later[Count] = 0
+    micro_batch_size: Count = 0
     """Most samples that a rank computes at once, to save memory: its part of a batch is cut into micro-batches. 0: the whole part."""
-    capture: Later[Literal["never", "auto"]] = "never"
+    capture: Literal["never", "auto"] = "never"
     """`auto`: record the whole step as CUDA graphs and replay it, if possible."""
     check_closeness: Free[Count] = 0
     """Steps between two checks that all ranks have the same parameters. A difference ends the run, and the error names it. 0: no checks."""
     deterministic: bool = False
     """Use only deterministic kernels. An operation without one is an error."""
-    tf32: Later[bool] = False
+    tf32: bool = False
     """Let a GPU compute float32 matrix products and convolutions in TF32: faster, with 10 bits of mantissa for 23."""
-    cudnn_benchmark: Later[bool] = False
+    cudnn_benchmark: bool = False
     """Let cuDNN measure its convolution kernels and use the fastest. Another start may use another one: the last bits may differ."""
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train; `auto` takes a GPU where one is visible."""
@@ -142,11 +142,9 @@ class RunSettings(Section):
         return self
 
     def hash(self) -> str:
-        """sha256 of all settings that make the run what it is; of later ones, of those that are set."""
-        values = settings.flatten(self, Mark.FREE)
-        later = {name: field.default for name, field in type(self).model_fields.items() if Mark.LATER in field.metadata}
-        identity = {name: value for name, value in values.items() if name not in later or value != later[name]}
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        """sha256 of all settings that make the run what it is."""
+        identity = json.dumps(settings.flatten(self, Mark.FREE), sort_keys=True)
+        return hashlib.sha256(identity.encode()).hexdigest()
 
 
 class Config(RunSettings, Recipe):
@@ -257,8 +255,6 @@ def _kind(value: Any) -> str:
 
 def from_dict(values: dict[str, Any], where: str) -> Config:
     """A recipe's config from what `to_dict` wrote. Raises `UserError`."""
-    if values.get("accumulate") == 1:  # what it was called before it was `micro_batch_size`
-        values = {name: value for name, value in values.items() if name != "accumulate"}
     return settings.build(Config, values, where)
 
 

@@ -19,16 +19,15 @@ from lockstep.training.config.types import (
     Free,
     Items,
     KeepBest,
+    Momentum,
     Number,
     Pair,
     Plain,
     Positive,
     PositiveNumber,
+    Rate,
     Schedule,
     SecondsOrAuto,
-    WrittenPair,
-    WrittenRate,
-    WrittenShare,
 )
 
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
@@ -137,10 +136,10 @@ class Group(TypedDict, total=False):
 
     __pydantic_config__ = Section.model_config  # type: ignore[misc]
 
-    lr: WrittenRate
-    momentum: WrittenShare
-    weight_decay: WrittenRate
-    schedule: Schedule[WrittenPair]
+    lr: Rate
+    momentum: Momentum
+    weight_decay: Rate
+    schedule: Schedule[Pair[Number]]
 
 
 class Optim(Section):

@@ -9,16 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    PlainValidator,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, PlainValidator, WithJsonSchema
 
 from lockstep.training.config.settings import shown
 
@@ -27,12 +18,10 @@ class Mark(enum.Enum):
     """What holds of a setting between two starts of one run. All others are part of the run's identity."""
 
     FREE = "may change"
-    LATER = "came after runs had been hashed without it: part of the identity where it is not the default"
 
 
 T = TypeVar("T")
 Free = Annotated[T, Mark.FREE]
-Later = Annotated[T, Mark.LATER]
 
 
 def _number(value: Any) -> Any:
@@ -64,12 +53,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and abs(value) < 2**63)
-
-
-def _as_written(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Checked, and a whole number stays one: configs have been hashed with it."""
-    number = check(value)
-    return number if isinstance(value, str) else value
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -138,17 +121,13 @@ SecondsOrAuto = Annotated[
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto", "type": "string"}]}),
 ]  # fmt: skip
 PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
-WrittenNumber = Annotated[Number, WrapValidator(_as_written)]
-WrittenRate = Annotated[
-    FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number), WrapValidator(_as_written)
-]
-WrittenShare = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number), WrapValidator(_as_written)]
+Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number)]
+Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
 Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Settings of something that this package does not know: they go into run.yaml and into the hash."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
 Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-WrittenPair = Annotated[Pair[WrittenNumber], AfterValidator(list)]
 Schedule = Annotated[Items[T], AfterValidator(_rising)]
 """Of points (when, factor)."""
