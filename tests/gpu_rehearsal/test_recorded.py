@@ -69,7 +69,7 @@ def _waits(graphs: int, looks_for_nan: bool) -> dict[str, int]:
         "cudaStreamSynchronize by data/batches.py:fill": 2,
         "cudaStreamSynchronize by data/batches.py:recorded": 1,  # the keys' place, once
         RESIDENT: 8,
-        "copy cpu->cuda pageable by optim/rates.py:publish_rates": 8,
+        "copy cpu->cuda pageable by optim/base.py:publish_rates": 8,
     }
     looks = {LOOK_FOR_NAN: 8}
     return waits | (looks if looks_for_nan else {})

@@ -1,9 +1,10 @@
-"""The types that a network computes in, and its compilation."""
+"""How a network computes: its types, its compilation, and without effect on its batch statistics."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -44,3 +45,20 @@ def compiled(network: nn.Module, device: torch.device) -> nn.Module:
         if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
             raise UserError("compile=true needs a C compiler for Triton: install gcc, or set compile=false")
     return cast(nn.Module, torch.compile(network))
+
+
+@contextlib.contextmanager
+def without_batch_statistics(model: nn.Module) -> Iterator[None]:
+    """The modules that train are in evaluation mode inside. A rank without samples still runs the network, so that it joins the
+    collectives of backward: a stand-in batch times zero, which must move no running statistics.
+
+    Modules that are in evaluation mode already (a batch norm that is frozen) are left so.
+    """
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

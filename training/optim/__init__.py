@@ -1,8 +1,8 @@
-"""The optimizer of a run, from its config."""
+"""The optimizer of a run and its learning rates, from its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,9 @@ from torch import nn
 
 from lockstep.training.config import Config, Optim, settings
 from lockstep.training.contract import UserError
+from lockstep.training.optim.base import SGD, Adam
 from lockstep.training.optim.muon import Muon
 from lockstep.training.optim.nesterov import Nesterov
-from lockstep.training.optim.schedules import piecewise_linear
-from lockstep.training.optim.torchs import SGD, Adam
 
 
 def build(
@@ -98,6 +97,18 @@ def _start_momentum(sgd: torch.optim.Optimizer, *_: object) -> None:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.grad is not None and sgd.state[parameter].get("momentum_buffer") is None:
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def piecewise_linear(points: Sequence[tuple[float, float]], when: float) -> float:
+    """The factor at `when` (fractions of an epoch count): linear between points, flat outside, 1 without points."""
+    if not points:
+        return 1.0
+    if when <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in zip(points, points[1:]):  # noqa: RUF007 - a pair of points reads better so
+        if when <= x1:
+            return y0 + (y1 - y0) * (when - x0) / (x1 - x0)
+    return points[-1][1]
 
 
 def learning_rate(optim: Optim, when: float) -> float:

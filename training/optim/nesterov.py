@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.training.optim.rates import RatedOptimizer
+from lockstep.training.optim.base import RatedOptimizer
 
 
 class Nesterov(RatedOptimizer):

@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.training.config import RunSettings
 from lockstep.training.data import trees
 from lockstep.training.observe.clock import RecordedPoints
-from lockstep.training.optim.rates import RatedOptimizer
+from lockstep.training.optim.base import RatedOptimizer
 from lockstep.training.parallel.exchange import all_gather_trees
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync

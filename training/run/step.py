@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lockstep.training.checkpoint import generators
 from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
-from lockstep.training.models.stand_in import without_batch_statistics
+from lockstep.training.models.arithmetic import without_batch_statistics
 from lockstep.training.observe.reading import mean_loss
 from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.resilience import divergence

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lockstep.training.optim.schedules import piecewise_linear
+from lockstep.training.optim import piecewise_linear
 from tests import product
 
 

@@ -1,24 +1,60 @@
-"""An optimizer whose learning rates can live on the device, so that a recorded step reads them anew at every replay."""
+"""What the optimizers here have in common, and torch's own SGD and Adam, without its compiler.
+
+torch hides some of their methods from the compiler, and imports all of it at the first call to do so: one or two CPU seconds
+of every start. Nothing here compiles an optimizer, so these classes call what is hidden.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from lockstep.training.optim.torchs import PlainOptimizer
+
+def _plain(method: Any) -> Any:
+    """The method as it is written."""
+    return inspect.unwrap(method)
+
+
+class PlainOptimizer(Optimizer):
+    """Base of every optimizer here."""
+
+    add_param_group = _plain(Optimizer.add_param_group)
+    state_dict = _plain(Optimizer.state_dict)
+    load_state_dict = _plain(Optimizer.load_state_dict)
+    zero_grad = _plain(Optimizer.zero_grad)
+
+
+class SGD(PlainOptimizer, torch.optim.SGD):
+    """`torch.optim.SGD`."""
+
+    _step = staticmethod(_plain(torch.optim.SGD.step))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._step(self, closure)
+
+
+class Adam(PlainOptimizer, torch.optim.Adam):
+    """`torch.optim.Adam`."""
+
+    _step = staticmethod(_plain(torch.optim.Adam.step))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._step(self, closure)
 
 
 class RatedOptimizer(PlainOptimizer):
-    """Base of our optimizers. `rate(i)` is the rate of group i: a float, or a scalar on the device after `use_tensor`."""
+    """Base of our own optimizers: the learning rates can live on the device, so that a recorded step reads them anew at every
+    replay. `rate(i)` is the rate of group i: a float, or a scalar on the device after `use_tensor`."""
 
     rates: torch.Tensor | None = None
     steps_taken: int = 0
     """Steps done, for optimizers whose `step_kind` depends on it. A recorded step cannot count, so the trainer sets this."""
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
 
     @property
     def step_kind(self) -> int:
