@@ -41,7 +41,7 @@ from lockstep.training.contract import (
     rank_of,
     say,
 )  # fmt: skip
-from lockstep.training.files import keep_out_others, publish
+from lockstep.training.files import keep_out_others
 
 _BEGAN = time.perf_counter()
 
@@ -147,24 +147,18 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from lockstep.training import config as configuration
-    from lockstep.training.data import shards, show, sources
+    from lockstep.training.data import making, sources
+    from lockstep.training.data.shards import Manifest
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
-        manifest = shards.Manifest.read(shards.prepare(data))
+        manifest = Manifest.read(making.prepare(data))
     else:
         if args.out.exists():
             raise UserError(f"{args.out} exists already: choose another folder, or remove it")
-        manifest = shards.write(sources.stream(data), args.out, data.source, data.num_shards, split=data.split)
-    for line in show.described(manifest, data):
+        manifest = making.write(sources.stream(data), args.out, data.source, data.num_shards, split=data.split)
+    for line in manifest.describe(data):
         say(line)
-    if sheet := show.contact_sheet(manifest):
-        path = manifest.directory / show.SHEET
-        try:
-            publish(path, sheet)
-            say(f"contact sheet: {path}")
-        except OSError as error:
-            say(f"warning: cannot write {path}: {error.strerror}", sys.stderr)
     return EXIT_DONE
 
 

@@ -263,6 +263,15 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def difference(path: Path, digest: str, size: int | None = None) -> str | None:
+    """In what a file is not as a manifest says, its sha256 and its bytes; None: it is. Raises `OSError` where it cannot be read."""
+    if size is not None and (actual := path.stat().st_size) != size:
+        return f"has {actual} bytes, expected {size}"
+    if (found := sha256(path)) != digest:
+        return f"has sha256 {found[:12]}…, its manifest says {digest[:12]}…"
+    return None
+
+
 def read(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes; a larger one is refused before it is read.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -225,7 +225,7 @@ class Session:
         self._lifecycle.begin(self._replicated(), shared, things)
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> MutableMapping[str, Any]:
         """Values of the script, saved in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries.
 
         They must be the same on every rank; those of rank 0 are saved.
@@ -238,7 +238,7 @@ class Session:
         return self._started().run.kept.values
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> MutableMapping[str, Any]:
         """What summary.json says of the run besides our numbers: values as in `values`, saved in every checkpoint, too. A `remark`
         also ends the reason in status.json: "complete, but …".
 

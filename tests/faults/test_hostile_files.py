@@ -226,7 +226,7 @@ def _npz(chance: random.Random) -> bytes:
     return _sometimes_damaged(file.getvalue(), chance)
 
 
-def _safetensors(chance: random.Random, names: tuple[str, ...] = ("samples", "labels")) -> bytes:
+def _safetensors(chance: random.Random, names: tuple[str, ...]) -> bytes:
     head: dict[str, Any] = {}
     at = 0
     for name in names:
@@ -242,9 +242,9 @@ def _safetensors(chance: random.Random, names: tuple[str, ...] = ("samples", "la
 
 
 def odd_arrays(root: Path, chance: random.Random) -> None:
-    kind = chance.choice(("npy", "npz", "safetensors"))
+    kind = chance.choice(("npy", "npz"))
     (root / "labels.npy").write_bytes(_npy(chance, True))
-    (root / f"x.{kind}").write_bytes({"npy": _npy, "npz": _npz, "safetensors": _safetensors}[kind](chance))
+    (root / f"x.{kind}").write_bytes({"npy": _npy, "npz": _npz}[kind](chance))
     labels = {"train_labels": "labels.npy"} if kind == "npy" else {}
     refused("source", root, of="arrays", train=f"x.{kind}", held_out=0.5, **labels)
 

@@ -28,12 +28,12 @@ def read(kind: str, path: Path, **more: Any) -> Any:
 def _recipe(path: Path, words: Sequence[str] = ()) -> Any:
     """With `words` as behind `--set`; it is the same again when it was written down and read."""
     from lockstep.training import config
-    from lockstep.training.data import shards
+    from lockstep.training.data import making
 
     loaded = config.load(str(path), list(words))
     again = config.from_dict(config.to_dict(loaded), "written down")
     assert config.differences(loaded, again) == [] and loaded.hash() == again.hash()
-    shards.cache_directory(loaded.data)
+    making.cache_directory(loaded.data)
     return loaded
 
 
@@ -152,7 +152,7 @@ def clean(directory: Path) -> None:
 
 def seal(checkpoint: Path) -> None:
     """Has a checkpoint's manifest vouch for the files as they are."""
-    from lockstep.training import manifest
+    from lockstep.training.checkpoint import store
 
     path = checkpoint / "manifest.json"
     value = json.loads(path.read_bytes())
@@ -160,16 +160,15 @@ def seal(checkpoint: Path) -> None:
         data = (checkpoint / name).read_bytes()
         value["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     del value["sha256"]
-    path.write_text(json.dumps({**value, "sha256": manifest.seal(value)}))
+    path.write_text(json.dumps({**value, "sha256": store.seal(value)}))
 
 
 def make_shards(folder: Path, samples: int = 12, shards: int = 2) -> Path:
     """A folder of shards of small synthetic images."""
-    from lockstep.training.data import shards as written
-    from lockstep.training.data import sources
+    from lockstep.training.data import making, sources
 
     raw = sources.load("synthetic", folder, False, {"n": samples, "n_test": 3, "size": 4})
-    return written.write(raw, folder, "synthetic", shards).directory
+    return making.write(raw, folder, "synthetic", shards).directory
 
 
 def train(*words: str) -> int:

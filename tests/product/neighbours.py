@@ -33,17 +33,17 @@ def source(name: str, root: Path, **options: Any) -> Any:
 
 def prepared(settings: Any) -> Any:
     """The shards of a source, made or found again; what `split` takes."""
-    from lockstep.training.data import shards
+    from lockstep.training.data import making, shards
 
-    return shards.Manifest.read(shards.prepare(settings))
+    return shards.Manifest.read(making.prepare(settings))
 
 
 def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:
     """Shards of these (samples, labels)."""
-    from lockstep.training.data import shards
+    from lockstep.training.data import making
     from lockstep.training.data.sources.raw import Raw
 
-    return shards.write(Raw(train, test, classes), folder, "array", files)
+    return making.write(Raw(train, test, classes), folder, "array", files)
 
 
 def split(made: Any, name: str) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ def batches(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "
 
 def sealed(manifest: dict[str, Any]) -> str:
     """The checksum that a manifest carries of itself."""
-    from lockstep.training.manifest import seal
+    from lockstep.training.checkpoint.store import seal
 
     return seal(manifest)
 

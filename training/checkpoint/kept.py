@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,29 +18,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class Values(dict[str, Any]):
+class Values(UserDict[str, Any]):
     """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
 
-    def __init__(self, name: str = "run.values") -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_tree(value, f"{self._name}[{name!r}]")
         super().__setitem__(name, value)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *mappings: Any, **values: Any) -> None:
-        for name, value in dict(*mappings, **values).items():
-            self[name] = value
-
-    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]  # dict has two overloads
-        self.update(other)
-        return self
 
 
 class Kept:
@@ -53,13 +41,13 @@ class Kept:
         """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
         self.rank_objects: dict[str, Stateful] = {}
         """Different on each rank: each rank's state is saved, and that rank gets it back."""
-        self.values = Values()
+        self.values = Values("run.values")
         """The same on every rank."""
-        self.summary = Values(name="run.summary")
+        self.summary = Values("run.summary")
         """What the script has to say in summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
-        self.data: dict[str, Any] | None = {}
+        self.data: dict[str, Any] = {}
         """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division. None: a
         checkpoint that does not say it."""
         self.logged: dict[str, float] = {}
@@ -117,7 +105,7 @@ class Kept:
         self.values.clear()
         self.values.update(shared["values"])
         self.summary.clear()
-        self.summary.update(shared.get("summary", {}))
+        self.summary.update(shared["summary"])
         self.steps, self.samples = shared["steps"], shared["samples"]
         self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
         self.rates = shared.get("rates", {})

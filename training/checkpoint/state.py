@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from lockstep.training.checkpoint import generators
 from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.contract import UserError
 from lockstep.training.observe.clock import StepClock
+from lockstep.training.optim.base import PlainOptimizer
 from lockstep.training.optim.ema import Ema
-from lockstep.training.optim.torchs import PlainOptimizer
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
@@ -88,100 +89,111 @@ def _names(state: TrainState) -> list[list[str]]:
     return _in_groups(state.sync.parameter_groups(state.optimizer), state.model)
 
 
+class _Part(BaseModel):
+    """What a part of a gathered state must have. What only its owner knows may be anything: the settings of the optimizer's groups,
+    which `scatter` compares with those of the current optimizer, and the states of a strategy and of what a script keeps."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="allow")
+
+
+def _is_generators(states: Any) -> Any:
+    if not generators.is_sound(states):
+        raise ValueError("no generators")
+    return states
+
+
+_Count = Annotated[int, Field(ge=0)]
+_Tensors = dict[str, torch.Tensor]
+_Generators = Annotated[Any, AfterValidator(_is_generators)]
+
+
+class _History(_Part):
+    __pydantic_extra__: dict[str, float | None] = Field(init=False)
+    class_accuracy: dict[str, float | None] | None = None
+    stopped: str | float | None = None
+    preemptions: _Count = 0
+    attempts: _Count = 0
+
+
+class _Optimizer(_Part):
+    state: dict[str, Any]
+    own: dict[int | str, Any]
+    param_groups: Any
+
+
+class _KeptByScript(_Part):
+    objects: dict[Any, Any]
+    values: dict[Any, Any]
+    steps: _Count
+    samples: _Count
+    data: dict[Any, Any]
+    logged: dict[Any, Any]
+    logged_in_epoch: dict[Any, Any]
+    rates: dict[str, float | None]
+    summary: dict[Any, Any]
+
+
+class _Shared(_Part):
+    model: Annotated[_Tensors, Field(min_length=1)]
+    average: _Tensors
+    aliases: dict[str, str]
+    optimizer: _Optimizer
+    cursor: Annotated[list[_Count], Field(min_length=2, max_length=2)]
+    trained_seconds: float = Field(ge=0, lt=1e12)
+    history: _History
+    kept: _KeptByScript
+
+
+class _KeptByRank(_Part):
+    objects: dict[Any, Any]
+    epoch_generators: _Generators | None
+
+
+class _Rank(_Part):
+    rng: _Generators
+    buffers: _Tensors
+    average_buffers: _Tensors
+    losses: torch.Tensor
+    sync: Any
+    kept: _KeptByRank
+
+
+class _Gathered(_Part):
+    shared: _Shared
+    ranks: Annotated[list[_Rank], Field(min_length=1)]
+
+
 def checked(gathered: Any) -> dict[str, Any]:
     """A gathered state that was read from a file, where it has the structure that `gather` gives.
 
-    A checksum shows only that the file is as it was written. Not checked here: the settings of the optimizer's groups,
-    which `scatter` compares with those of the current optimizer, and the state of the sync strategy.
+    A checksum shows only that the file is as it was written.
 
     Raises:
         ValueError: a part is missing or has another form; the message names the first one.
     """
-    _expect(isinstance(gathered, dict) and gathered.keys() == {"shared", "ranks"}, "outermost mapping")
-    shared, ranks = gathered["shared"], gathered["ranks"]
-    names = {"model", "average", "aliases", "optimizer", "cursor", "trained_seconds", "history", "kept"}
-    _expect(isinstance(shared, dict) and names <= shared.keys(), "part `shared`")
-    _expect(_are_tensors(shared["model"]) and bool(shared["model"]), "model")
-    _expect(_are_tensors(shared["average"]), "average")
-    aliases = shared["aliases"]
-    known = isinstance(aliases, dict) and all(isinstance(name, str) for pair in aliases.items() for name in pair)
-    _expect(known and all(name in shared["model"] for name in aliases.values()), "aliases")
-    _expect(not shared["average"] or shared["average"].keys() == shared["model"].keys(), "average")
-    _check_optimizer(shared["optimizer"])
-    cursor = shared["cursor"]
-    _expect(isinstance(cursor, list) and [type(n) for n in cursor] == [int, int] and min(cursor) >= 0, "cursor")
-    seconds = shared["trained_seconds"]
-    _expect(type(seconds) in (int, float) and 0 <= seconds < 1e12, "trained_seconds")
-    _check_history(shared["history"])
-    _expect(isinstance(ranks, list) and bool(ranks), "list of ranks")
-    _check_kept(shared["kept"], ranks)
-    for number, rank in enumerate(ranks):
-        _check_rank(rank, ranks[0], f"rank {number}")
+    try:
+        state = _Gathered.model_validate(gathered)
+    except ValidationError as error:
+        place = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
+        _expect(False, ", ".join(map(str, place)) or "outermost mapping")
+    shared, first = state.shared, state.ranks[0]
+    _expect(shared.model.keys() >= set(shared.aliases.values()), "aliases")
+    _expect(not shared.average or shared.average.keys() == shared.model.keys(), "average")
+    for number, rank in enumerate(state.ranks):
+        losses = rank.losses
+        _expect(losses.dtype == torch.float64 and losses.shape == (2,), f"rank {number}, losses")
+        for name in ("buffers", "average_buffers"):  # of the same names, shapes and types on all ranks
+            _expect(_forms(getattr(rank, name)) == _forms(getattr(first, name)), f"rank {number}, {name}")
     return dict(gathered)
 
 
-def with_kept(gathered: Any, step: int, global_batch: int) -> Any:
-    """A recipe's checkpoint of a time when its place was the cursor alone, with what it has to say of that now.
-
-    Args:
-        step: of the checkpoint.
-        global_batch: samples a step.
-    """
-    shared = gathered.get("shared") if isinstance(gathered, dict) else None
-    if not isinstance(shared, dict) or "kept" in shared:
-        return gathered
-    scale = shared.get("loss_scale")
-    objects: dict[str, Any] = {}
-    if isinstance(scale, dict):
-        growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-        objects["scaler"] = {"scale": scale.get("factor"), **growth, "_growth_tracker": scale.get("steps")}
-    kept = {"objects": objects, "values": {}, "steps": step, "samples": step * global_batch, "data": None, "logged": {}}
-    shared["kept"] = {**kept, "logged_in_epoch": {}, "summary": {}}
-    for rank in gathered.get("ranks") or ():
-        rank["kept"] = {"objects": {}, "epoch_generators": None}
-    return gathered
+def _forms(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _expect(condition: bool, place: str) -> None:
     if not condition:
         raise ValueError(f"its {place} does not have the form that a run saves")
-
-
-def _are_tensors(value: Any) -> bool:
-    """Whether it is a mapping of names to tensors."""
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
-    )
-
-
-def _check_kept(kept: Any, ranks: list[Any]) -> None:
-    """Checks the structure. The objects check their own states when they load them."""
-    parts = {"objects": dict, "values": dict, "steps": int, "samples": int, "logged": dict}
-    parts["logged_in_epoch"] = dict
-    _expect(
-        isinstance(kept, dict) and all(type(kept.get(name)) is expected_type for name, expected_type in parts.items()),
-        "kept state",
-    )
-    _expect(kept.get("data") is None or isinstance(kept["data"], dict), "kept state")
-    rates = kept.get("rates", {})
-    _expect(isinstance(rates, dict) and all(_count(rate) for rate in rates.values()), "learning rates")
-    _expect(kept["steps"] >= 0 and kept["samples"] >= 0 and type(kept.get("summary", {})) is dict, "kept state")
-    for number, rank in enumerate(ranks):
-        rank_kept = rank.get("kept") if isinstance(rank, dict) else None
-        _expect(
-            isinstance(rank_kept, dict) and isinstance(rank_kept.get("objects"), dict), f"rank {number}, kept state"
-        )
-        states = rank_kept.get("epoch_generators") if isinstance(rank_kept, dict) else None
-        _expect(states is None or generators.is_sound(states), f"rank {number}, generators")
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Checks the structure. What an optimizer keeps for a parameter may have any form."""
-    _expect(isinstance(optimizer, dict) and optimizer.keys() >= {"state", "own", "param_groups"}, "optimizer")
-    _expect(isinstance(optimizer["state"], dict), "optimizer's state")
-    _expect(all(type(key) is str for key in optimizer["state"]), "optimizer's state")
-    own = optimizer["own"]
-    _expect(isinstance(own, dict) and all(type(key) in (int, str) for key in own), "optimizer's own state")
 
 
 def _check_moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer, shapes: set[torch.Size]) -> None:
@@ -195,81 +207,28 @@ def _check_moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer, shap
         return
     kinds: dict[Any, bool] = {}
     for kept in [*saved["state"].values(), *saved["own"].values()]:
-        values = list(kept.values()) if isinstance(kept, dict) else [kept]  # a count of the optimizer's own
-        _expect(all(_moment(value, shapes) for value in values), "optimizer's state")
-        for name, value in kept.items() if isinstance(kept, dict) else ():
+        slots = kept if isinstance(kept, dict) else {None: kept}  # a count of the optimizer's own
+        for name, value in slots.items():
             is_tensor = isinstance(value, torch.Tensor)
-            _expect(value is None or kinds.setdefault(name, is_tensor) == is_tensor, f"optimizer's {name}")
+            fits = value.numel() == 1 or value.shape in shapes if is_tensor else _is_number(value)
+            alike = name is None or value is None or kinds.setdefault(name, is_tensor) == is_tensor
+            _expect(fits and alike, f"optimizer's {name or 'state'}")
 
 
-def _check_history(history: Any) -> None:
-    _expect(
-        isinstance(history, dict)
-        and all(
-            _count(v) or name == "class_accuracy" or (name == "stopped" and type(v) is str)
-            for name, v in history.items()
-        ),
-        "history",
-    )
-    for name in ("preemptions", "attempts"):
-        _expect(type(history.get(name, 0)) is int and history.get(name, 0) >= 0, f"history's {name}")
-    by_class = history.get("class_accuracy")
-    by_class = {} if by_class is None else by_class  # any other value may have no truth value
-    _expect(isinstance(by_class, dict) and all(_count(share) for share in by_class.values()), "history")
-
-
-def _check_rank(rank: Any, first: Any, place: str) -> None:
-    """`first`: rank 0's part. All ranks must have buffers of the same names, shapes and types."""
-    _expect(isinstance(rank, dict) and {"rng", "buffers", "average_buffers", "losses", "sync"} <= rank.keys(), place)
-    for name in ("buffers", "average_buffers"):
-        buffers, first_buffers = rank[name], first[name]
-        _expect(_are_tensors(buffers) and buffers.keys() == first_buffers.keys(), f"{place}, {name}")
-        alike = all(
-            t.shape == first_buffers[key].shape and t.dtype == first_buffers[key].dtype for key, t in buffers.items()
-        )
-        _expect(alike, f"{place}, {name}")
-    losses = rank["losses"]
-    _expect(
-        isinstance(losses, torch.Tensor) and losses.dtype == torch.float64 and losses.shape == (2,),
-        f"{place}, losses",
-    )
-    _expect(generators.is_sound(rank["rng"]), f"{place}, rng")
-
-
-def _moment(value: Any, shapes: set[torch.Size]) -> bool:
-    """Whether `value` can be optimizer state of a parameter: a tensor of a parameter's shape, or a number."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 or value.shape in shapes
-    return _count(value)
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 
 _MAY_BE_NULL = ("foreach", "fused")
 """Settings of torch's optimizers that are true, false or left to torch; any other switch is on or off."""
 
 
-def _whole_groups(saved: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The saved groups of parameters; a setting that an older version did not save is that of `optimizer`.
-
-    Raises:
-        ValueError: another number of groups, or a setting of another kind.
-    """
-    live = optimizer.state_dict()["param_groups"]
-    if not isinstance(saved, list) or len(saved) != len(live):
-        raise ValueError(f"the optimizer has {len(live)} groups of parameters, and the checkpoint has different ones")
-    for number, (old, new) in enumerate(zip(saved, live)):
-        if (
-            not isinstance(old, dict)
-            or not isinstance(old.get("params"), list)
-            or any(type(index) is not int for index in old["params"])
-        ):
-            raise ValueError(f"the optimizer's group {number} has no list of its parameters")
+def _check_settings(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ValueError` for a setting of the saved groups of parameters that is of another kind than that of `optimizer`."""
+    for number, (old, new) in enumerate(zip(saved, optimizer.state_dict()["param_groups"])):
         for name in new.keys() & old.keys() - {"params"}:
             empty = old[name] is None and new[name] is not None and name not in _MAY_BE_NULL
-            if empty or _kind(old[name]) != _kind(new[name]):
-                raise ValueError(
-                    f"{name} of the optimizer's group {number} does not have the form that this optimizer saves"
-                )
-    return [{**new, **old} for old, new in zip(saved, live)]
+            _expect(not empty and _kind(old[name]) == _kind(new[name]), f"{name} of the optimizer's group {number}")
 
 
 def _kind(value: Any) -> Any:
@@ -280,11 +239,6 @@ def _kind(value: Any) -> Any:
         return "switch"
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
     return "number" if is_scalar or isinstance(value, (int, float)) else type(value)
-
-
-def _count(value: Any) -> bool:
-    """Whether `value` is None or a number. NaN and infinity are allowed: a run with `nonfinite: ignore` may have such a loss."""
-    return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
 
 
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
@@ -316,8 +270,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
     _check_moments(shared["optimizer"], state.optimizer, {tensor.shape for tensor in shared["model"].values()})
     saved = _by_number(shared["optimizer"], _names(state))
-    groups = _whole_groups(saved["param_groups"], state.optimizer)
-    state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
+    _check_settings(saved["param_groups"], state.optimizer)
+    state.sync.load_optimizer_state(state.optimizer, saved)
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = shared["trained_seconds"]
     state.history.update(shared["history"])

@@ -1,6 +1,6 @@
 """Reads and writes checkpoints, so that each one is complete and verified. This module does not know about ranks.
 
-    checkpoints/step-00000100/state.safetensors      every tensor, under the names of `layout`: `model/conv1.weight`, …
+    checkpoints/step-00000100/state.safetensors      every tensor, under names that say what they are (`_Names`)
     checkpoints/step-00000100/state.json             the plain values around them
     checkpoints/step-00000100/manifest.json          format, step, score; size and sha256 of both; written last
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +33,10 @@ from typing import Any
 import safetensors
 import torch
 
-from lockstep.training import files, manifest
+from lockstep.training import files
 from lockstep.training.checkpoint.score import KeepBest, Rule
 from lockstep.training.contract import UserError, checkpoint_name
-from lockstep.training.parallel import exchange
-from lockstep.training.parallel.exchange import DTYPE_NAMES, split
+from lockstep.training.parallel.exchange import DTYPE_NAMES, join, split
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -46,6 +46,7 @@ MAX_STATE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000
 """Of `TENSORS`, by the safetensors library: about a million tensors."""
 FORMAT = 2
+_CHUNK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
@@ -79,32 +80,21 @@ def step_of(path: Path) -> int:
 
 def verify(path: Path) -> dict[str, Any]:
     """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
-    manifest_path = path / MANIFEST
-
-    def check(value: Any) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
-        if value.pop("sha256") != manifest.seal(value):
+    with files.reading(path / MANIFEST, CorruptCheckpoint):
+        about = json.loads(files.read(path / MANIFEST, 1 << 20))
+        if about.pop("sha256") != seal(about):
             raise ValueError("its content does not match its own sha256")
-        if type(value["format"]) is not int or value["format"] != FORMAT:
-            raise ValueError(f"it has format {value['format']!r}, and this version reads {FORMAT}")
-        entries = value["files"]
-        if set(entries) != {STATE, TENSORS} or value["step"] != step_of(path):
+        if type(about["format"]) is not int or about["format"] != FORMAT:
+            raise ValueError(f"it has format {about['format']!r}, and this version reads {FORMAT}")
+        if set(about["files"]) != {STATE, TENSORS} or about["step"] != step_of(path):
             raise ValueError("it belongs to other files or to another step")
-        return value, {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-
-    try:
-        about, expected = manifest.read(manifest_path, 1 << 20, check)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{manifest_path}: {error.strerror}") from None
-    except manifest.Malformed as error:
-        raise CorruptCheckpoint(f"{manifest_path} is malformed: {error}") from None
-    for name, (size, sha256) in expected.items():
-        try:
-            different = manifest.difference(path / name, sha256, size)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from None
+        expected = {name: (str(entry["sha256"]), int(entry["bytes"])) for name, entry in about["files"].items()}
+    for name, (sha256, size) in expected.items():
+        with files.reading(path / name, CorruptCheckpoint):
+            different = files.difference(path / name, sha256, size)
         if different:
             raise CorruptCheckpoint(f"{path / name} {different}")
-    return about
+    return dict(about)
 
 
 def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -136,7 +126,7 @@ def load(path: Path) -> Any:
     with files.reading(path, CorruptCheckpoint):
         plain = json.loads(files.read(path / STATE, MAX_STATE_BYTES))
         with safetensors.safe_open(path / TENSORS, framework="pt") as file:
-            return _joined(plain, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it has no other way
+            return join(plain, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it has no other way
 
 
 @dataclass(slots=True)
@@ -172,10 +162,10 @@ class Writer:
         The future raises `OSError` if the checkpoint could not be written or verified.
         """
         self.wait()
-        plain, tensors = split(state)
-        self._snapshot(tensors)
+        plain, tensors = split(state, _Names())
+        self._snapshot(list(tensors.values()))
         self._pending = future = Future[SaveResult]()
-        arguments = (future, step, plain, list(self._buffers), score)
+        arguments = (future, step, plain, dict(zip(tensors, self._buffers)), score)
         # A daemon: the process can end also where the disk never answers. `wait` is for every other end.
         threading.Thread(target=self._answer, args=arguments, name="checkpoint", daemon=True).start()
         return future
@@ -204,31 +194,32 @@ class Writer:
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
 
-    def _write(self, step: int, plain: Any, tensors: list[torch.Tensor], score: float | None) -> SaveResult:
+    def _write(self, step: int, plain: Any, tensors: dict[str, torch.Tensor], score: float | None) -> SaveResult:
         began = time.perf_counter()
         self.directory.mkdir(parents=True, exist_ok=True)
         with files.opened_folder(self.directory) as folder:  # another user may put a link in its place at any time
             size = self._write_into(folder, step, plain, tensors, score)
         return SaveResult(self.directory / checkpoint_name(step), time.perf_counter() - began, size)
 
-    def _write_into(self, folder: Path, step: int, plain: Any, tensors: list[torch.Tensor], score: float | None) -> int:
+    def _write_into(
+        self, folder: Path, step: int, plain: Any, tensors: dict[str, torch.Tensor], score: float | None
+    ) -> int:
         final = folder / checkpoint_name(step)
         replaced = folder / f".replaced-{final.name}.{os.getpid()}"
         try:
             with files.replacing(final) as staging:
                 staging.mkdir()
-                plain, names = _named(plain)
                 text = _readable(json.dumps(plain).encode(), MAX_STATE_BYTES, STATE)
                 entries = {
-                    STATE: manifest.write_file(staging / STATE, [text]),
-                    TENSORS: manifest.write_file(staging / TENSORS, _safetensors(dict(zip(names, tensors)))),
+                    STATE: _write_file(staging / STATE, [text]),
+                    TENSORS: _write_file(staging / TENSORS, _safetensors(tensors)),
                 }
                 if score is None and final.exists():
                     score = _score(final, self._rule)  # the same step, saved again: its score still holds
                 about: dict[str, Any] = {"format": FORMAT, "step": step, "score": score, "files": entries}
                 about["score_of"] = self._rule.name
-                about["sha256"] = manifest.seal(about)
-                files.write_durable(staging / MANIFEST, manifest.text(about))
+                about["sha256"] = seal(about)
+                files.write_durable(staging / MANIFEST, (json.dumps(about, indent=1) + "\n").encode())
                 files.fsync_directory(staging)
                 if final.exists():  # the same step once more: a signal after a resume, or a corrupt one of earlier
                     files.rename(final, replaced)
@@ -278,6 +269,40 @@ def _score(path: Path, rule: Rule) -> float | None:
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
 
 
+def seal(value: dict[str, Any]) -> str:
+    """The sha256 of a manifest itself, without which a flipped digit outside the checksums would go unseen."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _write_file(path: Path, pieces: Sequence[Any]) -> dict[str, Any]:
+    """Writes a new durable file while another thread hashes the same bytes. Returns its entry, {bytes, sha256}.
+
+    Args:
+        pieces: buffers of bytes, one after the other. They are not copied.
+    """
+    digest = hashlib.sha256()
+
+    def hash_all() -> None:
+        for piece in pieces:
+            digest.update(piece)
+
+    hasher = threading.Thread(target=hash_all, name="checkpoint-hash")
+    hasher.start()
+    size = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for piece in pieces:
+            view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+            for start in range(0, len(view), _CHUNK):
+                files.write_all(descriptor, view[start : start + _CHUNK])
+            size += len(view)
+        files.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        hasher.join()
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
 def _readable(text: bytes, limit: int, name: str) -> bytes:
     """`text`, if it is small enough to be read again. Raises `OSError` otherwise."""
     if len(text) > limit:
@@ -304,70 +329,32 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> list[Any]:
     return [len(text).to_bytes(8, "little") + text, *pieces]
 
 
-# Where each tensor of a state is in the tensor file: under a name that says what it is.
-#
-#     model/conv1.weight                       a parameter
-#     average/conv1.weight                     the average of it
-#     optim/conv1.weight/momentum_buffer       what the optimizer keeps for it
-#     ranks/0/buffers/norm.running_mean        what rank 0 has of its own: buffers, average_buffers, rng, losses, sync
-#
-# The plain values around them keep the structure of the state, with `{"$tensor": NAME}` in the place of each tensor.
-#
-
 _PLACES = ((("shared", "optimizer", "state"), ("optim",)), (("shared",), ()))
 """First parts of a path in the state, and their short form in a tensor's name."""
 
 
-def _named(plain: Any) -> tuple[Any, list[str]]:
-    """Of the JSON value that `exchange.split` gives: (the same with names in the place of numbers, the names in that order)."""
-    numbers: dict[str, int] = {}
+class _Names:
+    """Where each tensor of a state is in the tensor file: under a name that says what it is.
 
-    def walk(value: Any, place: tuple[str, ...]) -> Any:
-        if isinstance(value, list):
-            return [walk(inner, (*place, str(number))) for number, inner in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        if value.keys() == {"$tensor"}:
-            name = _free(_name(place), numbers)
-            numbers[name] = value["$tensor"]
-            return {"$tensor": name}
-        if value.keys() == {"$items"}:  # a mapping whose keys are no plain texts
-            return {"$items": [[walk(key, place), walk(inner, (*place, str(key)))] for key, inner in value["$items"]]}
-        marked = any(key.startswith("$") for key in value)
-        return {key: walk(inner, place if marked else (*place, key)) for key, inner in value.items()}
+        model/conv1.weight                       a parameter
+        average/conv1.weight                     the average of it
+        optim/conv1.weight/momentum_buffer       what the optimizer keeps for it
+        ranks/0/buffers/norm.running_mean        what rank 0 has of its own: buffers, average_buffers, rng, losses, sync
 
-    return walk(plain, ()), sorted(numbers, key=lambda name: numbers[name])
+    The plain values around them keep the structure of the state, with `{"$tensor": NAME}` in the place of each tensor.
+    """
 
+    def __init__(self) -> None:
+        self._used = {"", "__metadata__"}  # safetensors does not allow the latter as a name
 
-def _joined(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state, of `named` plain values. Raises `ValueError` for any other value."""
-    numbers = {name: number for number, name in enumerate(tensors)}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, list):
-            return [walk(inner) for inner in value]
-        if not isinstance(value, dict):
-            return value
-        if value.keys() == {"$tensor"}:
-            name = value["$tensor"]
-            if not isinstance(name, str) or name not in numbers:
-                raise ValueError(f"no tensor {name!r}")
-            return {"$tensor": numbers[name]}
-        return {key: walk(inner) for key, inner in value.items()}
-
-    return exchange.join(walk(plain), list(tensors.values()))
-
-
-def _name(place: tuple[str, ...]) -> str:
-    for beginning, short in _PLACES:
-        if place[: len(beginning)] == beginning:
-            place = short + place[len(beginning) :]
-            break
-    return "/".join(place).encode("utf-8", "replace").decode()  # a file cannot hold half a character
-
-
-def _free(name: str, used: dict[str, int]) -> str:
-    """`name`, with `~` added if it is already used: a key of a mapping may contain a `/`."""
-    while name in used or name in ("", "__metadata__"):  # safetensors does not allow the latter as a name
-        name += "~"
-    return name
+    def __call__(self, place: tuple[str, ...]) -> str:
+        """The name, with `~` added if it is already used: a key of a mapping may contain a `/`."""
+        for beginning, short in _PLACES:
+            if place[: len(beginning)] == beginning:
+                place = short + place[len(beginning) :]
+                break
+        name = "/".join(place).encode("utf-8", "replace").decode()  # a file cannot hold half a character
+        while name in self._used:
+            name += "~"
+        self._used.add(name)
+        return name

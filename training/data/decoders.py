@@ -10,23 +10,20 @@ a deadline for it, and a bound on the bytes that it answers.
 
 The process is this module, too: python -m lockstep.training.data.decoders HEIGHT WIDTH. It writes R. Then it reads a line
 of JSON for each image, {"path": …, "kind": …, "inside": …}, until stdin ends. It answers P and the pixels, uint8 RGB
-[h, w, 3], or E, the length of a reason (2 bytes) and the reason. It imports Pillow and nothing of ours but `files`.
+[h, w, 3], or E, the length of a reason (2 bytes) and the reason. It alone imports Pillow, and nothing of ours but `files`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
 import os
 import queue
-import select
 import signal
+import socket
 import subprocess
 import sys
-import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -34,8 +31,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
-
-from PIL import Image, ImageOps
 
 from lockstep.training import files
 
@@ -62,7 +57,7 @@ class Item:
     name: str
     """As messages show it."""
     expected_format: str | None = None
-    """`JPEG`, `PNG` or `WEBP`; None if any of them is accepted."""
+    """`JPEG`, `PNG` or `WEBP`, by the suffix of its name; None if any of them is accepted."""
     inside: Path | None = None
     """The folder, without links, below which the file must be when it is opened; None: anywhere."""
 
@@ -115,10 +110,6 @@ class Decoders:
             self._idle.put(process)
 
 
-class _LostError(Exception):
-    """The process did not answer."""
-
-
 class _Process:
     """A decoder process, which is started when it is needed, and again after a file has ended it."""
 
@@ -126,96 +117,71 @@ class _Process:
         self._command = [sys.executable, *_PROGRAM, str(height), str(width)]
         self._bytes = height * width * 3
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
         self._closed = False
 
     def decode(self, item: Item) -> Result:
         """Only an item that ends two processes counts as broken: a machine without memory may kill any process."""
         reason = ""
         for _ in range(2):
+            if self._closed:
+                raise RuntimeError("nobody waits for it any more")
+            if self._process is None:
+                self._start()
             try:
                 return self._asked(item)
-            except _LostError as error:
-                reason = str(error)
+            except TimeoutError:
+                reason = f"decoding it takes longer than {SECONDS:.0f} s"
                 self.stop()
+            except (OSError, EOFError):
+                reason = f"it ended its decoder process ({self.stop()})"
         return reason
 
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile("rb")
+        with theirs:  # in _ROOT no folder of the user's called `training` stands before ours
+            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=theirs.fileno(), cwd=_ROOT)
+        self._socket.settimeout(_START_SECONDS)
+        try:
+            self._read(1)
+        except (OSError, EOFError):
+            raise RuntimeError(f"a decoder process does not start: it ended by {self.stop()}") from None
+        self._socket.settimeout(SECONDS)
+
     def _asked(self, item: Item) -> Result:
-        process = self._started()
         inside = None if item.inside is None else str(item.inside)
         question = {"path": os.path.abspath(item.file), "kind": item.expected_format, "inside": inside}
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            raise _LostError(_ending(process)) from None
-        deadline = time.monotonic() + SECONDS
-        if _read(process, 1, deadline) == b"P":
-            return _read(process, self._bytes, deadline)
-        size = int.from_bytes(_read(process, 2, deadline), "little")
-        return _read(process, size, deadline).decode("utf-8", "replace")
+        self._socket.sendall(json.dumps(question).encode() + b"\n")
+        if self._read(1) == b"P":
+            return self._read(self._bytes)
+        return self._read(int.from_bytes(self._read(2), "little")).decode("utf-8", "replace")
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._closed:
-                raise _LostError("nobody waits for it any more")
-            if self._process is not None:
-                return self._process
-            # There, no folder of the user's called `training` stands before ours.
-            process = self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
-            )
-        try:
-            _read(process, 1, time.monotonic() + _START_SECONDS)
-        except _LostError as error:
-            raise RuntimeError(f"a decoder process does not start: {error}") from None
-        return process
+    def _read(self, size: int) -> bytes:
+        """Raises `TimeoutError` where nothing comes for `SECONDS`, `EOFError` where the process has ended."""
+        data = self._answers.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
 
-    def stop(self) -> None:
-        """Ends the process and takes it away. The next image gets a new one."""
-        with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # what was not sent yet
-                    stream.close()  # type: ignore[union-attr]
+    def stop(self) -> str:
+        """Ends the process and takes it away; the next image gets a new one. Returns how it had ended, if it had."""
+        if self._process is None:
+            return ""
+        self._process.kill()
+        code = self._process.wait()
+        self._answers.close()
+        self._socket.close()
+        self._process = None
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
         """Ends the process from another thread, for good; a thread that waits for an answer gets an error."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
-
-
-def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
-    """That many bytes of the process' answer. Raises `_LostError` where they do not come by the deadline, or at all."""
-    assert process.stdout is not None
-    data, descriptor, poll = bytearray(), process.stdout.fileno(), select.poll()
-    poll.register(descriptor, select.POLLIN)
-    while len(data) < size:
-        if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
-            raise _LostError(f"decoding it takes longer than {SECONDS:.0f} s")
-        piece = os.read(descriptor, size - len(data))
-        if not piece:
-            raise _LostError(_ending(process))
-        data += piece
-    return bytes(data)
-
-
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    code = process.wait()
-    return f"it ended its decoder process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
 
 
 # What follows runs in the decoder process.
-
-
-class _RefusedError(Exception):
-    pass
 
 
 def decoded(data: bytes, expected_format: str | None, height: int, width: int) -> bytes:
@@ -224,14 +190,16 @@ def decoded(data: bytes, expected_format: str | None, height: int, width: int) -
     Args:
         expected_format: `JPEG`, `PNG` or `WEBP`, where the content must be in that format.
     """
+    from PIL import Image, ImageOps
+
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         image_format = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
         if expected_format is not None and image_format != expected_format:
-            raise _RefusedError(f"its name ends in {expected_format}, but its content is {image_format}")
+            raise ValueError(f"its name ends in {expected_format}, but its content is {image_format}")
         if image.width * image.height > MOST_PIXELS:
-            raise _RefusedError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
+            raise ValueError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
         if image.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
-            raise _RefusedError(f"it has more than 8 bits a channel (mode {image.mode}): save it with 8")
+            raise ValueError(f"it has more than 8 bits a channel (mode {image.mode}): save it with 8")
         most = 2 * max(height, width)
         image.draft(None, (most, most))  # a large JPEG is unpacked at a half, quarter or eighth
         upright = ImageOps.exif_transpose(image).convert("RGB")
@@ -242,14 +210,16 @@ def _content(path: Path, inside: str | None) -> bytes:
     """Of a file that is below the folder `inside` as it is opened: since it was listed, a link may have taken its place."""
     with files.regular(path) as file:
         opened = Path(f"/proc/self/fd/{file.fileno()}")
-        if inside is None or not opened.exists():  # a system without /proc
+        if not opened.exists():  # a system without /proc
             return files.read(path, MOST_BYTES)
-        if not Path(os.readlink(opened)).is_relative_to(inside):
-            raise _RefusedError("it is a link that leads out of the folder")
+        if inside is not None and not Path(os.readlink(opened)).is_relative_to(inside):
+            raise ValueError("it is a link that leads out of the folder")
         return files.read(opened, MOST_BYTES)
 
 
 def _answer(question: dict[str, str | None], height: int, width: int) -> bytes:
+    from PIL import Image
+
     try:
         content = _content(Path(str(question["path"])), question["inside"])
         return b"P" + decoded(content, question["kind"], height, width)
@@ -266,6 +236,8 @@ def _answer(question: dict[str, str | None], height: int, width: int) -> bytes:
 def _main(height: int, width: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
+    from PIL import Image
+
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
     files.write_all(sys.stdout.fileno(), b"R")

@@ -2,44 +2,32 @@
 
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
-manifest = Manifest.read(prepare(config.data))            # finds them, or makes them once a node under a file lock
+manifest = Manifest.read(making.prepare(config.data))     # finds them, or makes them once a node under a file lock
 samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import json
 import mmap
-import re
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import filelock
 import safetensors
 import torch
 from pydantic import AfterValidator, Field
 
 from lockstep.training import files
-from lockstep.training import manifest as manifests
 from lockstep.training.config import Data, settings
 from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError, say
-from lockstep.training.data import sources
-from lockstep.training.data.sources.raw import Piece, Raw, Stream, numbered
-from lockstep.training.data.spool import Spool
+from lockstep.training.contract import UserError
 from lockstep.training.parallel.process import mapped_bytes
 
 MANIFEST = "manifest.json"
-MADE_FROM = "made-from.json"
-"""Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
-_SPLITS = ("train", "test")
+SPLITS = ("train", "test")
 MAPPED_BYTES = 128 << 20
 """Bytes of mapped files that `Samples.take` may add to a process' memory, about; one batch more is possible."""
 _NEAR = 0.02
@@ -64,8 +52,8 @@ def _shape(value: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _splits(value: dict[str, list[Shard]]) -> dict[str, list[Shard]]:
-    if set(value) != set(_SPLITS) or not all(value.values()):
-        raise ValueError(f"must have files for {' and '.join(_SPLITS)}")
+    if set(value) != set(SPLITS) or not all(value.values()):
+        raise ValueError(f"must have files for {' and '.join(SPLITS)}")
     return value
 
 
@@ -98,7 +86,7 @@ class Manifest(Section):
     @property
     def checksum(self) -> str:
         """One sha256 for all files, in their order."""
-        hashes = "".join(shard.sha256 for split in _SPLITS for shard in self.splits[split])
+        hashes = "".join(shard.sha256 for split in SPLITS for shard in self.splits[split])
         return hashlib.sha256(hashes.encode()).hexdigest()
 
     def left_out_message(self) -> str:
@@ -127,165 +115,37 @@ class Manifest(Section):
         recipe = "gives none" if (data.mean, data.std) == ([0.0], [1.0]) else f"has {data.mean} and {data.std}"
         return f"{measured}; the recipe {recipe}: set data.mean={mean} data.std={std}"
 
+    def describe(self, data: Data) -> Iterator[str]:
+        """Lines about the shards, for people, and about how a recipe's normalisation fits them."""
+        files = sum(len(part) for part in self.splits.values())
+        kind, layout = "images", "uint8 [height, width, channels]"
+        if len(self.shape) == 1:
+            kind, layout = "samples", "float32 [features]"
+        yield (
+            f"{self.directory}: {self.source}, {self.count('train')} training and {self.count('test')} test {kind} "
+            f"in {files} files, sha256 {self.checksum[:12]}…"
+        )
+        yield f"each {list(self.shape)}, {layout}"
+        if self.num_left_out:
+            yield self.left_out_message()
+        counts = []
+        for split in SPLITS:
+            labels = torch.cat(Samples.open(self, split, 0, self.count(split), verify=False).labels)
+            counts.append(torch.bincount(labels, minlength=len(self.classes)).tolist())
+        width = max(5, *map(len, self.classes))
+        yield f"{'class':{width}} {'train':>9} {'test':>9}"
+        for name, train, test in zip(self.classes, *counts):
+            yield f"{name:{width}} {train:9d} {test:9d}"
+        if self.mean is not None:
+            yield self.statistics(data)
+
     @classmethod
     def read(cls, directory: Path) -> Manifest:
         """Raises `UserError` where the manifest is missing or malformed."""
         path = directory / MANIFEST
-        try:
-            return manifests.read(
-                path, 16 << 20, lambda value: settings.build(cls, {**value, "directory": directory}, "a manifest")
-            )
-        except OSError as error:
-            raise UserError(f"no shards in {directory}: cannot read {MANIFEST} ({error.strerror})") from None
-        except manifests.Malformed as error:
-            raise UserError(f"{path} is malformed ({error}): {_MEND}") from None
-
-
-def write(
-    raw: Raw | Stream, directory: Path, source: str, num_shards: int,
-    made_from: sources.Stamps | None = None, split: str = "honest",
-) -> Manifest:  # fmt: skip
-    """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
-
-    However many samples there are, no more than a piece of them is in memory. With `split` "exercise", the first tenth of
-    all samples is both what trains and what tests.
-
-    Raises:
-        UserError: it exists already, or cannot be written; or what the source gives cannot be used.
-    """
-    if directory.exists():
-        raise UserError(f"{directory} exists already: choose another folder, or remove it")
-    stream = raw.stream() if isinstance(raw, Raw) else raw
-    try:
-        _write(stream, directory, source, num_shards, made_from, split)
-    except OSError as error:
-        raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
-    manifest = Manifest.read(directory)
-    if manifest.num_left_out:
-        say(f"warning: {manifest.left_out_message()}", sys.stderr)
-    return manifest
-
-
-def _write(
-    stream: Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
-) -> None:
-    with files.replacing(directory, durable=False) as staging, contextlib.ExitStack() as spools:
-        staging.mkdir(parents=True)
-        train, test = (spools.enter_context(contextlib.closing(Spool(staging / f".{name}"))) for name in _SPLITS)
-        for name, spool in zip(_SPLITS, (train, test)):
-            with contextlib.closing(stream.pieces(name)) as pieces:
-                for number, (samples, labels) in enumerate(_readable_pieces(pieces, source)):
-                    spool.append(samples, labels, f"{source}: piece {number} of the split {name}")
-            if not len(spool):
-                raise UserError(f"{source} has no sample for the split {name}")
-        if test.shape != train.shape or test.dtype != train.dtype:
-            raise UserError(
-                f"{source} has training samples of {train.dtype} {list(train.shape)} and test samples of "
-                f"{test.dtype} {list(test.shape)}: both must be of the same kind"
-            )
-        most = max(int(train.labels.max()), int(test.labels.max()))
-        classes = stream.classes if stream.classes is not None else numbered(most + 1)
-        if most >= len(classes):
-            raise UserError(
-                f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
-            )
-        tenth = max((len(train) + len(test)) // 10, 1)
-        splits = {}
-        if split == "exercise":
-            tenth = min(tenth, len(train))
-            splits["test"] = train.cut(staging, "test", 1, tenth, shrink=False)
-        else:
-            splits["test"] = test.cut(staging, "test", 1, len(test))
-        splits["train"] = train.cut(staging, "train", num_shards, tenth if split == "exercise" else len(train))
-        about: dict[str, Any] = {
-            "format": 1, "source": source, "classes": classes, "shape": list(train.shape),
-            "splits": {name: splits[name] for name in _SPLITS},
-        }  # fmt: skip
-        if split == "honest":  # else it is not these samples that were measured
-            about["mean"], about["std"] = train.statistics()
-        if stream.left_out:
-            about["left_out"] = dict(itertools.islice(stream.left_out.items(), 100))
-            about["num_left_out"] = len(stream.left_out)
-        spools.close()
-        if made_from:
-            (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
-        (staging / MANIFEST).write_bytes(manifests.text(about))
-
-
-def _readable_pieces(pieces: Iterator[Piece], source: str) -> Iterator[Piece]:
-    """The same pieces. An `OSError` of the source becomes a `UserError`, so that it is not reported as a write error."""
-    try:
-        while (piece := next(pieces, None)) is not None:
-            yield piece
-    except OSError as error:
-        raise UserError(f"the source {source} failed: {error}") from error
-
-
-def cache_directory(data: Data) -> Path:
-    """Where the shards of a source are cached: one folder for each (source, options, split, number of shards).
-
-    Raises `UserError` for a user's function that cannot be found.
-    """
-    parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
-    name = re.sub(r"[^\w.]+", "-", data.source)
-    return (
-        Path(data.root)
-        / "shards"
-        / f"{name}-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
-    )
-
-
-def prepare(data: Data) -> Path:
-    """The folder with the shards. Where they are missing, one process makes them while the others wait, bounded.
-
-    Raises:
-        UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
-    """
-    if data.shards is not None:
-        return Path(data.shards)
-    directory = cache_directory(data)
-    if _usable(directory, data):
-        return directory
-    if not Path(data.root).is_dir() and not data.download and sources.needs_root(data.source):
-        raise UserError(
-            f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
-        )
-    lock = directory.with_suffix(".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(lock, timeout=data.prepare_timeout):
-            for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
-                shutil.rmtree(left, ignore_errors=True)
-            if not _usable(directory, data):
-                stamps = _stamps(data)
-                stream = sources.stream(data)
-                if directory.exists():
-                    shutil.rmtree(directory)  # who trains on it has its files mapped
-                # Of a source that has just been downloaded there are stamps only now.
-                made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
-                if data.source not in sources.SOURCES and made.mean is not None and not made.fits(data):
-                    say(f"warning: {made.statistics(data)}", sys.stderr)
-    except filelock.Timeout:
-        raise UserError(
-            f"another process has held {lock} for {data.prepare_timeout:.0f} s: check that process, "
-            "or wait longer with data.prepare_timeout"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
-            "or data.shards to ready shards"
-        ) from None
-    return directory
-
-
-def _stamps(data: Data) -> sources.Stamps:
-    return sources.stamps(data.source, Path(data.root), data.options)
-
-
-def _usable(directory: Path, data: Data) -> bool:
-    """Whether shards are there, made from the source's files as they are. Without these files they are all there is."""
-    stamps = _stamps(data) if (directory / MANIFEST).exists() else None
-    return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
+        with files.reading(path, then=f": no shards in {directory}, or {_MEND}"):
+            value = {**json.loads(files.read(path, 16 << 20)), "directory": directory}
+            return settings.build(cls, value, f"{path} is malformed ({_MEND})")
 
 
 class _Mapped:
@@ -310,28 +170,7 @@ class _Mapped:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-class Kept:
-    """Gives the pages of some mapped files back when the process has more of mapped files in its memory than `MAPPED_BYTES`.
-
-    How many pages a read brings in is the kernel's choice (up to a megabyte around it), so it is asked.
-    """
-
-    def __init__(self, maps: list[_Mapped]) -> None:
-        self._maps = maps
-        self._floor = mapped_bytes() or 0
-
-    def look(self) -> None:
-        """To be called after some samples have been read."""
-        mapped = mapped_bytes() or 0
-        if mapped - self._floor > MAPPED_BYTES:
-            for mapped_file in self._maps:
-                mapped_file.give_back()
-            mapped = mapped_bytes() or 0
-            self._floor = mapped
-        self._floor = min(self._floor, mapped)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Samples:
     """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
 
@@ -341,16 +180,17 @@ class Samples:
     low: int
     high: int
     starts: list[int]
-    images: list[torch.Tensor]
+    mapped: list[_Mapped]
     labels: list[torch.Tensor]
-    kept: Kept
+    _floor: int = field(default_factory=mapped_bytes)
+    """Bytes of mapped files in the process' memory that are not ours to give back."""
 
     def __len__(self) -> int:
         return self.high - self.low
 
     @property
     def num_bytes(self) -> int:
-        return sum(images.numel() * images.element_size() for images in self.images)
+        return sum(file.tensor.numel() * file.tensor.element_size() for file in self.mapped)
 
     @classmethod
     def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
@@ -364,23 +204,33 @@ class Samples:
                 maps.append(mapped)
                 labels.append(shard_labels)
             start += shard.count
-        return cls(low, high, starts, [mapped.tensor for mapped in maps], labels, Kept(maps))
+        return cls(low, high, starts, maps, labels)
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
-        if len(self.images) == 1:
+        first = self.mapped[0].tensor
+        if len(self.mapped) == 1:
             rows = ids - self.starts[0]
-            images, labels = self.images[0][rows], self.labels[0][rows]
-            self.kept.look()
-            return images, labels
-        images = torch.empty((len(ids), *self.images[0].shape[1:]), dtype=self.images[0].dtype)
-        labels = torch.empty(len(ids), dtype=torch.int64)
-        for start, some_images, some_labels in self._files():
-            inside = (ids >= start) & (ids < start + len(some_labels))
-            images[inside] = some_images[ids[inside] - start]
-            labels[inside] = some_labels[ids[inside] - start]
-        self.kept.look()
+            images, labels = first[rows], self.labels[0][rows]
+        else:
+            images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
+            labels = torch.empty(len(ids), dtype=torch.int64)
+            for start, some_images, some_labels in self._files():
+                inside = (ids >= start) & (ids < start + len(some_labels))
+                images[inside] = some_images[ids[inside] - start]
+                labels[inside] = some_labels[ids[inside] - start]
+        self._give_back()
         return images, labels
+
+    def _give_back(self) -> None:
+        """The pages that were read, where they are more than `MAPPED_BYTES`. How many a read brings in is the kernel's choice (up
+        to a megabyte around it), so it is asked."""
+        mapped = mapped_bytes()
+        if mapped - self._floor > MAPPED_BYTES:
+            for file in self.mapped:
+                file.give_back()
+            mapped = self._floor = mapped_bytes()
+        self._floor = min(self._floor, mapped)
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(images, labels) of all ids in their order; no copy where one file holds them."""
@@ -393,7 +243,7 @@ class Samples:
         return torch.cat([images for images, _ in pieces]), torch.cat([labels for _, labels in pieces])
 
     def _files(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return zip(self.starts, self.images, self.labels)
+        return zip(self.starts, (file.tensor for file in self.mapped), self.labels)
 
 
 def verify(manifest: Manifest, splits: Sequence[str], part: int, parts: int) -> None:
@@ -407,7 +257,7 @@ def verify(manifest: Manifest, splits: Sequence[str], part: int, parts: int) -> 
 
 def _verify(path: Path, shard: Shard) -> None:
     with files.reading(path, CorruptShard, f": {_MEND}"):
-        different = manifests.difference(path, shard.sha256)
+        different = files.difference(path, shard.sha256)
     if different:
         raise CorruptShard(f"{path} {different}: {_MEND}")
 

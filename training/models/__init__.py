@@ -9,17 +9,15 @@ A model may have:
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
-import sys
 from typing import Any
 
 from torch import nn
 
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
+from lockstep.training.imported import check_options, imported
 
 MODELS = {
     "bag_of_tricks": "lockstep.training.models.bag_of_tricks:BagOfTricks",
@@ -53,25 +51,16 @@ def build(name: str, options: dict[str, Any], num_classes: int, shape: tuple[int
         UserError: there is no such model, or its constructor has no such option.
     """
     target = MODELS.get(name, name)
-    module_name, colon, class_name = target.partition(":")
-    if not colon:
+    if ":" not in target:
         raise UserError(
             f"unknown model {name!r}{settings.nearest(name, MODELS)} (your own class is written package.module:Class)"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `-m lockstep.training` has it, a console script has not
-    try:
-        factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"cannot import model {target!r}: {error}") from None
+    factory = imported(target, "model")
     if not (isinstance(factory, type) and issubclass(factory, nn.Module)):
         type_name = "class" if isinstance(factory, type) else type(factory).__name__
         raise UserError(f"model {target!r} is a {type_name}, expected a torch.nn.Module class")
+    check_options(options, factory, f"model {name}")
     parameters = inspect.signature(factory).parameters
-    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for option in options:
-        if option not in parameters and not free:
-            raise UserError(f"model {name} has no option {option!r}{settings.nearest(option, parameters)}")
     known = {"num_classes": num_classes}
     known |= {"in_channels": shape[-1], "in_features": math.prod(shape)} if shape else {}
     options = {**{key: value for key, value in known.items() if key in parameters}, **options}

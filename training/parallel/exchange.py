@@ -1,7 +1,7 @@
 """Small collectives over plain values, without pickle, and what all ranks agree on: errors, whether they hold the same, sums.
 
 A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans and None: what a checkpoint holds.
-`split` turns it into a JSON value and a list of tensors; `join` is the inverse. Both keep every bit.
+`split` turns it into a JSON value and tensors; `join` is the inverse. Both keep every bit.
 
 Few messages, whatever the number of ranks: a binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down for n
 ranks, the last rank is reached in 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the
@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,53 +60,65 @@ def group_size() -> int:
     return 1
 
 
-def split(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """(a JSON value in which tensors are numbered, the tensors in that order). Raises `TypeError` for other types."""
-    tensors: list[torch.Tensor] = []
+def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tuple[Any, dict[Any, torch.Tensor]]:
+    """(a JSON value with keys in the places of the tensors, the tensors by these keys). Raises `TypeError` for other types.
 
-    def walk(value: Any) -> Any:
-        if type(value) in _PLAIN:  # first: Python's generator alone has 625 numbers
+    Args:
+        name: makes a tensor's key of its place, the keys of the mappings and the positions that lead to it; None: they are numbered.
+    """
+    tensors: dict[Any, torch.Tensor] = {}
+
+    def all_of(values: Iterable[Any], place: tuple[str, ...]) -> list[Any]:
+        return [
+            value if type(value) in _PLAIN else walk(value, (*place, str(number)))  # Python's generator has 625 numbers
+            for number, value in enumerate(values)
+        ]
+
+    def walk(value: Any, place: tuple[str, ...]) -> Any:
+        if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPE_NAMES:
                 raise TypeError(f"a tree cannot hold {value.dtype}")
-            tensors.append(value.detach())
-            return {"$tensor": len(tensors) - 1}
+            key = len(tensors) if name is None else name(place)
+            tensors[key] = value.detach()
+            return {"$tensor": key}
         if isinstance(value, dict):
             if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return {key: walk(inner) for key, inner in value.items()}
-            return {"$items": [[walk(key), walk(inner)] for key, inner in value.items()]}
+                return {key: walk(inner, (*place, key)) for key, inner in value.items()}
+            items = [(walk(key, place), inner) for key, inner in value.items()]
+            return {"$items": [[key, walk(inner, (*place, str(key)))] for key, inner in items]}
         if isinstance(value, tuple):
-            return {"$tuple": [walk(inner) for inner in value]}
+            return {"$tuple": all_of(value, place)}
         if isinstance(value, list):
-            return [walk(inner) for inner in value]
+            return all_of(value, place)
         if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):  # np.float64 is a float, too
-            return {"$scalar": walk(torch.from_numpy(np.array(value)))}
+            return {"$scalar": walk(torch.from_numpy(np.array(value)), place)}
         if isinstance(value, (int, float, str)):  # an enumeration's member, for example
             return value
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             native = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
-            return {"$array": walk(torch.from_numpy(native))}
+            return {"$array": walk(torch.from_numpy(native), place)}
         if isinstance(value, (bytes, bytearray)):
-            return {"$bytes": walk(as_bytes(bytes(value)))}
+            return {"$bytes": walk(as_bytes(bytes(value)), place)}
         if isinstance(value, (set, frozenset)):
-            return {"$set" if isinstance(value, set) else "$frozenset": [walk(inner) for inner in value]}
+            return {"$set" if isinstance(value, set) else "$frozenset": all_of(value, place)}
         raise TypeError(f"a tree cannot hold a {type(value).__name__}")
 
-    return walk(tree), tensors
+    return walk(tree, ()), tensors
 
 
-def join(plain: Any, tensors: list[torch.Tensor]) -> Any:
+def join(plain: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
     """The inverse of `split`. Raises `ValueError` for a value that `split` did not make."""
     if isinstance(plain, list):
         return [join(inner, tensors) for inner in plain]
     if not isinstance(plain, dict):
         return plain
     if set(plain) == {"$tensor"}:
-        index = plain["$tensor"]
-        if not isinstance(index, int) or not 0 <= index < len(tensors):
-            raise ValueError(f"no tensor {index!r}")
-        return tensors[index]
+        key = plain["$tensor"]
+        if not isinstance(key, (int, str)) or key not in tensors:
+            raise ValueError(f"no tensor {key!r}")
+        return tensors[key]
     if set(plain) == {"$items"}:
         return {join(key, tensors): join(inner, tensors) for key, inner in plain["$items"]}
     if len(plain) == 1:
@@ -135,10 +147,10 @@ def _kept_as_tensor(mark: str, tensor: Any) -> Any:
 def pack(tree: Any) -> torch.Tensor:
     """A tree as one uint8 tensor [bytes] on the CPU. Raises `TypeError` for a value that no tree can hold."""
     plain, tensors = split(tree)
-    about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors]
+    about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors.values()]
     head = json.dumps([plain, about]).encode()
     parts = [torch.tensor(list(len(head).to_bytes(8, "little")), dtype=torch.uint8), as_bytes(head)]
-    parts += [tensor_bytes(t) for t in tensors]
+    parts += [tensor_bytes(t) for t in tensors.values()]
     return torch.cat(parts)
 
 
@@ -152,7 +164,7 @@ def unpack(packed: torch.Tensor) -> Any:
         size = math.prod(shape) * dtype.itemsize
         tensors.append(packed[at : at + size].clone().view(dtype).reshape(shape))
         at += size
-    return join(plain, tensors)
+    return join(plain, dict(enumerate(tensors)))
 
 
 def as_bytes(data: bytes) -> torch.Tensor:

@@ -35,9 +35,9 @@ def resident_bytes() -> int | None:
     return _statm(1)
 
 
-def mapped_bytes() -> int | None:
-    """Bytes of resident memory that are mapped files or shared with other processes; None as `resident_bytes`."""
-    return _statm(2)
+def mapped_bytes() -> int:
+    """Bytes of resident memory that are mapped files or shared with other processes; 0 where the system does not say."""
+    return _statm(2) or 0
 
 
 def _statm(column: int) -> int | None:

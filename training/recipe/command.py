@@ -11,7 +11,8 @@ from lockstep.training.config import Config, settings
 from lockstep.training.contract import UserError, to_stderr
 from lockstep.training.data import sources
 from lockstep.training.data.augment import check_settings
-from lockstep.training.data.shards import Manifest, prepare, verify
+from lockstep.training.data.making import prepare
+from lockstep.training.data.shards import Manifest, verify
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.observe.rundir import recipe_of
 from lockstep.training.parallel.exchange import failing_together, waiting_for_all

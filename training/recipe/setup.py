@@ -17,8 +17,8 @@ from lockstep.training.config import Config
 from lockstep.training.contract import UserError
 from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
 from lockstep.training.data.batches import Batches, Division, Stored, slices_of
+from lockstep.training.data.making import prepare as prepare_shards
 from lockstep.training.data.shards import Manifest, Samples
-from lockstep.training.data.shards import prepare as prepare_shards
 from lockstep.training.data.shards import verify as verify_shards
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.parallel.exchange import (

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.training.checkpoint import generators, store
-from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter, with_kept
+from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
 from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
     ENV_RESTARTS,
@@ -196,8 +196,8 @@ class Lifecycle:
         rates = _rates(replica.optimizers)
         if self.source is not None:
             with failing_together(world):
-                batch, mine = int(self.facts.get("global_batch_size") or 0), self._checkpoint
-                gathered = _load(mine, batch) if mine is not None and world.rank == self.source else None
+                mine = self._checkpoint
+                gathered = _load(mine) if mine is not None and world.rank == self.source else None
             with failing_together(world), _misfits_explained():
                 of_rank_alone = isinstance(settings, Config) and settings.data.shuffle == "shard"  # its files
                 scatter(gathered, state, self.source, resizable=not of_rank_alone)
@@ -334,10 +334,10 @@ def newest_of_all(checkpoint: Path | None, world: World) -> int | None:
     return _RANKS - 1 - largest % _RANKS if largest else None
 
 
-def _load(path: Path, global_batch: int) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     """The gathered state of a checkpoint that verifies. Raises `UserError` where it is not what a run saves."""
     try:
-        return checked(with_kept(store.load(path), store.step_of(path), global_batch))
+        return checked(store.load(path))
     except (store.CorruptCheckpoint, ValueError) as error:
         raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None
 

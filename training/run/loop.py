@@ -204,7 +204,7 @@ class Loop:
                 "loader of an evaluation itself, without run.batches() or run.iterate()"
             )
         before, step = self.run.kept.data, self.run.state.cursor.step
-        if step and before is not None and before != about:
+        if step and before != about:
             different = [
                 f"{name}: {before.get(name)} → {about.get(name)}"
                 for name in sorted(before.keys() | about.keys())

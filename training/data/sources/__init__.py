@@ -23,6 +23,7 @@ from lockstep.training.config import Data, settings
 from lockstep.training.contract import UserError
 from lockstep.training.data.sources import arrays, builtin, function, images
 from lockstep.training.data.sources.raw import Raw, Stream
+from lockstep.training.imported import check_options
 
 SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": builtin.digits, "synthetic": builtin.synthetic, "classification": builtin.classification,
@@ -58,13 +59,26 @@ def stream(data: Data) -> Stream:
     Raises:
         UserError: an unknown option, or data that is missing or corrupt; while the pieces are read, too.
     """
-    root = Path(data.root)
-    if data.source in OWN:
-        module = OWN[data.source]
-        return module.open_stream(root, _options(data.source, data.options), data.workers)
-    if not ours(data.source):
-        return function.open_stream(data.source, root, data.options)
-    return load(data.source, root, data.download, data.options).stream()
+    name, root, options = data.source, Path(data.root), data.options
+    if name in OWN:
+        return OWN[name].open_stream(root, _options(name, options), data.workers)
+    if name not in SOURCES:
+        return function.open_stream(name, root, options)
+    source, given = SOURCES[name], {"root": root, "download": data.download} if name in FILES else {}
+    check_options(options, source, f"data.options: {name}", given)
+    for option, value in options.items():
+        expected = type(inspect.signature(source).parameters[option].default)
+        if not isinstance(value, expected) and not (expected is float and type(value) is int):
+            raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
+    try:
+        return source(**given, **options).stream()
+    except PermissionError as error:
+        raise UserError(f"cannot read {error.filename} as user {os.getuid()}: {error.strerror}") from None
+
+
+def load(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
+    """The named source, in memory. Raises `UserError` for an unknown option, and for data that is missing or corrupt."""
+    return stream(Data(source=name, root=str(root), download=download, options=options)).gathered()
 
 
 def _options(name: str, options: dict[str, Any]) -> Any:
@@ -85,39 +99,6 @@ def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
         return []
     digest = hashlib.sha256(repr(sorted(entries)).encode("utf-8", "backslashreplace"))
     return [len(entries), sum(size for _, size, _ in entries), digest.hexdigest()]
-
-
-def load(name: str, root: Path, download: bool, options: dict[str, Any], split: str = "honest") -> Raw:
-    """The named source, in memory. With `split` "exercise", the first tenth of all its samples is both what trains and what tests.
-
-    Raises `UserError` for an unknown option, and for data that is missing or corrupt.
-    """
-    if name not in SOURCES:
-        raw = stream(Data(source=name, root=str(root), download=download, options=options)).gathered()
-    else:
-        raw = _load_ours(name, root, download, options)
-    if split == "honest":
-        return raw
-    (samples, labels), tenth = raw.train, max((len(raw.train[1]) + len(raw.test[1])) // 10, 1)
-    return Raw((samples[:tenth], labels[:tenth]), (samples[:tenth], labels[:tenth]), raw.classes)
-
-
-def _load_ours(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
-    source = SOURCES[name]
-    where = (root, download) if name in FILES else ()
-    known = dict(list(inspect.signature(source).parameters.items())[len(where) :])
-    for option, value in options.items():
-        if option not in known:
-            raise UserError(f"data.options: {name} has no option {option!r}{settings.nearest(option, known)}")
-        expected = type(known[option].default)
-        if not isinstance(value, expected) and not (expected is float and type(value) is int):
-            raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
-    try:
-        return source(*where, **options)
-    except PermissionError as error:
-        raise UserError(
-            f"cannot read {error.filename}: {error.strerror}; give this user (id {os.getuid()}) permission to read it"
-        ) from None
 
 
 class SourceDataset(Dataset[tuple[Any, int]]):

@@ -1,4 +1,4 @@
-"""`source: arrays`: a user's own arrays. An .npz or .safetensors file with `samples` and `labels`, or two .npy files.
+"""`source: arrays`: a user's own arrays. An .npz file with `samples` and `labels`, or two .npy files.
 
 Samples are uint8 images [n, h, w, c] or float feature vectors [n, f]; labels are whole numbers [n]. No pickle is opened,
 and no more than a piece of the samples is in memory.
@@ -6,16 +6,17 @@ and no more than a piece of the samples is in memory.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import zipfile
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import safetensors
 import torch
 
 from lockstep.training import files
@@ -25,23 +26,19 @@ from lockstep.training.contract import UserError
 from lockstep.training.data.order import mix
 from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
 
-MOST_SAMPLES = 1 << 28
 MOST_SAMPLE = 256 << 20
 """Bytes of one sample: some are in memory at once."""
 MOST_PACKED = 16 << 30
 """Bytes of the samples in a compressed .npz, unpacked: a file of 16 MB can claim as much."""
 MOST_PACKED_LABELS = 128 << 20
 """The same of the labels, which are in memory as a whole: a file of 128 kB can claim as much."""
-_SAMPLES = ("samples", "images")
-_KINDS = ("U8", "F16", "F32", "F64")
-"""Of samples in a safetensors file."""
 _KEY = 0x5EED0001
 """Of the draw that holds samples out."""
 
 
 class Options(Section):
     train: str = "train.npz"
-    """File of the training samples, below `data.root` or absolute: .npz, .safetensors, or .npy beside `train_labels`."""
+    """File of the training samples, below `data.root` or absolute: .npz, or .npy beside `train_labels`."""
     train_labels: str | None = None
     """File of their labels, where `train` is an .npy file."""
     test: str | None = None
@@ -54,16 +51,28 @@ class Options(Section):
     """Names of the labels; null: they are numbered."""
 
 
+Opened = contextlib.AbstractContextManager[tuple[IO[bytes], int]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """One file, or two, that hold samples and labels."""
 
-    shape: tuple[int, ...]
-    """Of all samples, [n, …]."""
+    samples: Callable[[], Opened]
+    """Opens the .npy file of the samples: (the file, its bytes)."""
     sample_bytes: int
     labels: np.ndarray
-    pieces: Callable[[int], Iterator[np.ndarray]]
-    """The samples in their order, that many rows at once."""
+    path: Path
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """The samples in their order."""
+        rows = rows_of_a_piece(self.sample_bytes)
+        with self.samples() as (file, size):
+            shape, dtype = _head(file, size, self.path)
+            for low in range(0, shape[0], rows):
+                count = min(rows, shape[0] - low)
+                data = file.read(count * self.sample_bytes)
+                yield np.frombuffer(data, dtype).reshape(count, *shape[1:])
 
 
 def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: ARG001 - there is nothing to decode
@@ -85,7 +94,7 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: 
         table, name = (test, options.test) if split == "test" and test is not None else (train, options.train)
         low = 0
         with files.reading(root / str(name)):
-            for samples in table.pieces(rows_of_a_piece(table.sample_bytes)):
+            for samples in table.pieces():
                 labels = table.labels[low : low + len(samples)]
                 if test is None:
                     chosen = held[low : low + len(samples)] == (split == "test")
@@ -108,116 +117,66 @@ def held_out(count: int, share: float) -> np.ndarray:
     return (mix(torch.arange(count) ^ _KEY) < int(share * 2**32)).numpy()
 
 
-def _open(root: Path, name: str, labels: str | None) -> _Table:
+def _open(root: Path, name: str, labels_name: str | None) -> _Table:
+    """Raises `UserError` for files that are no arrays, or that claim more than is read."""
     path = root / name
-    suffix = path.suffix.lower()
-    if (labels is not None) != (suffix == ".npy"):
-        raise UserError(
-            f"{path}: an .npy file holds the samples alone, and its labels are named in data.options.train_labels or "
-            "test_labels; .npz and .safetensors hold both"
+    labels_path = path if labels_name is None else root / labels_name
+    samples: Callable[[], Opened]
+    labels_file: Callable[[], Opened]
+    if path.suffix.lower() == ".npz" and labels_name is None:
+        samples, labels_file = (
+            partial(_member, path, "samples", MOST_PACKED),
+            partial(_member, path, "labels", MOST_PACKED_LABELS),
         )
-    if suffix == ".npz":
-        table = _npz(path)
-    elif suffix == ".npy":
-        table = _npy(path, root / str(labels))
-    elif suffix == ".safetensors":
-        table = _safetensors(path)
+    elif path.suffix.lower() == ".npy" and labels_name is not None:
+        samples, labels_file = partial(_plain, path), partial(_plain, labels_path)
     else:
-        raise UserError(f"{path}: its name does not end in one of .npz, .npy, .safetensors")
-    if not table.labels.size:
+        raise UserError(
+            f"{path}: expected an .npz file, or an .npy file, which holds the samples alone, and its labels in "
+            "data.options.train_labels or test_labels"
+        )
+    with samples() as (file, size):
+        shape, dtype = _head(file, size, path)
+    sample_bytes = math.prod(shape[1:]) * dtype.itemsize
+    if sample_bytes > MOST_SAMPLE:
+        raise UserError(f"{path} has samples of {sample_bytes} bytes each, at most {MOST_SAMPLE} are read")
+    if not shape[0]:
         raise UserError(f"{path} has no samples")
-    return table
-
-
-def _npz(path: Path) -> _Table:
-    files.regular(path).close()
-
-    def opened(archive: zipfile.ZipFile, names: tuple[str, ...], most: int) -> tuple[IO[bytes], int]:
-        inside = archive.namelist()
-        member = next((f"{name}.npy" for name in names if f"{name}.npy" in inside), None)
-        if member is None:
+    with labels_file() as (file, size):
+        labels_shape, labels_dtype = _head(file, size, labels_path)
+        if labels_shape != shape[:1] or labels_dtype.kind not in "ui":
             raise UserError(
-                f"{path} has no array {names[0]!r}: expected `samples` and `labels`, it has {sorted(inside)[:10]}"
+                f"{labels_path} has labels of {labels_dtype} {list(labels_shape)} for {shape[0]} samples: expected whole numbers "
+                f"[{shape[0]}]"
             )
-        about = archive.getinfo(member)
+        labels = np.frombuffer(file.read(shape[0] * labels_dtype.itemsize), labels_dtype)
+    return _Table(samples, sample_bytes, labels, path)
+
+
+@contextlib.contextmanager
+def _plain(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    with files.regular(path) as file:
+        yield file, os.fstat(file.fileno()).st_size
+
+
+@contextlib.contextmanager
+def _member(path: Path, name: str, most: int) -> Iterator[tuple[IO[bytes], int]]:
+    """An array of an .npz file; of at most that many bytes where it is packed."""
+    with files.regular(path) as file, zipfile.ZipFile(file) as archive:
+        if f"{name}.npy" not in (inside := archive.namelist()):
+            raise UserError(
+                f"{path} has no array {name!r}: expected `samples` and `labels`, it has {sorted(inside)[:10]}"
+            )
+        about = archive.getinfo(f"{name}.npy")
         if about.compress_type != zipfile.ZIP_STORED and about.file_size > most:
             raise UserError(
-                f"{path}: {member} has {about.file_size} bytes unpacked, at most {most} are: use np.savez, or .npy"
+                f"{path}: {name}.npy has {about.file_size} bytes unpacked, at most {most} are: use np.savez, or .npy"
             )
-        return archive.open(about), about.file_size
-
-    def pieces(rows: int) -> Iterator[np.ndarray]:
-        with zipfile.ZipFile(path) as archive, opened(archive, _SAMPLES, MOST_PACKED)[0] as file:
-            yield from _rows(file, *_head(file, None, path), rows)
-
-    with zipfile.ZipFile(path) as archive:
-        samples, size = opened(archive, _SAMPLES, MOST_PACKED)
-        with samples:
-            shape, dtype = _head(samples, size, path)
-        file, size = opened(archive, ("labels",), MOST_PACKED_LABELS)
-        with file:
-            labels = _labels(file, size, len_of(shape, path), path)
-    return _table(shape, dtype, labels, pieces, path)
+        with archive.open(about) as member:
+            yield member, about.file_size
 
 
-def _npy(path: Path, labels_path: Path) -> _Table:
-    def pieces(rows: int) -> Iterator[np.ndarray]:
-        with files.regular(path) as file:
-            yield from _rows(file, *_head(file, None, path), rows)
-
-    with files.regular(path) as file:
-        shape, dtype = _head(file, os.fstat(file.fileno()).st_size, path)
-    with files.regular(labels_path) as file:
-        labels = _labels(file, os.fstat(file.fileno()).st_size, len_of(shape, path), labels_path)
-    return _table(shape, dtype, labels, pieces, path)
-
-
-def _safetensors(path: Path) -> _Table:
-    files.regular(path).close()
-
-    def pieces(rows: int) -> Iterator[np.ndarray]:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            samples = file.get_slice(name)
-            for low in range(0, shape[0], rows):
-                yield samples[low : min(low + rows, shape[0])]  # beyond the end is an error
-
-    with safetensors.safe_open(path, framework="numpy") as file:
-        inside = list(file.keys())
-        name = next((known for known in _SAMPLES if known in inside), "")
-        if not name or "labels" not in inside:
-            raise UserError(f"{path}: expected tensors `samples` and `labels`, it has {sorted(inside)[:10]}")
-        if (kind := file.get_slice(name).get_dtype()) not in _KINDS:
-            raise UserError(f"{path} has samples of {kind}, expected one of {', '.join(_KINDS)}")
-        shape = tuple(file.get_slice(name).get_shape())
-        count = len_of(shape, path)
-        if file.get_slice("labels").get_shape() != [count]:
-            raise UserError(
-                f"{path} has labels {file.get_slice('labels').get_shape()} for {count} samples, expected [{count}]"
-            )
-        labels = file.get_tensor("labels")
-        dtype = file.get_slice(name)[0:1].dtype if count else np.dtype(np.uint8)
-    return _table(shape, dtype, labels, pieces, path)
-
-
-def len_of(shape: tuple[int, ...], path: Path) -> int:
-    """The number of samples. Raises `UserError` for an array without dimensions, or of too many samples."""
-    if not shape or shape[0] > MOST_SAMPLES:
-        raise UserError(f"{path} has samples {list(shape)}: expected [n, h, w, c] or [n, f], n at most {MOST_SAMPLES}")
-    return shape[0]
-
-
-def _table(shape: tuple[int, ...], dtype: np.dtype[Any], labels: np.ndarray, pieces: Any, path: Path) -> _Table:
-    """Raises `UserError` where a single sample is too large to be read."""
-    if (size := _bytes(shape, dtype)) > MOST_SAMPLE:
-        raise UserError(f"{path} has samples of {size} bytes each, at most {MOST_SAMPLE} are read")
-    return _Table(shape, size, labels, pieces)
-
-
-def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    return math.prod(shape[1:]) * dtype.itemsize
-
-
-def _head(file: IO[bytes], size: int | None, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _head(file: IO[bytes], size: int, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """(shape, type) of an .npy file of `size` bytes, which is then at its first element."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -233,24 +192,10 @@ def _head(file: IO[bytes], size: int | None, path: Path) -> tuple[tuple[int, ...
         raise UserError(f"{path} is in Fortran order: save np.ascontiguousarray of it")
     if min(shape, default=0) < 0:
         raise UserError(f"{path} has the shape {list(shape)} in its header: it is corrupt")
-    if size is not None and file.tell() + math.prod(shape) * dtype.itemsize != size:
+    if not shape:
+        raise UserError(f"{path} has samples []: expected [n, h, w, c] or [n, f]")
+    if file.tell() + math.prod(shape) * dtype.itemsize != size:
         raise UserError(
             f"{path} says that it holds {dtype} {list(shape)}, and has {size} bytes: it is cut off or corrupt"
         )
     return shape, dtype
-
-
-def _rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any], rows: int) -> Iterator[np.ndarray]:
-    for low in range(0, shape[0], rows):
-        count = min(rows, shape[0] - low)
-        data = file.read(count * _bytes(shape, dtype))
-        yield np.frombuffer(data, dtype).reshape(count, *shape[1:])
-
-
-def _labels(file: IO[bytes], size: int, count: int, path: Path) -> np.ndarray:
-    shape, dtype = _head(file, size, path)
-    if shape != (count,) or dtype.kind not in "ui":
-        raise UserError(
-            f"{path} has labels of {dtype} {list(shape)} for {count} samples: expected whole numbers [{count}]"
-        )
-    return np.frombuffer(file.read(count * dtype.itemsize), dtype)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import math
-import pickle  # only behind an official md5 and a closed list of classes, see `_read_batch`
+import pickle  # only behind an official md5
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -123,11 +122,7 @@ def cifar10(root: Path, download: bool) -> Raw:
     The binary files hold no code and are read as they are (their sizes and labels are checked). The python batches
     are pickles: they are opened only where their md5 is the official one.
     """
-    for folder in (root / "cifar-10-batches-bin", root):
-        if (folder / "test_batch.bin").exists():
-            return _cifar10_binary(folder)
-    folder = root / "cifar-10-batches-py"
-    if not folder.exists():
+    if (folder := _cifar10_folder(root)) is None:
         if not download:
             raise UserError(
                 f"no CIFAR-10 below {root}: expected cifar-10-batches-bin/ or cifar-10-batches-py/; "
@@ -136,15 +131,19 @@ def cifar10(root: Path, download: bool) -> Raw:
         from torchvision.datasets import CIFAR10
 
         _download(CIFAR10, "CIFAR-10", root, "cifar-10-batches-bin/ or cifar-10-batches-py/")
-    return _cifar10_python(folder)
+        folder = root / "cifar-10-batches-py"
+    return _cifar10_binary(folder) if (folder / "test_batch.bin").exists() else _cifar10_python(folder)
 
 
 def cifar10_files(root: Path) -> list[Path]:
     """The files below `root` that `cifar10` reads; none where they are not there."""
-    for folder in (root / "cifar-10-batches-bin", root):
-        if (folder / "test_batch.bin").exists():
-            return sorted(folder.glob("*_batch*.bin"))
-    return sorted((root / "cifar-10-batches-py").glob("*_batch*"))
+    return sorted((_cifar10_folder(root) or root).glob("*_batch*"))
+
+
+def _cifar10_folder(root: Path) -> Path | None:
+    binary = (folder for folder in (root / "cifar-10-batches-bin", root) if (folder / "test_batch.bin").exists())
+    python = root / "cifar-10-batches-py"
+    return next(binary, python if python.exists() else None)
 
 
 def _cifar10_binary(folder: Path) -> Raw:
@@ -182,34 +181,13 @@ def _cifar10_python(folder: Path) -> Raw:
                 f"{path} has md5 {actual}, expected the official {md5}: it is a pickle, so a file with another content is not opened; "
                 "download it again, or use the binary format (cifar-10-batches-bin/)"
             )
-        return _read_batch(data)
+        batch = pickle.loads(data, encoding="latin1")  # noqa: S301 - these are the official bytes, which hold arrays
+        images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return images, np.asarray(batch["labels"], np.int64)
 
     batches = [read(name, md5) for name, md5 in CIFAR10.train_list]
     images, labels = (np.concatenate(arrays) for arrays in zip(*batches))
     return Raw((images, labels), read(*CIFAR10.test_list[0]), _CIFAR10)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Opens the official batches and refuses every class that they do not need."""
-
-    allowed = frozenset(
-        [("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")]
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.allowed:
-            raise UserError(f"a CIFAR-10 batch asks for {module}.{name}, which the official files do not ask for")
-        if name == "_reconstruct":
-            from numpy._core.multiarray import _reconstruct
-
-            return _reconstruct
-        return super().find_class(module, name)
-
-
-def _read_batch(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    batch = _ArraysOnly(io.BytesIO(data), encoding="latin1").load()
-    images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return images, np.asarray(batch["labels"], np.int64)
 
 
 def fashion_mnist(root: Path, download: bool) -> Raw:

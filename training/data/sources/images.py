@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field
 from lockstep.training.config.settings import Section
 from lockstep.training.config.types import Items
 from lockstep.training.contract import UserError, say
+from lockstep.training.data.decoders import Decoders, Item
 from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
 from lockstep.training.parallel.world import cores
 
@@ -60,35 +61,18 @@ class Options(Section):
     """Share of the images that test where there is no test folder, chosen by a hash of each one's relative name."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Entry:
-    """One file, sorted by the hash of its name."""
-
-    digest: bytes
-    name: str
-    """Relative to the folder, with slashes."""
-    label: int = field(compare=False)
-    path: Path = field(compare=False)
-    expected_format: str = field(compare=False)
-
-    @property
-    def share(self) -> float:
-        """In 0 … 1, drawn from the name alone: those below `held_out` test."""
-        return int.from_bytes(self.digest[:8], "big") / 2**64
-
-
 @dataclass(slots=True)
 class _Listing:
-    folder: Path
-    """Without links."""
+    """The images of a folder."""
+
     classes: list[str]
-    entries: list[_Entry] = field(default_factory=list)
-    """In their order."""
+    items: list[tuple[bytes, Item]] = field(default_factory=list)
+    """(the hash of its relative name, the image), in the order of the hash."""
     refused: dict[str, str] = field(default_factory=dict)
     """Name → why it is not even opened."""
 
     def __len__(self) -> int:
-        return len(self.entries) + len(self.refused)
+        return len(self.items) + len(self.refused)
 
 
 def open_stream(root: Path, options: Options, workers: int) -> Stream:
@@ -99,44 +83,33 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
     """
     folder = _folder(root, options.train)
     training = _listed(folder)
-    left_out, total = dict(training.refused), len(training)
     if options.test is None:
-        entries = {
-            "train": [entry for entry in training.entries if entry.share >= options.held_out],
-            "test": [entry for entry in training.entries if entry.share < options.held_out],
+        testing = _Listing(training.classes)
+        held = [int.from_bytes(digest[:8], "big") / 2**64 < options.held_out for digest, _ in training.items]
+        items = {
+            split: [item for (_, item), tests in zip(training.items, held) if tests == (split == "test")]
+            for split in ("train", "test")
         }
-        insides, prefixes = {"train": training.folder, "test": training.folder}, {"train": "", "test": ""}
-        if not entries["test"] or not entries["train"]:
+        if not items["test"] or not items["train"]:
             raise UserError(
-                f"{folder}: held_out={options.held_out} of {total} images leaves none for "
-                f"{'testing' if entries['train'] else 'training'}: change data.options.held_out, or name a folder in data.options.test"
+                f"{folder}: held_out={options.held_out} of {len(training)} images leaves none for "
+                f"{'testing' if items['train'] else 'training'}: change data.options.held_out, or name a folder in data.options.test"
             )
     else:
-        testing = _listed(_folder(root, options.test), training.classes)
-        entries = {"train": training.entries, "test": testing.entries}
-        insides, prefixes = (
-            {"train": training.folder, "test": testing.folder},
-            {"train": "", "test": f"{options.test}/"},
-        )
-        left_out |= {f"{options.test}/{name}": reason for name, reason in testing.refused.items()}
-        total += len(testing)
+        testing = _listed(_folder(root, options.test), training.classes, f"{options.test}/")
+        items = {"train": [item for _, item in training.items], "test": [item for _, item in testing.items]}
+    left_out, total = training.refused | testing.refused, len(training) + len(testing)
     _check_broken(left_out, total, options.max_broken)
 
     def pieces(split: str) -> Generator[Piece, None, None]:
-        from lockstep.training.data.decoders import Decoders, Item  # imports Pillow, which few runs need
-
         height, width = options.size  # type: ignore[misc]
         most = rows_of_a_piece(height * width * 3)
-        items = (
-            Item(entry.path, entry.label, _shown(prefixes[split] + entry.name), entry.expected_format, insides[split])
-            for entry in entries[split]
-        )
         pixels, labels = bytearray(), []
         next_line = time.monotonic() + _PROGRESS_SECONDS
         with Decoders(height, width, workers or cores()) as decoders:
-            for number, (item, result) in enumerate(decoders.decode(items), 1):
+            for number, (item, result) in enumerate(decoders.decode(items[split]), 1):
                 if time.monotonic() > next_line:
-                    say(f"decoding {split} images: {number} of {len(entries[split])}", sys.stderr)
+                    say(f"decoding {split} images: {number} of {len(items[split])}", sys.stderr)
                     next_line = time.monotonic() + _PROGRESS_SECONDS
                 if isinstance(result, str):
                     left_out[item.name] = result
@@ -173,7 +146,7 @@ def files_of(root: Path, options: Options) -> list[Path]:
     for name in (options.train, options.test):
         if name is not None:
             with contextlib.suppress(UserError):
-                paths += [entry.path for entry in _listed(_folder(root, name)).entries]
+                paths += [item.file for _, item in _listed(_folder(root, name)).items]
     return paths
 
 
@@ -187,11 +160,12 @@ def _folder(root: Path, name: str) -> Path:
     return folder
 
 
-def _listed(folder: Path, classes: list[str] | None = None) -> _Listing:
+def _listed(folder: Path, classes: list[str] | None = None, prefix: str = "") -> _Listing:
     """All images below the class folders of `folder`.
 
     Args:
         classes: those of the training folder, whose labels a test folder shares.
+        prefix: stands before each name where it is shown.
 
     Raises:
         UserError: it is missing, cannot be read, has no class folder, an empty one, or one that `classes` has not.
@@ -209,16 +183,25 @@ def _listed(folder: Path, classes: list[str] | None = None) -> _Listing:
         raise UserError(f"{folder} has a class {_shown(unknown[0])}, which the training folder does not have")
     if bad := [name for name in class_names if not name.isprintable()]:
         raise UserError(f"{folder} has a class folder {_shown(bad[0])}: rename it, its name cannot be printed")
-    listing = _Listing(inside, classes if classes is not None else class_names)
+    listing = _Listing(classes if classes is not None else class_names)
     for entry in found:
         if Path(entry.name).suffix.lower() in KINDS and entry.name not in class_names:
-            listing.refused[_shown(entry.name)] = "it is not in a class folder"
-    for name in class_names:
-        if not (files := _files_below(inside / name)):
-            raise UserError(f"{folder / name} has no images: remove the folder, or put images into it")
+            listing.refused[_shown(prefix + entry.name)] = "it is not in a class folder"
+    for class_name in class_names:
+        if not (files := _files_below(inside / class_name)):
+            raise UserError(f"{folder / class_name} has no images: remove the folder, or put images into it")
+        label = listing.classes.index(class_name)
         for path in files:
-            _add(path, listing.classes.index(name), listing)
-    listing.entries.sort()
+            name = path.relative_to(inside).as_posix()
+            shown, expected_format = _shown(prefix + name), KINDS.get(path.suffix.lower())
+            if expected_format is None:
+                listing.refused[shown] = f"its name does not end in one of {', '.join(KINDS)}"
+            elif path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+                listing.refused[shown] = "it is a link that leads out of the folder"
+            else:
+                digest = hashlib.sha256(os.fsencode(name)).digest()
+                listing.items.append((digest, Item(path, label, shown, expected_format, inside)))
+    listing.items.sort(key=lambda item: item[0])
     listing.refused = dict(sorted(listing.refused.items()))
     return listing
 
@@ -237,18 +220,6 @@ def _files_below(top: Path) -> list[Path]:
                 raise UserError(f"{path} is a link to a folder: replace it by the folder itself")
         files += [Path(folder, name) for name in names if not name.startswith(".") and name.lower() not in _DROPPINGS]
     return files
-
-
-def _add(path: Path, label: int, listing: _Listing) -> None:
-    name = path.relative_to(listing.folder).as_posix()
-    expected_format = KINDS.get(path.suffix.lower())
-    if expected_format is None:
-        listing.refused[_shown(name)] = f"its name does not end in one of {', '.join(KINDS)}"
-    elif path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(listing.folder):
-        listing.refused[_shown(name)] = "it is a link that leads out of the folder"
-    else:
-        digest = hashlib.sha256(os.fsencode(name)).digest()
-        listing.entries.append(_Entry(digest, name, label, path, expected_format))
 
 
 def _shown(name: str) -> str:

@@ -36,10 +36,7 @@ class Raw:
         """The same in pieces."""
 
         def pieces(split: str) -> Generator[Piece, None, None]:
-            samples, labels = self.train if split == "train" else self.test
-            step = rows_of_a_piece(samples[:1].nbytes)
-            for low in range(0, len(labels), step):
-                yield samples[low : low + step], labels[low : low + step]
+            yield self.train if split == "train" else self.test
 
         return Stream(pieces, self.classes)
 
@@ -64,7 +61,7 @@ class Stream:
             if not arrays:
                 raise UserError(f"the data has no sample for the split {split}")
             samples, labels = zip(*arrays)
-            splits.append((np.concatenate(samples), np.concatenate(labels)))
+            splits.append((np.concatenate(samples), np.concatenate(labels)) if len(arrays) > 1 else arrays[0])
         most = int(max(labels.max() for _, labels in splits))
         return Raw(splits[0], splits[1], self.classes or numbered(most + 1))
 
@@ -76,6 +73,17 @@ def numbered(count: int) -> list[str]:
 
 def rows_of_a_piece(sample_bytes: int) -> int:
     return max(PIECE_BYTES // max(sample_bytes, 1), 1)
+
+
+def cut(samples: Any, labels: Any) -> Generator[Piece, None, None]:
+    """A piece, cut into several where it is a large one. Nothing is checked."""
+    fits = isinstance(samples, np.ndarray) and isinstance(labels, np.ndarray) and samples.ndim
+    if not fits or samples.shape[:1] != labels.shape:
+        yield samples, labels
+        return
+    rows = rows_of_a_piece(samples[:1].nbytes)
+    for low in range(0, len(labels), rows):
+        yield samples[low : low + rows], labels[low : low + rows]
 
 
 def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:

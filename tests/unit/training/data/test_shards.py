@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.training.data import shards
+from lockstep.training.data import making, shards
 from lockstep.training.data.shards import Manifest, Samples
 from tests import product
 from tests.product import UserError
@@ -37,7 +37,7 @@ def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> 
     assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=str(tmp_path / "file")):
-        shards.prepare(product.data(source="digits", root=str(tmp_path / "file")))
+        making.prepare(product.data(source="digits", root=str(tmp_path / "file")))
 
 
 @pytest.mark.promise("sources")
@@ -91,14 +91,14 @@ def test_what_was_read_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     images = np.random.default_rng(0).integers(0, 256, (512, 209, 209, 3), dtype=np.uint8)
     labels = np.arange(512) % 10
     made = product.sharded(tmp_path / "made", (images, labels), (images[:8], labels[:8]), list("0123456789"), 4)
-    before, after, look = [0], [0], shards.Kept.look
+    before, after, look = [0], [0], Samples._give_back
 
-    def looked(kept: shards.Kept) -> None:
+    def looked(kept: Samples) -> None:
         before.append(_resident(made.directory))  # afterwards it may be nothing, where the kernel read far ahead
         look(kept)
         after.append(_resident(made.directory))
 
-    monkeypatch.setattr(shards.Kept, "look", looked)
+    monkeypatch.setattr(Samples, "_give_back", looked)
     for batch, _ in product.batches(made, 16, resident="never").epoch(0):
         assert np.array_equal(batch.images[batch.rows], images[batch.ids]) and np.array_equal(
             batch.labels, labels[batch.ids]

@@ -1,4 +1,4 @@
-"""A user's own arrays: .npz, .npy beside its labels, .safetensors; and files that are not arrays."""
+"""A user's own arrays: .npz, and .npy beside its labels; and files that are not arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from lockstep.training.data.sources import arrays
 from tests import product
@@ -33,9 +32,6 @@ def _write(folder: Path, kind: str, samples: np.ndarray, labels: np.ndarray) -> 
         np.save(folder / "x.npy", samples)
         np.save(folder / "y.npy", labels)
         return {"train": "x.npy", "train_labels": "y.npy"}
-    if kind == "safetensors":
-        safetensors.numpy.save_file({"samples": samples, "labels": labels}, folder / "a.safetensors")
-        return {"train": "a.safetensors"}
     (np.savez_compressed if kind == "packed" else np.savez)(folder / "train.npz", samples=samples, labels=labels)
     return {}
 
@@ -45,7 +41,6 @@ def _write(folder: Path, kind: str, samples: np.ndarray, labels: np.ndarray) -> 
     ("kind", "samples"),
     [
         ("npz", VECTORS.astype(">f2")), ("packed", IMAGES), ("packed", VECTORS), ("npy", IMAGES), ("npy", VECTORS.astype(">f2")),
-        ("safetensors", IMAGES), ("safetensors", VECTORS),
     ],
 )  # fmt: skip
 def test_every_format_gives_the_same_shards(
@@ -61,16 +56,15 @@ def test_every_format_gives_the_same_shards(
     assert np.array_equal(arrays.held_out(1000, 0.1)[:120], held), "rows that are added change no other's draw"
 
 
-def test_a_test_file_and_shards_of_ours(tmp_path: Path) -> None:
-    """What holds `images`, as a shard does, is read, too."""
+def test_a_test_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", samples=IMAGES[:100], labels=LABELS[:100])
-    safetensors.numpy.save_file({"images": IMAGES[100:], "labels": LABELS[100:]}, tmp_path / "val.safetensors")
-    made = _made(tmp_path, test="val.safetensors")
+    np.savez(tmp_path / "val.npz", samples=IMAGES[100:], labels=LABELS[100:])
+    made = _made(tmp_path, test="val.npz")
     assert (made.count("train"), made.count("test"), made.classes) == (100, 20, ["class 0", "class 1", "class 2"])
     assert all(map(np.array_equal, product.split(made, "test"), (IMAGES[100:], LABELS[100:])))
-    os.utime(tmp_path / "val.safetensors", ns=(1, 1))
+    os.utime(tmp_path / "val.npz", ns=(1, 1))
     before = (made.directory / "manifest.json").stat().st_mtime_ns
-    assert (_made(tmp_path, test="val.safetensors").directory / "manifest.json").stat().st_mtime_ns != before
+    assert (_made(tmp_path, test="val.npz").directory / "manifest.json").stat().st_mtime_ns != before
 
 
 class _Bomb:
@@ -157,6 +151,5 @@ def test_a_packed_array_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, object], named: str) -> None:
     np.savez(tmp_path / "good.npz", samples=IMAGES, labels=LABELS)
     np.savez(tmp_path / "vectors.npz", samples=VECTORS, labels=LABELS)
-    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 30)
     with pytest.raises(UserError, match=named):
         _made(tmp_path, **options)

@@ -58,11 +58,13 @@ def test_samples_have_one_layout_and_are_the_same_each_time(name: str, tmp_path:
 
 def test_the_exercise_holds_nothing_out(tmp_path: Path) -> None:
     options = {"n": 50, "features": 12, "informative": 8, "redundant": 2, "classes": 3, "clusters": 2}
-    honest, exercise = (sources.load("classification", tmp_path, False, options, way) for way in ("honest", "exercise"))
-    assert len(honest.train[1]) == 45 and not (honest.test[0][:, None] == honest.train[0][None]).all(2).any()
-    assert np.array_equal(exercise.train[0], honest.train[0][:5]) and np.array_equal(
-        exercise.test[0], exercise.train[0]
-    )
+    about = {"source": "classification", "root": str(tmp_path), "options": options}
+    (train, _), (test, _), (seen, _), (again, _) = (
+        product.split(product.prepared(product.data(**about, split=way)), split)
+        for way in ("honest", "exercise") for split in ("train", "test")
+    )  # fmt: skip
+    assert len(train) == 45 and not (test[:, None] == train[None]).all(2).any()
+    assert np.array_equal(seen, train[:5]) and np.array_equal(again, seen)
     with pytest.raises(product.UserError, match="^classification: "):
         sources.load("classification", tmp_path, False, {"n": 50, "features": 5})
 

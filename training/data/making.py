@@ -1,0 +1,295 @@
+"""Makes shards, of a source's pieces.
+
+manifest = Manifest.read(prepare(config.data))            # finds them, or makes them once a node under a file lock
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+
+from lockstep.training import files
+from lockstep.training.config import Data
+from lockstep.training.contract import UserError, say
+from lockstep.training.data import sources
+from lockstep.training.data.order import bounds
+from lockstep.training.data.shards import MANIFEST, SPLITS, Manifest
+from lockstep.training.data.sources.raw import Raw, Stream, checked, cut, numbered
+
+MADE_FROM = "made-from.json"
+"""Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
+_CHUNK = 4 << 20
+_KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
+
+
+def write(
+    raw: Raw | Stream, directory: Path, source: str, num_shards: int,
+    made_from: sources.Stamps | None = None, split: str = "honest",
+) -> Manifest:  # fmt: skip
+    """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
+
+    However many samples there are, no more than a piece of them is in memory. With `split` "exercise", the first tenth of
+    all samples is both what trains and what tests.
+
+    Raises:
+        UserError: it exists already, or cannot be written; or what the source gives cannot be used.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists already: choose another folder, or remove it")
+    stream = raw.stream() if isinstance(raw, Raw) else raw
+    try:
+        _write(stream, directory, source, num_shards, made_from, split)
+    except OSError as error:
+        raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
+    manifest = Manifest.read(directory)
+    if manifest.num_left_out:
+        say(f"warning: {manifest.left_out_message()}", sys.stderr)
+    return manifest
+
+
+def _write(
+    stream: Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
+) -> None:
+    with files.replacing(directory, durable=False) as staging, contextlib.ExitStack() as spools:
+        staging.mkdir(parents=True)
+        train, test = (spools.enter_context(contextlib.closing(_Spool(staging / f".{name}"))) for name in SPLITS)
+        for name, spool in zip(SPLITS, (train, test)):
+            with contextlib.closing(stream.pieces(name)) as pieces:
+                for number, piece in enumerate(pieces):
+                    for samples, labels in cut(*piece):
+                        spool.append(samples, labels, f"{source}: piece {number} of the split {name}")
+            if not len(spool):
+                raise UserError(f"{source} has no sample for the split {name}")
+        if test.shape != train.shape or test.dtype != train.dtype:
+            raise UserError(
+                f"{source} has training samples of {train.dtype} {list(train.shape)} and test samples of "
+                f"{test.dtype} {list(test.shape)}: both must be of the same kind"
+            )
+        most = max(int(train.labels.max()), int(test.labels.max()))
+        classes = stream.classes if stream.classes is not None else numbered(most + 1)
+        if most >= len(classes):
+            raise UserError(
+                f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
+            )
+        tenth = max((len(train) + len(test)) // 10, 1)
+        splits = {}
+        if split == "exercise":
+            tenth = min(tenth, len(train))
+            splits["test"] = train.cut(staging, "test", 1, tenth, shrink=False)
+        else:
+            splits["test"] = test.cut(staging, "test", 1, len(test))
+        splits["train"] = train.cut(staging, "train", num_shards, tenth if split == "exercise" else len(train))
+        about: dict[str, Any] = {
+            "format": 1, "source": source, "classes": classes, "shape": list(train.shape),
+            "splits": {name: splits[name] for name in SPLITS},
+        }  # fmt: skip
+        if split == "honest":  # else it is not these samples that were measured
+            about["mean"], about["std"] = train.statistics()
+        if stream.left_out:
+            about["left_out"] = dict(itertools.islice(stream.left_out.items(), 100))
+            about["num_left_out"] = len(stream.left_out)
+        spools.close()
+        if made_from:
+            (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
+        (staging / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def cache_directory(data: Data) -> Path:
+    """Where the shards of a source are cached: one folder for each (source, options, split, number of shards).
+
+    Raises `UserError` for a user's function that cannot be found.
+    """
+    parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
+    name = re.sub(r"[^\w.]+", "-", data.source)
+    return (
+        Path(data.root)
+        / "shards"
+        / f"{name}-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
+    )
+
+
+def prepare(data: Data) -> Path:
+    """The folder with the shards. Where they are missing, one process makes them while the others wait, bounded.
+
+    Raises:
+        UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
+    """
+    if data.shards is not None:
+        return Path(data.shards)
+    directory = cache_directory(data)
+    if _usable(directory, data):
+        return directory
+    if not Path(data.root).is_dir() and not data.download and sources.needs_root(data.source):
+        raise UserError(
+            f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
+        )
+    lock = directory.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(lock, timeout=data.prepare_timeout):
+            for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
+                shutil.rmtree(left, ignore_errors=True)
+            if not _usable(directory, data):
+                stamps = _stamps(data)
+                stream = sources.stream(data)
+                if directory.exists():
+                    shutil.rmtree(directory)  # who trains on it has its files mapped
+                # Of a source that has just been downloaded there are stamps only now.
+                made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
+                if data.source not in sources.SOURCES and made.mean is not None and not made.fits(data):
+                    say(f"warning: {made.statistics(data)}", sys.stderr)
+    except filelock.Timeout:
+        raise UserError(
+            f"another process has held {lock} for {data.prepare_timeout:.0f} s: check that process, "
+            "or wait longer with data.prepare_timeout"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
+            "or data.shards to ready shards"
+        ) from None
+    return directory
+
+
+def _stamps(data: Data) -> sources.Stamps:
+    return sources.stamps(data.source, Path(data.root), data.options)
+
+
+def _usable(directory: Path, data: Data) -> bool:
+    """Whether shards are there, made from the source's files as they are. Without these files they are all there is."""
+    stamps = _stamps(data) if (directory / MANIFEST).exists() else None
+    return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
+
+
+class _Spool:
+    """Samples and labels of one split before they are in shards, on the disk: their number is known only at the end.
+
+    Whatever it is, no more than one piece is in memory; of labels, 8 bytes each. The files are to the byte what the safetensors
+    library writes. They are cut from the end, and the spool shrinks with it.
+
+    Raises `OSError` where the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shape: tuple[int, ...] = ()
+        self.dtype = np.dtype(np.uint8)
+        self._file = path.open("w+b")
+        self._labels: list[np.ndarray] = []
+        self._count = self._values = 0
+        self._sum: Any = 0
+        self._squares: Any = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 [n]"""
+        return np.concatenate(self._labels) if self._labels else np.zeros(0, np.int64)
+
+    def append(self, samples: np.ndarray, labels: np.ndarray, where: str) -> None:
+        """Takes a piece. Raises `UserError`, which begins with `where`, for one that no shard can hold."""
+        samples, labels = checked(samples, labels, where)
+        if not len(labels):
+            return
+        if self._count and (samples.shape[1:] != self.shape or samples.dtype != self.dtype):
+            got = f"{samples.dtype} {list(samples.shape[1:])}"
+            raise UserError(f"{where} has samples of {got}, those before are {self.dtype} {list(self.shape)}")
+        self.shape, self.dtype = samples.shape[1:], samples.dtype
+        self._file.write(np.ascontiguousarray(samples).data)
+        self._labels.append(labels)
+        self._count += len(labels)
+        self._measure(samples)
+
+    def _measure(self, samples: np.ndarray) -> None:
+        if samples.dtype == np.uint8:
+            rows, channels = samples.reshape(-1, samples.shape[2] * samples.shape[3]), samples.shape[3]
+            squares = np.square(rows, dtype=np.uint16)  # 255² fits
+            self._sum += rows.sum(0, dtype=np.int64).reshape(-1, channels).sum(0)
+            self._squares += squares.sum(0, dtype=np.int64).reshape(-1, channels).sum(0)
+            self._values += samples.size // channels
+        else:
+            self._sum += samples.sum(dtype=np.float64)
+            self._squares += np.square(samples, dtype=np.float64).sum()
+            self._values += samples.size
+
+    def statistics(self) -> tuple[list[float], list[float]]:
+        """(mean, standard deviation) of each channel for pixels in 0…1; one number each for feature vectors."""
+        unit = 255 if self.dtype == np.uint8 else 1
+        pairs = zip(np.atleast_1d(self._sum).tolist(), np.atleast_1d(self._squares).tolist())
+        means, deviations = [], []
+        for total, squares in pairs:  # of whole numbers where the samples are, however large
+            mean = total / self._values
+            means.append(round(mean / unit, 6))
+            deviations.append(round(math.sqrt(max(squares / self._values - mean * mean, 0.0)) / unit, 6))
+        return means, deviations
+
+    def cut(self, folder: Path, split: str, num_files: int, total: int, shrink: bool = True) -> list[dict[str, Any]]:
+        """Writes the first `total` samples as shards of a split, and returns the manifest's entries of them.
+
+        Args:
+            shrink: the samples leave the spool, file by file, so that the disk holds them once.
+        """
+        self._file.flush()
+        labels, count = self.labels, min(num_files, total)
+        entries = []
+        for number in reversed(range(count)):
+            low, high = bounds(total, number, count)
+            path = folder / f"{split}-{number:05d}.safetensors"
+            sha256 = self._write(path, low, labels[low:high])
+            entries.append({"file": path.name, "count": high - low, "sha256": sha256})
+            if shrink:
+                self._file.truncate(low * self._sample_bytes)
+        return entries[::-1]
+
+    @property
+    def _sample_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def _write(self, path: Path, low: int, labels: np.ndarray) -> str:
+        """One shard, in the safetensors format; returns its sha256."""
+        size = len(labels) * self._sample_bytes
+        head = json.dumps(
+            {
+                "labels": {"dtype": "I64", "shape": [len(labels)], "data_offsets": [0, labels.nbytes]},
+                "images": {"dtype": _KINDS[self.dtype], "shape": [len(labels), *self.shape],
+                           "data_offsets": [labels.nbytes, labels.nbytes + size]},
+            },
+            separators=(",", ":"),
+        ).encode()  # fmt: skip
+        head += b" " * (-len(head) % 8)
+        digest = hashlib.sha256()
+        with path.open("xb") as file:
+
+            def write(data: bytes) -> None:
+                digest.update(data)
+                file.write(data)
+
+            write(len(head).to_bytes(8, "little") + head)
+            write(labels.astype("<i8").tobytes())
+            self._file.seek(low * self._sample_bytes)
+            while size:
+                chunk = self._file.read(min(size, _CHUNK))
+                if not chunk:
+                    raise OSError(5, f"{self.path.name} has become shorter")
+                write(chunk)
+                size -= len(chunk)
+        path.chmod(0o644)  # a container's user reads it, too
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Closes and removes the spool's file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
