@@ -183,7 +183,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     config = rundir.read_run(args.target)["config"]
     wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
     tensors, step, values = weights.from_run(args.target, wanted=wanted)
-    weights.write(weights.published(tensors, getattr(config, "model", "")), args.out, values)
+    weights.write(tensors, args.out, values)
     print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
     return EXIT_DONE
 

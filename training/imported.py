@@ -23,7 +23,7 @@ def imported(name: str, kind: str) -> Any:
     add_working_directory()
     try:
         return getattr(importlib.import_module(module), member)
-    except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, OSError, RuntimeError) as error:
         raise UserError(f"cannot import {kind} {name}: {error}") from None
 
 

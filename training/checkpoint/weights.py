@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lockstep.training import files, models
+from lockstep.training import files
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.score import Rule
 from lockstep.training.checkpoint.state import checked, evaluated_weights
@@ -91,8 +91,7 @@ def load_into(model: nn.Module, path: Path) -> None:
 
 
 def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Copies weights into a model; a leading `module.` (of DDP) is dropped, and the one of `models.PREFIXES` added, where
-    the names fit only so.
+    """Copies weights into a model; a leading `module.` (of DDP) is dropped where the names fit only so.
 
     Raises:
         UserError: names the first weight that does not match, and what the model says of it (`misfit`). `path` is where
@@ -102,9 +101,6 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     model_state = model.state_dict()
     if model_state.keys() != weights.keys():
         weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-    for prefix in models.PREFIXES.values():
-        if model_state.keys() == {prefix + name for name in weights}:
-            weights = {prefix + name: tensor for name, tensor in weights.items()}
     for name in sorted(model_state.keys() ^ weights.keys()):
         where = "is missing" if name in model_state else "is not in the model"
         raise UserError(f"{path}: {name} {where}{hint}")
@@ -152,12 +148,6 @@ def _chosen(paths: list[Path], wanted: int | Rule, run_dir: Path) -> Path | None
     if paths and path is None:
         raise UserError(f"{run_dir} has no checkpoint of step {wanted}; there are {steps}")
     return path
-
-
-def published(weights: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:
-    """The weights of a model of ours under the names that the published one has: torchvision's, for `resnet18`."""
-    prefix = models.PREFIXES.get(model, "")
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
 def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any] | None = None) -> None:

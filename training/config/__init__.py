@@ -56,8 +56,6 @@ class Recipe(Section):
     """Keyword arguments of the model, e.g. `{width: 0.5}`."""
     init_from: str | None = None
     """File of weights to start from (`lockstep export`); a leading `module.` in its names is dropped."""
-    init: Literal["broadcast", "seed"] = "broadcast"
-    """Rank 0 sends its fresh weights, or every rank draws the same ones from the seed."""
     epochs: Free[Positive] = 10
     """Passes over the training set."""
     batch_size: Positive | None = None

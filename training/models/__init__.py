@@ -29,10 +29,6 @@ MODELS = {
 }
 
 
-PREFIXES = {"resnet18": "network."}
-"""Models around a published one. Files of plain weights have the published names, without this prefix."""
-
-
 def ours(name: str) -> bool:
     """Whether building this model imports nothing beyond this package."""
     return name in MODELS or name in MODELS.values()

@@ -34,8 +34,12 @@ def build(
     named = {parameter: name.split(".") for name, parameter in model.named_parameters()} if model is not None else {}
     groups: list[dict[str, Any]] = []
     for part, group_settings in optim.groups.items():
-        _check_part(part, named, groups)
         members = [p for p in trained if part in named.get(p, ())]
+        if not members:  # its settings would have no effect, without a message
+            near = settings.nearest(part, {name for parameter in trained for name in named.get(parameter, ())})
+            raise UserError(
+                f"optim.groups.{part}: no parameter that is trained, and that no earlier group has, has {part!r} in its dotted name{near}"
+            )
         trained = [p for p in trained if part not in named.get(p, ())]
         groups.append({
             "params": members, "part": part, "momentum": group_settings.get("momentum", optim.momentum),
@@ -63,31 +67,6 @@ def build(
     if not sharded:
         sgd.register_step_pre_hook(_start_momentum)
     return sgd
-
-
-def _check_part(part: str, named: dict[nn.Parameter, list[str]], earlier: list[dict[str, Any]]) -> None:
-    """Raises `UserError` where a group would be empty: its settings would have no effect, without a message.
-
-    Args:
-        earlier: the groups before this one, with the parameters that they have taken.
-    """
-    having = [parameter for parameter, parts in named.items() if part in parts]
-    if not having:
-        near = settings.nearest(part, {name for parts in named.values() for name in parts})
-        raise UserError(f"optim.groups.{part}: no parameter of the model has {part!r} in its dotted name{near}")
-    trained = [parameter for parameter in having if parameter.requires_grad]
-    if not trained:
-        raise UserError(
-            f"optim.groups.{part}: every parameter with {part!r} in its dotted name is frozen (requires_grad=False), and no "
-            "optimizer moves it: remove the group, or name parameters that are trained"
-        )
-    part_of = {parameter: group["part"] for group in earlier for parameter in group["params"]}
-    if all(parameter in part_of for parameter in trained):
-        names = " and ".join(dict.fromkeys(f"optim.groups.{part_of[parameter]}" for parameter in trained))
-        raise UserError(
-            f"optim.groups.{part}: every trained parameter with {part!r} in its dotted name is taken by {names}, which comes "
-            f"earlier: write {part!r} before it, or remove one of them"
-        )
 
 
 def _start_momentum(sgd: torch.optim.Optimizer, *_: object) -> None:

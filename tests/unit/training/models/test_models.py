@@ -114,4 +114,4 @@ def test_resnet18_stems() -> None:
     small, stock = (models.build("resnet18", options, 10) for options in ({}, {"stem": "stock", "outputs": 1000}))
     x = torch.randn(2, 3, 32, 32)
     assert small(x).shape == (2, 10) and stock(x).shape == (2, 1000)
-    assert small.network.conv1.kernel_size == (3, 3) and stock.network.conv1.kernel_size == (7, 7)
+    assert small.conv1.kernel_size == (3, 3) and stock.conv1.kernel_size == (7, 7)
