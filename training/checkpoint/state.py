@@ -115,10 +115,14 @@ class _History(_Part):
     attempts: _Count = 0
 
 
+class _Group(_Part):
+    params: list[str]
+
+
 class _Optimizer(_Part):
     state: dict[str, Any]
     own: dict[int | str, Any]
-    param_groups: Any
+    param_groups: list[_Group]
 
 
 class _KeptByScript(_Part):
@@ -392,32 +396,25 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """The inverse of `by_name`, for an optimizer whose groups have `names`.
+    """The inverse of `_by_name`, for an optimizer whose groups have `names`.
 
     Raises:
         ValueError: the groups are not those of this optimizer.
     """
     groups = saved["param_groups"]
-    if not isinstance(groups, list) or len(groups) != len(names):
-        raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint has different ones")
-    number: dict[str, int] = {}
+    if len(groups) != len(names):
+        raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint {len(groups)}")
     for position, (group, group_names) in enumerate(zip(groups, names)):
-        params = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
-            raise ValueError(f"the optimizer's group {position} has no list of its parameters")
-        if sorted(params) != sorted(group_names):
-            different = sorted(set(params) ^ set(group_names)) or sorted(params)
+        if sorted(group["params"]) != sorted(group_names):
+            different = sorted(set(group["params"]) ^ set(group_names)) or group_names
             raise ValueError(
                 f"{different[0]} is in group {position} of either the optimizer or the checkpoint, not of both"
             )
-        for name in group_names:
-            number[name] = len(number)
-    rest = {key: value for key, value in saved.items() if key != "own"}
-    unknown = [name for name in saved["state"] if name not in number]
-    if unknown:
-        raise ValueError(f"the optimizer has no parameter {unknown[0]}")
+    number = {name: position for position, name in enumerate(name for group_names in names for name in group_names)}
+    if unknown := saved["state"].keys() - number:
+        raise ValueError(f"the optimizer has no parameter {min(unknown)}")
     return {
-        **rest,
+        **{key: value for key, value in saved.items() if key != "own"},
         "state": {**{number[name]: kept for name, kept in saved["state"].items()}, **saved["own"]},
         "param_groups": [
             {**group, "params": [number[n] for n in group_names]} for group, group_names in zip(groups, names)

@@ -72,12 +72,6 @@ class Augment(Section):
     """What the crop contains outside the image: the mirrored image, or black."""
     flip: Literal["none", "random", "alternating"] = "none"
     """Horizontal flip: `random` draws again in each epoch; `alternating` draws once per image and flips it in every other epoch."""
-    cutout: Count = 0
-    """Side in pixels of a square that is set to the mean, at a random place; 0: none."""
-    brightness: Number = Field(default=0.0, ge=0)
-    """Largest shift of an image's normalised values, up or down, drawn once per image; 0: none."""
-    contrast: Number = Field(default=0.0, ge=0)
-    """An image's normalised values are scaled by 1 ± up to this, drawn once per image, after the brightness; 0: none."""
 
 
 class Data(Section):
@@ -167,8 +161,6 @@ class Optim(Section):
     groups: dict[str, Group] = Field(default_factory=dict)
     """Settings for some parameters, chosen by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
     may have `lr, momentum, weight_decay, schedule`."""
-    normalise_every: Positive = 1
-    """Steps between two scalings of the filters to norm √out (`muon` only)."""
 
     @model_validator(mode="after")
     def _of_adam(self) -> Self:
@@ -178,14 +170,6 @@ class Optim(Section):
             raise ValueError(
                 f"{too_large[0]}=1 is Adam's first beta, and must be below 1, because its bias correction divides by 1 − beta: "
                 "set 0.9, or choose another optim.name"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _of_muon(self) -> Self:
-        if self.normalise_every != 1 and self.name != "muon":
-            raise ValueError(
-                f"normalise_every={self.normalise_every} has no effect with optim.name={self.name}: it is a setting of muon"
             )
         return self
 
@@ -226,8 +210,6 @@ class Evaluate(Section):
     tta: Literal["none", "flip", "flip_shift"] = "none"
     """Test-time augmentation: `flip` averages the logits of an image and its mirror image; `flip_shift` does so for the
     image (weight 1/2) and for it moved by one pixel up and left, and down and right (1/4 each)."""
-    tta_share: Number = Field(default=1.0, gt=0, le=1)
-    """Share of each batch that test-time augmentation evaluates again: the images with the least confidence."""
 
 
 class Checkpoint(Section):

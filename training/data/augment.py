@@ -35,19 +35,15 @@ def check_settings(config: Config, shape: tuple[int, ...]) -> None:
     if len(shape) == 3:
         return
     augment = data.augment
-    if augment.crop or augment.flip != "none" or augment.cutout or config.evaluate.tta != "none":
+    if augment.crop or augment.flip != "none" or config.evaluate.tta != "none":
         raise UserError(
-            f"{data.source} has feature vectors, which cannot be cropped, flipped or cut out: "
-            "set crop=0 flip=none cutout=0 tta=none"
+            f"{data.source} has feature vectors, which cannot be cropped or flipped: set crop=0 flip=none tta=none"
         )
 
 
 def draw_keys(seed: int, epoch: int) -> list[int]:
-    """What all draws of one epoch are keyed by: shift (y, x), flip, first flip, epoch, cutout (y, x), brightness, contrast."""
-    return [
-        key(seed, epoch, 2), key(seed, 3), key(seed, 4), key(seed, 5), epoch, key(seed, epoch, 6), key(seed, 7),
-        key(seed, epoch, 9), key(seed, epoch, 10),
-    ]  # fmt: skip
+    """What all draws of one epoch are keyed by: shift (y, x), flip, first flip, epoch."""
+    return [key(seed, epoch, 2), key(seed, 3), key(seed, 4), key(seed, 5), epoch]
 
 
 def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,19 +98,7 @@ def augment(
     settings = data.augment
     moved = settings.crop or settings.flip != "none"
     pixels = _gather(images, rows, ids, settings, keys) if moved else images[rows]
-    batch = normalise(pixels, data, dtype, channels_last)
-    if settings.brightness:
-        batch += settings.brightness * _uniform(ids, keys[7], dtype)
-    if settings.contrast:
-        batch *= 1 + settings.contrast * _uniform(ids, keys[8], dtype)
-    if settings.cutout:
-        batch.masked_fill_(_holes(ids, settings.cutout, images.shape[1:3], keys), 0.0)
-    return batch
-
-
-def _uniform(ids: torch.Tensor, secret: int | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Uniform in −1 … 1, one value a sample, [b, 1, 1, 1]."""
-    return (mix(ids & 0xFFFFFFFF ^ secret).to(dtype) * 2**-31 - 1).view(-1, 1, 1, 1)
+    return normalise(pixels, data, dtype, channels_last)
 
 
 def _gather(images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, settings: Augment, keys: Keys) -> torch.Tensor:
@@ -133,14 +117,3 @@ def _gather(images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, setting
 def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:
     """Mirrors indices at 0 and size − 1, the edge itself not repeated (as `F.pad(mode="reflect")`)."""
     return (size - 1 - (size - 1 - index.abs()).abs()).clamp_(0, size - 1)
-
-
-def _holes(ids: torch.Tensor, side: int, size: torch.Size, keys: Keys) -> torch.Tensor:
-    """bool [b, 1, h, w], true in a square of `side` pixels whose centre is drawn uniformly (DeVries & Taylor, 2017)."""
-    height, width = size
-    noise = mix(ids & 0xFFFFFFFF ^ keys[5])
-    top, left = noise % height - side // 2, mix(noise ^ keys[6]) % width - side // 2
-    y = torch.arange(height, device=ids.device)[None, :] - top[:, None]
-    x = torch.arange(width, device=ids.device)[None, :] - left[:, None]
-    inside = ((y >= 0) & (y < side))[:, :, None] & ((x >= 0) & (x < side))[:, None, :]
-    return inside[:, None]

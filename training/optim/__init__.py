@@ -55,7 +55,7 @@ def build(
     if optim.name == "nesterov":
         return Nesterov(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "muon":
-        return Muon(groups, lr=optim.lr, momentum=optim.momentum, normalise_every=optim.normalise_every)
+        return Muon(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "adam":
         for group in groups:  # what the others call momentum is Adam's first beta
             group["betas"] = (group.pop("momentum", optim.momentum), 0.999)

@@ -53,13 +53,6 @@ class RatedOptimizer(PlainOptimizer):
     replay. `rate(i)` is the rate of group i: a float, or a scalar on the device after `use_tensor`."""
 
     rates: torch.Tensor | None = None
-    steps_taken: int = 0
-    """Steps done, for optimizers whose `step_kind` depends on it. A recorded step cannot count, so the trainer sets this."""
-
-    @property
-    def step_kind(self) -> int:
-        """The kind of the next step. An optimizer with several kinds of steps numbers them; each kind is recorded separately."""
-        return 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -39,40 +39,21 @@ class Muon(RatedOptimizer):
     """Muon on parameters of four dimensions, Nesterov SGD (torch's form) on the others.
 
     Args:
-        normalise_every: steps between two scalings of the filters to norm √out. The published form scales at every one.
         steps: Newton–Schulz steps.
     """
 
     def __init__(
-        self, params: Any, lr: float, momentum: float = 0.6, weight_decay: float = 0.0, normalise_every: int = 1,
-        steps: int = 3,
+        self, params: Any, lr: float, momentum: float = 0.6, weight_decay: float = 0.0, steps: int = 3
     ) -> None:  # fmt: skip
-        if normalise_every < 1:
-            raise ValueError(f"normalise_every must be at least 1, got {normalise_every}")
-        self.normalise_every, self.steps = normalise_every, steps
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "taken": 0})
-
-    @property
-    def steps_taken(self) -> int:
-        return int(self.param_groups[0]["taken"])
-
-    @steps_taken.setter
-    def steps_taken(self, steps: int) -> None:
-        for group in self.param_groups:
-            group["taken"] = steps
-
-    @property
-    def step_kind(self) -> int:
-        """0: the filters are scaled, 1: they are not."""
-        return int(self.steps_taken % self.normalise_every != 0)
+        self.steps = steps
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
         filters, rest = [p for p in params if p.ndim == 4], [p for p in params if p.ndim != 4]
         if filters:
-            self._filters(filters, group, rate, group["taken"] % self.normalise_every == 0)
+            self._filters(filters, group, rate)
         if rest:
             self._others(rest, group, rate)
-        group["taken"] += 1
 
     def _momentum(self, params: list[torch.Tensor], grads: list[torch.Tensor], momentum: float) -> Any:
         """g + m·v with v ← m·v + g."""
@@ -81,15 +62,12 @@ class Muon(RatedOptimizer):
         torch._foreach_add_(velocities, grads)
         return torch._foreach_add(grads, velocities, alpha=momentum)
 
-    def _filters(
-        self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor, normalise: bool
-    ) -> None:
+    def _filters(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
         ahead = self._momentum(params, [p.grad for p in params], group["momentum"])  # type: ignore[misc]
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-        if normalise:
-            norms = torch._foreach_norm(params)
-            torch._foreach_mul_(params, [len(p) ** 0.5 / norm for p, norm in zip(params, norms)])
+        norms = torch._foreach_norm(params)
+        torch._foreach_mul_(params, [len(p) ** 0.5 / norm for p, norm in zip(params, norms)])
         updates = _orthogonal(ahead, self.steps)
         torch._foreach_mul_(updates, -rate)
         torch._foreach_add_(params, updates)

@@ -91,16 +91,13 @@ class Evaluator:
                 output: torch.Tensor = model(view)
             return output.to(real_type(config.precision))
 
-        return augmented(logits, x, config.evaluate.tta, config.evaluate.tta_share)
+        return augmented(logits, x, config.evaluate.tta)
 
 
-def augmented(
-    logits: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tta: str, share: float = 1.0
-) -> torch.Tensor:
-    """Logits [b, classes] of images [b, c, h, w], averaged over the views of `tta` for the least confident `share` of them.
+def augmented(logits: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tta: str) -> torch.Tensor:
+    """Logits [b, classes] of images [b, c, h, w], averaged over the views of `tta`.
 
-    Views and weights of `flip_shift` from KellerJordan/cifar10-airbench; looking only at doubtful images again from
-    ljbuturovic/cifar10-speedrun.
+    Views and weights of `flip_shift` from KellerJordan/cifar10-airbench.
     """
     if tta == "none":
         return logits(x)
@@ -108,17 +105,9 @@ def augmented(
     def mirrored(view: torch.Tensor) -> torch.Tensor:
         return (logits(view) + logits(view.flip(-1))) / 2
 
-    def average(images: torch.Tensor) -> torch.Tensor:
-        if tta == "flip":
-            return mirrored(images)
-        height, width = images.shape[-2:]
-        padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-        moved = mirrored(padded[..., :height, :width]) + mirrored(padded[..., 2:, 2:])
-        return mirrored(images) / 2 + moved / 4
-
-    if share == 1.0:
-        return average(x)
-    first = logits(x)
-    doubtful = first.softmax(1).amax(1).topk(math.ceil(share * len(x)), largest=False).indices
-    first[doubtful] = average(x[doubtful])
-    return first
+    if tta == "flip":
+        return mirrored(x)
+    height, width = x.shape[-2:]
+    padded = F.pad(x, (1, 1, 1, 1), mode="reflect")
+    moved = mirrored(padded[..., :height, :width]) + mirrored(padded[..., 2:, 2:])
+    return mirrored(x) / 2 + moved / 4

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from lockstep.training.config import RunSettings
 from lockstep.training.data import trees
@@ -89,16 +88,13 @@ class _Recorded:
     """What `identity` has the ids of: no other object may get one of them."""
     gradients: Callable[[], None] | None = None
     """None where they are part of the update's recording."""
-    updates: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """By the optimizer's kind of step (`RatedOptimizer.step_kind`)."""
+    update: Callable[[], None] = lambda: None
     norm: torch.Tensor | None = None
     """Where `gradients` leaves the gradient's norm."""
     finite: torch.Tensor = field(default_factory=lambda: torch.tensor(True))
     """Where it leaves whether the gradient is finite."""
-    norms: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    """Where the whole step has left it: that of the clipping, if there is one."""
-    grads: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    """Where `gradients` leaves the gradients, for the recording of an update of another kind."""
+    clipped: torch.Tensor | None = None
+    """Where the whole step has left the norm: that of the clipping, if there is one."""
     bytes_sent: int = 0
     """What one replay hands to collectives."""
 
@@ -138,11 +134,10 @@ class Recorder:
         """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
-        kind = self._optimizer.step_kind
-        if not self.failure and self._is_due(work, kind):
+        if not self.failure and self._is_due(work):
             self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
         recorded = self._recorded
-        if recorded is None or kind not in recorded.updates or _identity(work, clip, scaler) != recorded.identity:
+        if recorded is None or _identity(work, clip, scaler) != recorded.identity:
             return
         if trees.fill(recorded.work.batch, list(work.batch)):
             self.replays = recorded
@@ -152,10 +147,10 @@ class Recorder:
     def finish(self) -> None:
         self.replays = None
 
-    def _is_due(self, work: Work, kind: int) -> bool:
-        """Whether a step of this kind is to be recorded now. The same on all ranks."""
+    def _is_due(self, work: Work) -> bool:
+        """Whether this step is to be recorded now. The same on all ranks."""
         if self._recorded is not None:
-            return work.total == self._recorded.work.total and kind not in self._recorded.updates
+            return False
         self._times[work.total] = self._times.get(work.total, 0) + 1
         return self._times[work.total] > WARM_UP
 
@@ -185,24 +180,18 @@ class Recorder:
             )
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
-        sync, kind, checks = self._sync, self._optimizer.step_kind, step.looks or scaler is not None
-        recorded = self._recorded
-        if recorded is None:
-            inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
-            recorded = _Recorded(inputs, _identity(work, clip, scaler), [scaler, *_closure(work)])
-            self.before = step.statistics() if checks else []
-        elif _identity(work, clip, scaler) != recorded.identity or not trees.fill(
-            recorded.work.batch, list(work.batch)
-        ):
-            raise ValueError("this rank's part of the batch changes its size")
-        made, norm = recorded, recorded.norm
+        sync, checks = self._sync, step.looks or scaler is not None
+        inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
+        recorded = _Recorded(inputs, _identity(work, clip, scaler), [scaler, *_closure(work)])
+        self.before = step.statistics() if checks else []
+        norm: torch.Tensor | None = None
 
         def gradients() -> None:
             nonlocal norm
             for kept, tensor in zip(self.before, step.replica.model.buffers()):
                 kept.copy_(tensor)
             sync.zero_grad()
-            step.forward_backward(made.work, scaler)
+            step.forward_backward(recorded.work, scaler)
             self._points.mark(0)
             sync.synchronize()
             self._points.mark(1)
@@ -216,20 +205,15 @@ class Recorder:
             gradients()
             update()
 
-        sent, steps_taken = sync.bytes_sent, self._optimizer.steps_taken
+        sent = sync.bytes_sent
         try:
-            if self._recorded is None and checks:
+            if checks:
                 recorded.gradients = self._record(gradients)
                 recorded.norm, recorded.finite = norm, step.finite
-                recorded.grads = {p: p.grad for p in step.replica.model.parameters() if p.grad is not None}
-            norm = recorded.norm
-            for parameter, grad in recorded.grads.items():
-                parameter.grad = grad  # eager steps have taken others since
-            recorded.updates[kind] = self._record(update if checks else whole_step)
-            recorded.norms[kind] = norm
-            recorded.bytes_sent = max(recorded.bytes_sent, sync.bytes_sent - sent)
+            recorded.update = self._record(update if checks else whole_step)
+            recorded.clipped, recorded.bytes_sent = norm, sync.bytes_sent - sent
         finally:
-            sync.bytes_sent, self._optimizer.steps_taken = sent, steps_taken  # nothing has run yet
+            sync.bytes_sent = sent  # nothing has run yet
         self._recorded = recorded
 
     def replay_gradients(self) -> torch.Tensor | None:
@@ -245,12 +229,10 @@ class Recorder:
     def replay_update(self) -> torch.Tensor | None:
         recorded = self.replays
         assert recorded is not None
-        kind, steps_taken = self._optimizer.step_kind, self._optimizer.steps_taken
-        recorded.updates[kind]()
-        self._optimizer.steps_taken = steps_taken + 1
+        recorded.update()
         if recorded.gradients is None:
             self._count_replay(recorded)
-        return recorded.norms[kind]
+        return recorded.clipped
 
     def _count_replay(self, recorded: _Recorded) -> None:
         """Counts what the replay sends, and has its points in time read later. The replay need not have ended."""

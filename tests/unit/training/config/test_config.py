@@ -35,7 +35,7 @@ WRONG = {
     "model_options": ["model_options={a: 2026-11-21}", "model_options={a: {1: 2}}", "model_options=[1]"],
     "collective_timeout": ["collective_timeout=1e300"], "schedule": ["schedule=[[1,1],[1,2]]"], "--set lr": ["lr=[1"],
     "ema.decay": ["ema.decay=1"], "exactly one of batch_size": ["batch_size=8 global_batch_size=8"],
-    "deterministic": ["deterministic=true tf32=true", "deterministic=true cudnn_benchmark=true"], "muon": ["optim.normalise_every=3"],
+    "deterministic": ["deterministic=true tf32=true", "deterministic=true cudnn_benchmark=true"],
 }  # fmt: skip
 """What the one line has to name → words after --set."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.training.data.augment import augment, check_settings, draw_keys, draws, normalise
+from lockstep.training.data.augment import augment, check_settings, draw_keys, draws
 from tests import product
 
 N = 64
@@ -36,7 +36,7 @@ def test_crop_and_flip_equal_padding_and_slicing(padding: str, flip: str, crop: 
 
 
 def test_a_sample_is_augmented_the_same_in_any_batch_and_layout() -> None:
-    data = _settings(crop=2, flip="random", cutout=4, brightness=0.3, contrast=0.2)
+    data = _settings(crop=2, flip="random")
     whole = augment(IMAGES, ROWS, IDS, data, draw_keys(1, 2))
     order = torch.randperm(N)
     assert torch.equal(augment(IMAGES, order, IDS[order], data, draw_keys(1, 2)), whole[order])
@@ -60,26 +60,6 @@ def test_alternating_flip_turns_every_image_every_epoch() -> None:
     first, second, third = (draws(draw_keys(9, epoch), IDS, 0, "alternating")[2] for epoch in range(3))
     assert torch.equal(first, ~second) and torch.equal(first, third)
     assert 0 < int(first.sum()) < N
-
-
-def test_cutout_sets_a_square_to_the_mean() -> None:
-    data = _settings(cutout=4)
-    plain = normalise(IMAGES, data, torch.float32, False)
-    out = augment(IMAGES, ROWS, IDS, data, draw_keys(0, 0))
-    holes = (out != plain).any(1)
-    assert (out[holes[:, None].expand_as(out)] == 0).all()
-    assert 4 <= int(holes[0].sum()) <= 16 and not torch.equal(holes[0], holes[1])
-
-
-def test_brightness_and_contrast_are_one_draw_an_image() -> None:
-    images = torch.full((6, 4, 4, 3), 128, dtype=torch.uint8)
-    rows, ids = torch.arange(6), torch.arange(100, 106)
-    before, after = (
-        augment(images, rows, ids, _settings(**words), draw_keys(1, 2), torch.float64)
-        for words in ({}, {"brightness": 0.3, "contrast": 0.2})
-    )
-    assert after.std((2, 3)).max() < 1e-9 and after[:, 0, 0, 0].unique().numel() == 6
-    assert ((after - before).abs() <= 0.3 * 1.2 + 0.2 * before.abs()).all()
 
 
 @pytest.mark.parametrize(

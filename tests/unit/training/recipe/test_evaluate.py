@@ -20,8 +20,3 @@ def test_views_and_weights_at_test_time() -> None:
     views = [(x, 1 / 2), (padded[..., 0:6, 0:6], 1 / 4), (padded[..., 2:8, 2:8], 1 / 4)]
     expected = sum(share * (logits(view) + logits(view.flip(-1))) / 2 for view, share in views)
     torch.testing.assert_close(augmented(logits, x, "flip_shift"), expected)
-    half = augmented(logits, x, "flip_shift", 0.5)
-    doubtful = logits(x).softmax(1).amax(1).argsort()[:4]
-    untouched = [n for n in range(8) if n not in doubtful.tolist()]
-    torch.testing.assert_close(half[doubtful], expected[doubtful])  # type: ignore[index]
-    torch.testing.assert_close(half[untouched], logits(x)[untouched])

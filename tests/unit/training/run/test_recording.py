@@ -23,15 +23,12 @@ pytestmark = pytest.mark.promise("recorded-steps")
 
 BASE = [
     "data.source=synthetic", "data.options={n: 97, n_test: 10, size: 8}", "data.num_shards=3", "augment.crop=1",
-    "augment.flip=random", "cutout=3", "brightness=0.1", "contrast=0.1", "model=tests.nets:SmallConv", "model_options={}",
+    "augment.flip=random", "model=tests.nets:SmallConv", "model_options={}",
     "global_batch_size=24", "uneven=weight", "ema.decay=0", "optim.clip=50", "sync.name=flat", "sync.bucket_mb=0.001",
 ]  # fmt: skip
 CASES = {
     "nesterov": [],
-    "muon that scales every third step": [
-        "optim.name=muon", "lr=0.01", "optim.groups={head: {lr: 0.02, momentum: 0.5}}", "optim.normalise_every=3",
-        "data.options={n: 241, n_test: 10, size: 8}",  # no eager step between the recordings of its two kinds
-    ],
+    "muon": ["optim.name=muon", "lr=0.01", "optim.groups={head: {lr: 0.02, momentum: 0.5}}"],
     "micro-batches": ["micro_batch_size=6"],
     "not looking": ["nonfinite=ignore"],
     "not resident": ["data.resident=never"],
@@ -93,10 +90,8 @@ def test_a_replayed_step_computes_what_an_eager_one_does(tmp_path: Path, data_ro
 def _failing(world: World, root: str, folder: str) -> list[str]:
     said: list[str] = []
     with _begun(world, root, Path(folder), "nesterov") as run:
-        optimizer: Any = run.state.optimizer
 
         def record(body: Any) -> Any:
-            optimizer.steps_taken += 1  # as the body does, which runs while it is recorded
             run.state.sync.bytes_sent += 7
             if world.rank == 1:
                 raise RuntimeError("operation not permitted when stream is capturing")
@@ -105,7 +100,7 @@ def _failing(world: World, root: str, folder: str) -> list[str]:
         _recorded(run, said.append, record)
         for number in range(8):
             run.step(number)
-        assert optimizer.steps_taken == 0 and run.state.sync.bytes_sent % 4 == 0
+        assert run.state.sync.bytes_sent % 4 == 0
     return said
 
 
