@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -16,15 +15,11 @@ import os
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lockstep.training.contract import UserError, printable
-
-LOCK = ".in-use"
-"""Of a temporary folder, held for as long as its process lives. A process number would say nothing to another container."""
 
 
 def keep_out_others() -> None:
@@ -155,45 +150,6 @@ def opened_folder(path: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[str]:
-    """The path of a new folder below the temporary one, which is gone at the end. Where the end was a kill, the next process that
-    wants one with this prefix removes it."""
-    _remove_abandoned(prefix)
-    held = None
-    while held is None:
-        path = tempfile.mkdtemp(prefix=prefix)
-        held = _lock(path)
-    try:
-        with held:
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _lock(path: str) -> IO[str] | None:
-    """The new folder's lock, held. None where another start came between the making of the file and the lock: it has taken
-    the folder for an abandoned one, and removed it."""
-    with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
-        held = stack.enter_context(open(os.path.join(path, LOCK), "w"))
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if os.path.samestat(os.fstat(held.fileno()), os.stat(held.name)):
-            stack.pop_all()
-            return held
-    return None
-
-
-def _remove_abandoned(prefix: str) -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            status = path.lstat()  # one look: in a folder of everybody's, nobody else can replace a folder of ours
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
-            with (path / LOCK).open() as lock:  # a folder without one is somebody else's, or is being made
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_stale(directory: Path, names: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -50,7 +51,7 @@ def top_of(folder: Path) -> Path | None:
 def opened(top: Path) -> Iterator[Ask]:
     """Questions to git about the working tree `top`. Raises `UserError`, as they do."""
     own, common = _folders(top)
-    with files.temporary_folder("lockstep-git-") as made:
+    with tempfile.TemporaryDirectory(prefix="lockstep-git-", ignore_cleanup_errors=True) as made:
         ours = Path(made)
         (ours / "refs").mkdir()
         (ours / "info").mkdir()

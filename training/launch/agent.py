@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
-from lockstep.training import files
 from lockstep.training.cli import PROGRAM, Parser, count
 from lockstep.training.contract import (
     ENV_LAUNCHER,
@@ -328,7 +328,10 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         return EXIT_FAILED
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
-        with files.temporary_folder("lockstep-") as logs, lines.whole_lines() as finish_lines:
+        with (
+            tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as logs,
+            lines.whole_lines() as finish_lines,
+        ):
             code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
     except NotMet as error:
         to_stderr(f"launch: {error}: giving up")
