@@ -23,7 +23,7 @@ from lockstep.jobs.cluster import Cluster
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.cli import COMMANDS, INSIDE
 from lockstep.training.config import Config, OwnSettings, recipes
-from lockstep.training.config.types import Mark
+from lockstep.training.config.sections import FREE
 from lockstep.training.contract import ENV_PROGRAM
 
 API = {
@@ -189,7 +189,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, A
             yield from rows(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
             continue
         default = field.get_default(call_default_factory=True)
-        yield prefix + name, typed.type_name(field.annotation), default, meaning, Mark.FREE in field.metadata
+        yield prefix + name, typed.type_name(field.annotation), default, meaning, FREE in field.metadata
         for inner in dict.fromkeys(_models(field.annotation)):
             mark = "[]" if "list" in str(field.annotation).lower() else ""
             yield from rows(inner, f"{prefix}{name}{mark}.")

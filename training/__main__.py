@@ -164,7 +164,7 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from lockstep.training.parallel import world
-    from lockstep.training.recipe import command as scoring
+    from lockstep.training.recipe import evaluate as scoring
 
     config, checksum = scoring.config_of(args.target, args.recipe, args.assignments, args.trust_model)
     with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:

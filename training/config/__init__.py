@@ -20,21 +20,26 @@ from typing_extensions import Self
 
 from lockstep.training.config import settings
 from lockstep.training.config.sections import (
+    FREE,
     Augment,
     Checkpoint,
+    Count,
     Data,
     Ema,
     Evaluate,
+    Free,
     Log,
     Loss,
     Metrics,
+    Number,
     Optim,
     OwnSync,
+    Plain,
+    Positive,
     Preempt,
     Sync,
 )  # fmt: skip
 from lockstep.training.config.settings import Section
-from lockstep.training.config.types import Count, Free, Mark, Number, Plain, Positive
 from lockstep.training.contract import UserError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -141,7 +146,7 @@ class RunSettings(Section):
 
     def hash(self) -> str:
         """sha256 of all settings that make the run what it is."""
-        identity = json.dumps(settings.flatten(self, Mark.FREE), sort_keys=True)
+        identity = json.dumps(settings.flatten(self, FREE), sort_keys=True)
         return hashlib.sha256(identity.encode()).hexdigest()
 
 
@@ -271,5 +276,5 @@ def differences(old: RunSettings, new: RunSettings) -> list[str]:
     if type(old) is not type(new):
         kinds = [f"script {c.script}" if isinstance(c, OwnSettings) else "a recipe" for c in (old, new)]
         return [f"it trains {kinds[0]} → {kinds[1]}"]
-    before, after = (settings.flatten(config, Mark.FREE) for config in (old, new))
+    before, after = (settings.flatten(config, FREE) for config in (old, new))
     return [f"{name}: {before[name]} → {after[name]}" for name in after if before[name] != after[name]]

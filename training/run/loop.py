@@ -14,7 +14,7 @@ import torch
 
 from lockstep.training import contract, files
 from lockstep.training.checkpoint import generators
-from lockstep.training.config.types import LOGGED
+from lockstep.training.config.sections import LOGGED
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from lockstep.training.data import order
 from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from lockstep.training import files
+from lockstep.training.config.sections import Items
 from lockstep.training.config.settings import Section
-from lockstep.training.config.types import Items
 from lockstep.training.contract import UserError
 from lockstep.training.data.order import mix
 from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece

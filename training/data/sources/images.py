@@ -22,8 +22,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
+from lockstep.training.config.sections import Items
 from lockstep.training.config.settings import Section
-from lockstep.training.config.types import Items
 from lockstep.training.contract import UserError, say
 from lockstep.training.data.decoders import Decoders, Item
 from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece

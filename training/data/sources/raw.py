@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from lockstep.training.config.types import Number
+from lockstep.training.config.sections import Number
 from lockstep.training.contract import UserError
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
