@@ -148,11 +148,10 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from lockstep.training import config as configuration
     from lockstep.training.data import making, sources
-    from lockstep.training.data.shards import Manifest
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
-        manifest = Manifest.read(making.prepare(data))
+        manifest = making.prepare(data)
     else:
         if args.out.exists():
             raise UserError(f"{args.out} exists already: choose another folder, or remove it")

@@ -33,9 +33,9 @@ def source(name: str, root: Path, **options: Any) -> Any:
 
 def prepared(settings: Any) -> Any:
     """The shards of a source, made or found again; what `split` takes."""
-    from lockstep.training.data import making, shards
+    from lockstep.training.data import making
 
-    return shards.Manifest.read(making.prepare(settings))
+    return making.prepare(settings)
 
 
 def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:

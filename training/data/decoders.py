@@ -19,11 +19,11 @@ import io
 import itertools
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -69,11 +69,14 @@ class Decoders:
     """`workers` decoder processes, each asked by a thread."""
 
     def __init__(self, height: int, width: int, workers: int) -> None:
-        self._processes = [_Process(height, width) for _ in range(workers)]
-        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()  # those that run already are the first to be taken
-        for process in self._processes:
-            self._idle.put(process)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decoder")
+        self._processes: list[_Process] = []
+        self._of_thread = threading.local()
+        self._threads = ThreadPoolExecutor(workers, "decoder", self._begin, (height, width))
+        self._most_waiting = 2 * workers
+
+    def _begin(self, height: int, width: int) -> None:
+        self._of_thread.process = process = _Process(height, width)
+        self._processes.append(process)
 
     def __enter__(self) -> Decoders:
         return self
@@ -97,17 +100,13 @@ class Decoders:
         waiting: deque[Future[list[tuple[Item, Result]]]] = deque()
         while batch := list(itertools.islice(left, _BATCH)):
             waiting.append(self._threads.submit(self._decode, batch))
-            if len(waiting) > 2 * len(self._processes):
+            if len(waiting) > self._most_waiting:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
 
     def _decode(self, batch: list[Item]) -> list[tuple[Item, Result]]:
-        process = self._idle.get()
-        try:
-            return [(item, process.decode(item)) for item in batch]
-        finally:
-            self._idle.put(process)
+        return [(item, self._of_thread.process.decode(item)) for item in batch]
 
 
 class _Process:

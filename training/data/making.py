@@ -1,6 +1,6 @@
 """Makes shards, of a source's pieces.
 
-manifest = Manifest.read(prepare(config.data))            # finds them, or makes them once a node under a file lock
+manifest = prepare(config.data)                           # finds them, or makes them once a node under a file lock
 """
 
 from __future__ import annotations
@@ -82,17 +82,15 @@ def _write(
             raise UserError(
                 f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
             )
-        tenth = max((len(train) + len(test)) // 10, 1)
-        splits = {}
-        if split == "exercise":
-            tenth = min(tenth, len(train))
-            splits["test"] = train.cut(staging, "test", 1, tenth, shrink=False)
+        trained = len(train)
+        if split == "exercise":  # the first tenth of all samples
+            trained = min(max((len(train) + len(test)) // 10, 1), trained)
+            tested = train.cut(staging, "test", 1, trained, shrink=False)
         else:
-            splits["test"] = test.cut(staging, "test", 1, len(test))
-        splits["train"] = train.cut(staging, "train", num_shards, tenth if split == "exercise" else len(train))
+            tested = test.cut(staging, "test", 1, len(test))
         about: dict[str, Any] = {
             "format": 1, "source": source, "classes": classes, "shape": list(train.shape),
-            "splits": {name: splits[name] for name in SPLITS},
+            "splits": {"train": train.cut(staging, "train", num_shards, trained), "test": tested},
         }  # fmt: skip
         if split == "honest":  # else it is not these samples that were measured
             about["mean"], about["std"] = train.statistics()
@@ -119,17 +117,17 @@ def cache_directory(data: Data) -> Path:
     )
 
 
-def prepare(data: Data) -> Path:
-    """The folder with the shards. Where they are missing, one process makes them while the others wait, bounded.
+def prepare(data: Data) -> Manifest:
+    """The shards. Where they are missing, one process makes them while the others wait, bounded.
 
     Raises:
         UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
     """
     if data.shards is not None:
-        return Path(data.shards)
+        return Manifest.read(Path(data.shards))
     directory = cache_directory(data)
     if _usable(directory, data):
-        return directory
+        return Manifest.read(directory)
     if not Path(data.root).is_dir() and not data.download and sources.needs_root(data.source):
         raise UserError(
             f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
@@ -159,7 +157,7 @@ def prepare(data: Data) -> Path:
             f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
             "or data.shards to ready shards"
         ) from None
-    return directory
+    return Manifest.read(directory)
 
 
 def _stamps(data: Data) -> sources.Stamps:

@@ -2,7 +2,7 @@
 
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
-manifest = Manifest.read(making.prepare(config.data))     # finds them, or makes them once a node under a file lock
+manifest = making.prepare(config.data)                    # finds them, or makes them once a node under a file lock
 samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
 """
 

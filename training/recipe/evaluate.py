@@ -176,7 +176,7 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
     with failing_together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
-        manifest = Manifest.read(prepare(config.data))
+        manifest = prepare(config.data)
     with failing_together(world):
         check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:

@@ -58,7 +58,7 @@ def prepare(run: Session, config: Config) -> Prepared:
     """
     world = run.world
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
-        manifest = Manifest.read(prepare_shards(config.data))
+        manifest = prepare_shards(config.data)
     with failing_together(world):
         check_settings(config, manifest.shape)
     _check_same_data(manifest, run.facts.get("data"), world)
