@@ -108,7 +108,7 @@ class Kept:
         self.summary.update(shared["summary"])
         self.steps, self.samples = shared["steps"], shared["samples"]
         self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
-        self.rates = shared.get("rates", {})
+        self.rates = shared["rates"]
         if rank is not None:
             _load(self.rank_objects, rank["objects"])
             self.epoch_generators = rank["epoch_generators"]
