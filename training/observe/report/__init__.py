@@ -26,7 +26,7 @@ import jinja2
 
 from lockstep.training import contract, files
 from lockstep.training.config import settings
-from lockstep.training.config.types import LOGGED
+from lockstep.training.config.sections import LOGGED
 from lockstep.training.contract import UserError
 from lockstep.training.observe.report import charts, record
 from lockstep.training.observe.report.charts import Row, Table
