@@ -2,9 +2,8 @@
 
 The nodes of a job end together: none that is done leaves before all are, and rank 0's node leaves first, or the one that has failed.
 Kubernetes ends a job of workers with the first one that completes or fails, and takes the others' pods away, with what they had still
-to say. So a node whose ranks have
-ended well tells the others, and waits: for a node that is not done yet, for one that is started again (its ranks then start again,
-too), and for the exit code of one that fails late.
+to say. So a node whose ranks have ended well tells the others, and waits: for a node that is not done yet, for one that is started
+again (its ranks then start again, too), and for the exit code of one that fails late.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ TELL_SECONDS = 2.0
 """Bound on telling the other ranks: rank 0, which serves the store, may be the one that is lost, or stand still."""
 COUNT_PREFIX = "lockstep-restarts-"
 """Of the names of the files that count restarts: the folder may hold others, which are left alone."""
-DONE, ENDED, HEARD = "done", "ended", "heard"
-"""Written by each node for itself."""
-FAILED, LAST = "failed", "last"
-"""Written by one node for all."""
+DONE, LEFT, ENDED = "done", "left", "ended"
+"""What each node writes of itself: its ranks have ended well; it needs the store no longer after that; or it has failed or was ended."""
+FAILED = "failed"
+"""The key at which one node writes its exit code for all."""
 ANSWER_SECONDS = 20.0
 SAVING_SECONDS = 20.0
 """How long the node with the store waits for nodes that save. Less than the margin that clusters add to the grace period."""
@@ -274,13 +273,12 @@ class ExitBarrier:
         # Asked in threads: torch waits for a server that is gone.
         self._answers = store.other_connection()
         self._written: dict[str, str] = {}
-        self._seen: dict[str, set[int]] = {DONE: set(), ENDED: set(), HEARD: set()}
+        self._states: dict[int, str] = {}
+        """What the nodes have written of themselves, as far as it was asked for."""
         self.lost = False
         """A node was lost before its end, and the job may go on without it: the ranks start again."""
         self._reported = False
         """This node's failure is the one by which all end."""
-        self._alone = False
-        """This node has failed while the ranks of the other nodes ran. Those nodes end by themselves."""
         self._missing_since: float | None = None
 
     def reached(self) -> bool:
@@ -293,11 +291,10 @@ class ExitBarrier:
         try:
             if not self.done:
                 self.done = True
-                self._write(f"{DONE}/{self._node}")
-            self.over = self._count(DONE) >= self._nodes or self._read(LAST) is not None
-            if not self.over and (match := re.fullmatch(r"(\d{1,3}) (final|retry)", self._read(FAILED) or "")):
+                self._write(f"node/{self._node}", DONE)
+            self.over = len(self._those(DONE, LEFT)) >= self._nodes
+            if not self.over and (match := re.fullmatch(r"(\d{1,3}) (final|retry)", self._ask(FAILED)[0] or "")):
                 self.verdict, self.final = int(match[1]), match[2] == "final"
-                self._write(f"{HEARD}/{self._node}")
         except RuntimeError as error:
             raise RendezvousConnectionError("the node that serves the rendezvous is gone") from error
         if self.over or self.verdict is not None:
@@ -325,69 +322,50 @@ class ExitBarrier:
         """
         with contextlib.suppress(RuntimeError):  # the node that serves the store has ended, and knows why
             if self.verdict is None:  # else another node has reported a failure already
-                self._report(code, final)
-            self._write(f"{ENDED}/{self._node}")
-            if code == EXIT_PREEMPTED:
-                self._stay_for_who_saves()
-
-    def _report(self, code: int, final: bool) -> None:
-        self._reported = True
-        self._write(FAILED, f"{code} {'final' if final else 'retry'}")
-        # Launchers whose ranks ended at the same moment report it when they next check.
-        _until(lambda: self._count(DONE) > 0, LOOK_SECONDS)
-        waiting = self._count(DONE)
-        self._alone = waiting == 0
-        self._stay_for(waiting)
+                self._reported = True
+                self._write(FAILED, f"{code} {'final' if final else 'retry'}")
+                # Launchers whose ranks ended at the same moment report it when they next check.
+                _until(lambda: bool(self._those(DONE, LEFT)), LOOK_SECONDS)
+                self._stay_for(self._those(DONE, LEFT), HEARD_SECONDS)
+            self._end(saves=code == EXIT_PREEMPTED)
 
     def interrupted(self) -> None:
         """A signal ends this node before the others have ended."""
         with contextlib.suppress(RuntimeError):
-            self._write(f"{ENDED}/{self._node}")
-            self._stay_for_who_saves()
+            self._end(saves=True)
 
-    def _stay_for_who_saves(self) -> None:
+    def _end(self, saves: bool) -> None:
         """Nodes that need longer to save would be cut off: the store goes with the node that serves it."""
-        if self._serves:
-            _until(lambda: self._count(ENDED) >= self._nodes, SAVING_SECONDS)
+        self._write(f"node/{self._node}", LEFT if self.done else ENDED)
+        if saves:
+            self._stay_for(set(range(self._nodes)), SAVING_SECONDS)
 
     def leave(self, linger: float) -> None:
         """Returns when this node may leave: the others `linger` seconds after rank 0's, or after the one that has failed late."""
         if self.over:
-            self._part()
-        first = self._reported or (self.verdict is None and self._node == 0)
-        if not first and not self._alone:
+            with contextlib.suppress(RuntimeError):  # the node that serves the store was lost
+                if self._node != 0:
+                    _until(lambda: 0 in self._those(LEFT), LAST_SECONDS)
+                self._write(f"node/{self._node}", LEFT)
+                self._stay_for(set(range(self._nodes)), HEARD_SECONDS)
+        if not self._reported and not (self.verdict is None and self._node == 0):
             time.sleep(linger)
 
-    def _part(self) -> None:
-        try:
-            if self._node == 0:
-                self._write(LAST)
-            else:
-                _until(lambda: self._read(LAST) is not None, LAST_SECONDS)
-            self._write(f"{HEARD}/{self._node}")
-            self._stay_for(self._nodes)
-        except RuntimeError:
-            pass  # the node that serves it was lost
-
-    def _stay_for(self, nodes: int) -> None:
-        """Returns when `nodes` nodes have read the result: the store ends with the node that serves it."""
+    def _stay_for(self, nodes: set[int], seconds: float) -> None:
+        """Returns when these need the store no longer, which ends with the node that serves it."""
         if self._serves:
-            _until(lambda: self._count(HEARD) >= nodes, HEARD_SECONDS)
+            _until(lambda: nodes <= self._those(LEFT, ENDED), seconds)
 
-    def _write(self, key: str, text: str = "1") -> None:
+    def _write(self, key: str, text: str) -> None:
         self._written[key] = text
         self._ask()
 
-    def _count(self, what: str) -> int:
-        """How many nodes have written it."""
-        seen = self._seen[what]
-        missing = [node for node in range(self._nodes) if node not in seen]
-        answers = self._ask(*(f"{what}/{node}" for node in missing))
-        seen.update(node for node, text in zip(missing, answers) if text is not None)
-        return len(seen)
-
-    def _read(self, key: str) -> str | None:
-        return self._ask(key)[0]
+    def _those(self, *states: str) -> set[int]:
+        """The nodes that have written one of these of themselves."""
+        others = [node for node in range(self._nodes) if self._states.get(node) not in states]
+        answers = self._ask(*(f"node/{node}" for node in others))
+        self._states.update((node, text) for node, text in zip(others, answers) if text is not None)
+        return {node for node, state in self._states.items() if state in states}
 
     def _ask(self, *keys: str) -> list[str | None]:
         """What nodes have written at these keys. Raises `RuntimeError` without an answer in time. Signals are handled during the wait.

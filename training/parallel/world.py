@@ -90,19 +90,15 @@ def detect(env: Mapping[str, str]) -> World:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
-    rank, size = _number(env, "RANK", "torchrun sets both RANK and WORLD_SIZE"), _number(env, "WORLD_SIZE", "")
+    rank, size = _number(env, "RANK", "torchrun sets both RANK and WORLD_SIZE"), _number(env, "WORLD_SIZE")
     master = _master(env)
     if "LOCAL_RANK" in env:
-        local_rank = _number(env, "LOCAL_RANK", "")
-        local_size = _number(env, "LOCAL_WORLD_SIZE", "") if "LOCAL_WORLD_SIZE" in env else max(local_rank + 1, 1)
+        local_rank = _number(env, "LOCAL_RANK")
+        local_size = _number(env, "LOCAL_WORLD_SIZE", default=local_rank + 1)
     elif master is None or master[0] in ("127.0.0.1", "localhost", "::1"):
         local_rank, local_size = rank, size  # a script that spawns its ranks on one machine
     else:
         local_rank, local_size = 0, 1  # one process a container, as PyTorchJob starts it
-    if "GROUP_RANK" in env:
-        node, nodes = _number(env, "GROUP_RANK", ""), _number(env, "GROUP_WORLD_SIZE", "")
-    else:
-        node, nodes = rank // max(local_size, 1), max(1, size // max(local_size, 1))
     if master is None:
         if size > local_size:
             raise UserError(
@@ -110,7 +106,10 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
             )
         master = ("127.0.0.1", _port(env, MASTER_PORT))
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
-    return _checked(rank, size, local_rank, local_size, node, nodes, master, launcher, ("RANK", "WORLD_SIZE"))
+    found = _checked(rank, size, local_rank, local_size, master, launcher, ("RANK", "WORLD_SIZE"))
+    found.node = _number(env, "GROUP_RANK", default=found.node)
+    found.nodes = _number(env, "GROUP_WORLD_SIZE", default=found.nodes)
+    return found
 
 
 def _tasks(env: Mapping[str, str]) -> str:
@@ -118,40 +117,34 @@ def _tasks(env: Mapping[str, str]) -> str:
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
-    rank = _number(env, "SLURM_PROCID", "")
-    tasks = _tasks(env)
+    rank, tasks = _number(env, "SLURM_PROCID"), _tasks(env)
     size = _number(env, tasks, "srun sets it")
-    node = _number(env, "SLURM_NODEID", "") if "SLURM_NODEID" in env else 0
+    node = _number(env, "SLURM_NODEID", default=0)
     per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(size))))
-    local_rank = _number(env, "SLURM_LOCALID", "") if "SLURM_LOCALID" in env else rank
+    local_rank = _number(env, "SLURM_LOCALID", default=rank)
     local_size = per_node[node] if node < len(per_node) else size
     master = _master(env)
     if master is None:
         hosts = host_list(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
         host = hosts[0] if len(per_node) > 1 and hosts else "127.0.0.1"
         # Below Linux's ephemeral ports (32768 and up), so that no client socket sits on it already.
-        job = env.get("SLURM_JOB_ID", "0")
-        step = env.get("SLURM_STEP_ID", "0")
+        job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
         spread = int(job) * 7 + (int(step) if step.isdigit() else 0) if job.isdigit() else 0
         master = (host, _port(env, 12000 + spread % 20000))
-    return _checked(rank, size, local_rank, local_size, node, len(per_node), master, "slurm", ("SLURM_PROCID", tasks))
+    found = _checked(rank, size, local_rank, local_size, master, "slurm", ("SLURM_PROCID", tasks))
+    found.node, found.nodes = node, len(per_node)
+    return found
 
 
 _MPI = {
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
-def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> World:
-    rank, size = _number(env, names[0], ""), _number(env, names[1], "mpiexec sets it")
-    local_rank = _number(env, names[2], "") if names[2] in env else rank
-    local_size = _number(env, names[3], "") if names[3] in env else size
+def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> World:
+    rank, size = _number(env, names[0]), _number(env, names[1], "mpiexec sets it")
+    local_rank, local_size = _number(env, names[2], default=rank), _number(env, names[3], default=size)
     master = _master(env)
     if master is None:
         if local_size < size:
@@ -161,14 +154,13 @@ def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str,
             )
         # Every rank of one mpiexec has the same parent on one node: that tells two runs on a machine apart.
         master = ("127.0.0.1", _port(env, 12000 + os.getppid() % 20000))
-    node, nodes = rank // max(local_size, 1), max(1, size // max(local_size, 1))
-    return _checked(rank, size, local_rank, local_size, node, nodes, master, launcher, names[:2])
+    return _checked(rank, size, local_rank, local_size, master, launcher, names[:2])
 
 
 def _checked(
-    rank: int, size: int, local_rank: int, local_size: int, node: int, nodes: int,
-    master: tuple[str, int], launcher: str, names: tuple[str, ...],
+    rank: int, size: int, local_rank: int, local_size: int, master: tuple[str, int], launcher: str, names: tuple[str, ...],
 ) -> World:  # fmt: skip
+    """Where nothing says more of the nodes, all have as many ranks as this one."""
     if not 0 <= rank < size:
         raise UserError(f"{names[0]}={rank} but {names[1]}={size}: ranks count from 0 to {names[1]} − 1")
     if not 0 <= local_rank < local_size <= size:
@@ -177,13 +169,15 @@ def _checked(
             "check LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     return World(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size,
-        node=node, nodes=nodes, master=master, launcher=launcher,
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=rank // local_size, nodes=size // local_size,
+        master=master, launcher=launcher,
     )  # fmt: skip
 
 
-def _number(env: Mapping[str, str], name: str, hint: str) -> int:
+def _number(env: Mapping[str, str], name: str, hint: str = "", default: int | None = None) -> int:
     text = env.get(name)
+    if text is None and default is not None:
+        return default
     if text is None:
         present = ", ".join(f"{key}={env[key]}" for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if key in env)
         raise UserError(f"{name} is not set{f' beside {present}' if present else ''}{f': {hint}' if hint else ''}")
@@ -193,7 +187,7 @@ def _number(env: Mapping[str, str], name: str, hint: str) -> int:
 
 
 def _port(env: Mapping[str, str], default: int) -> int:
-    port = _number(env, "MASTER_PORT", "") if "MASTER_PORT" in env else default
+    port = _number(env, "MASTER_PORT", default=default)
     if not 0 < port < 65536:
         raise UserError(f"MASTER_PORT={port} is not a port (1 … 65535)")
     return port

@@ -306,23 +306,15 @@ class Fsdp(GradientSync):
         parameter: Callable[[torch.Tensor], torch.Tensor], buffer: Callable[[torch.Tensor], torch.Tensor],
     ) -> nn.Module:  # fmt: skip
         """A copy of the user's module without FSDP's hooks. `parameter` and `buffer` make its tensors from those of `module`."""
-        plain = copy.deepcopy(self._plain).train(module.training)
-        params = dict(module.named_parameters(remove_duplicate=False))
-        buffers = dict(module.named_buffers(remove_duplicate=False))
-        made: dict[int, Any] = {}  # a tensor that two modules share stays one
-        for path, place in plain.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for name in [name for name, old in place._parameters.items() if old is not None]:
-                source = params[prefix + name]
-                if id(source) not in made:
-                    made[id(source)] = nn.Parameter(parameter(source.detach()), source.requires_grad)
-                place._parameters[name] = made[id(source)]
-            for name in [name for name, old in place._buffers.items() if old is not None]:
-                held = buffers[prefix + name]
-                if id(held) not in made:
-                    made[id(held)] = buffer(held)
-                place._buffers[name] = made[id(held)]
-        return plain
+        # A tensor that two modules share stays one.
+        new: dict[int, torch.Tensor] = {id(b): buffer(b) for b in module.buffers()}
+        new |= {id(p): nn.Parameter(parameter(p.detach()), p.requires_grad) for p in module.parameters()}
+        old = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+        places = [*self._plain.named_parameters(), *self._plain.named_buffers()]
+        made: dict[int, Any] = {
+            id(place): new[id(old[name])] for name, place in places
+        }  # `deepcopy` takes these for copies
+        return copy.deepcopy(self._plain, made).train(module.training)
 
     def full_parameters(self, module: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
         keeps = self._keeps(everywhere)
