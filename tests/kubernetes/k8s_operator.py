@@ -58,9 +58,11 @@ class Operator:
         self._condition(job, "Created", f"PyTorchJob {name} is created.")
         if job["spec"]["runPolicy"].get("suspend"):
             self._condition(job, "Suspended", f"PyTorchJob {name} is suspended.")
+            self._tell(job, "Normal", "PyTorchJobSuspended", f"PyTorchJob {name} is suspended.")
             return
         if any(one["type"] == "Suspended" and one["status"] == "True" for one in conditions):
             self._condition(job, "Suspended", f"PyTorchJob {name} is resumed.", "False", "Resumed")
+            self._tell(job, "Normal", "PyTorchJobResumed", f"PyTorchJob {name} is resumed.")
         (item,) = job["spec"]["pytorchReplicaSpecs"].values()
         for index in range(item["replicas"]):
             pod = self.cluster.get("pods", host := f"{name}-worker-{index}", self.namespace)
@@ -83,12 +85,13 @@ class Operator:
                 self._delete(host)
                 self._tell(job, "Normal", "SuccessfulDeletePod", f"Deleted pod: {host}")
                 why = f"job {name} is restarting because Worker replica(s) failed."
-                self._tell(job, "Warning", "PyTorchJobRestarting", why)
+                for text in (why, f"PyTorchJob {name} is restarting because 1 Worker replica(s) failed."):
+                    self._tell(job, "Warning", "PyTorchJobRestarting", text)
                 self._condition(job, "Restarting", why)
         if "Succeeded" in phases:  # the first that has, as in any job without a Master
-            self._condition(job, "Succeeded", f"PyTorchJob {name} is successfully completed.")
+            self._condition(job, "Succeeded", f"PyTorchJob {self.namespace}/{name} successfully completed.")
         elif "Running" in phases:
-            self._condition(job, "Running", f"PyTorchJob {name} is running.")
+            self._condition(job, "Running", f"PyTorchJob {self.namespace}/{name} is running.")
 
     @staticmethod
     def _code(pod: dict[str, Any]) -> int | None:
@@ -97,15 +100,16 @@ class Operator:
         return next((state["terminated"]["exitCode"] for state in states if "terminated" in state), None)
 
     def _condition(self, job: dict[str, Any], kind: str, message: str, status: str = "True", reason: str = "") -> None:
-        """With it the others linger: a job that runs is no longer suspended or restarting."""
+        """A job that runs is no longer restarting; other conditions linger."""
         there = (self.cluster.get("pytorchjobs", job["metadata"]["name"], self.namespace).get("status") or {}).get(
             "conditions", []
         )
         if any(one["type"] == kind and one["status"] == status for one in there):
             return
-        old = [one for one in there if one["type"] != kind]
+        instead = {"Running": "Restarting", "Restarting": "Running"}.get(kind)
+        old = [one for one in there if one["type"] not in (kind, instead)]
         for condition in old:
-            if condition["type"] in ("Running", "Restarting") and kind != "Created":
+            if condition["type"] == "Running" and kind in ("Succeeded", "Failed"):
                 condition["status"] = "False"
         times = dict.fromkeys(("lastTransitionTime", "lastUpdateTime"), self._stamp())
         one = {"type": kind, "status": status, "reason": f"PyTorchJob{reason or kind}", "message": message, **times}
@@ -131,6 +135,8 @@ class Operator:
             self._tell(job, "Warning", "FailedCreatePod", f"Error creating: {refused}")
             return
         self._tell(job, "Normal", "SuccessfulCreatePod", f"Created pod: {name}")
+        if not self._told(job, service := f"Created service: {name}"):  # which stays when its pod is replaced
+            self._tell(job, "Normal", "SuccessfulCreateService", service)
         self.kubelet.start(pod, index, meta["uid"], mounted, partial(injected, job))
         self.cluster.put("pods", {**pod, "status": started(spec["containers"][0]["name"])}, self.namespace)
 
@@ -140,15 +146,22 @@ class Operator:
     def _tell(self, job: dict[str, Any], kind: str, reason: str, message: str) -> None:
         """An event; the same again counts."""
         meta, now = job["metadata"], self._stamp()
-        name = f"{meta['name']}.{meta['uid'][:8]}{hash(message) & 0xFFFFFFFF:08x}"
-        before = self.cluster.get("events", name, self.namespace) or {"count": 0, "firstTimestamp": now}
+        before = self._told(job, message) or {"count": 0, "firstTimestamp": now}
         event = {
-            "metadata": {"name": name}, "type": kind, "reason": reason, "message": message, "lastTimestamp": now,
+            "metadata": {"name": self._event(job, message)}, "type": kind, "reason": reason, "message": message, "lastTimestamp": now,
             "firstTimestamp": before["firstTimestamp"], "count": before["count"] + 1, "eventTime": None,
             "source": {"component": "pytorchjob-controller"}, "reportingComponent": "pytorchjob-controller",
             "involvedObject": {"kind": "PyTorchJob", "name": meta["name"], "uid": meta["uid"]},
         }  # fmt: skip
         self.cluster.put("events", event, self.namespace)
+
+    def _told(self, job: dict[str, Any], message: str) -> Any:
+        return self.cluster.get("events", self._event(job, message), self.namespace)
+
+    @staticmethod
+    def _event(job: dict[str, Any], message: str) -> str:
+        meta = job["metadata"]
+        return f"{meta['name']}.{meta['uid'][:8]}{hash(message) & 0xFFFFFFFF:08x}"
 
     def _observe(self, pod: dict[str, Any]) -> str:
         """The pod's phase."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import urllib3
 from k8s_cluster import KINDS, Cluster
-from k8s_operator import until
+from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
+
+from tests.jobs.helpers import lockstep
 
 Recorded = dict[str, Any]
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -118,3 +121,70 @@ def test_a_name_that_is_being_deleted(server: ApiServer, cluster: Cluster) -> No
     until(lambda: len(asked(server, held)[1]["metadata"]["finalizers"]) == 1, 10, "the collector's work")
     for row in (held, again, made):
         assert differs(server, row) == []
+
+
+@pytest.mark.parametrize("row", recorded("operator"), ids=lambda row: row["scenario"])
+def test_the_operator_says_what_was_recorded(cluster: Cluster, row: Recorded) -> None:
+    """Conditions in their order; events with their counts, but of what it repeats while it waits."""
+    name, operator = row["job"], Operator(cluster, namespace="lockstep")
+    job = {"metadata": {"name": name}, "spec": {"runPolicy": {"suspend": name == "sp"}, "pytorchReplicaSpecs": {}}}
+    template = {"metadata": {"labels": {}}, "spec": {"containers": [{"name": "pytorch"}]}}
+    job["spec"]["pytorchReplicaSpecs"] = {"Worker": {"replicas": 2, "template": template}}
+    cluster.put("pytorchjobs", job, "lockstep")
+    operator.round()
+    if name == "sp":
+        cluster.change("pytorchjobs", name, "lockstep", spec={"runPolicy": {}})
+    else:
+        operator.round()
+        if (code := {"su": 0, "f2": 2, "f137": 137}.get(name)) is not None:
+            finish(cluster, cluster.get("pods", f"{name}-worker-{int(code > 0)}", "lockstep"), code, "lockstep")
+    operator.round()
+    if name == "f137":
+        operator.round()
+    conditions = cluster.get("pytorchjobs", name, "lockstep")["status"]["conditions"]
+    assert [[one[key] for key in ("type", "status", "reason", "message")] for one in conditions] == row["conditions"]
+    events = [[one[key] for key in ("type", "reason", "message", "count")] for one in cluster.all("events", "lockstep")]
+    repeated = ("PyTorchJobSuspended", "PyTorchJobResumed")
+    ours, real = (
+        sorted([*one[:3], *one[3:] * (one[1] not in repeated)] for one in which) for which in (events, row["events"])
+    )
+    if row["events"]:
+        assert ours == real
+
+
+SAID = {
+    "ru": ("running", "2/2 pods run"),
+    "su": ("succeeded", ""),
+    "f1": ("failed", "f1-worker-1 ended with exit code 1"),
+    "f2": ("failed", "f2-worker-1: wrong usage"),
+    "f137": ("restarting", "f137-worker-1 was replaced: exit code 137 (SIGKILL: most often for memory"),
+    "oom": ("restarting", "oom-worker-1 was replaced: exit code 137"),
+    "ip": ("pending", 'image pull failed: lockstep:latest on ip-worker-1: Back-off pulling image "registry.example/lockstep:cpu"'),
+    "pe": ("pending", "0/2 pods run, the others are starting"),
+    "ps": ("pending", 'the others are refused: pods "ps-worker-0" is forbidden: violates PodSecurity "restricted:latest"'),
+    "qu": ("pending", 'pods "qu-worker-0" is forbidden: exceeded quota: q1'),
+    "sp": ("queued", "suspended: it waits for someone to resume it"),
+    "sq": ("pending", "0/2 pods run, the others are starting"),
+    "un": ("unschedulable", "0/2 pods are placed: 0/3 nodes are available: 1 node(s) had untolerated taint(s)"),
+}  # fmt: skip
+
+
+@pytest.mark.promise("k8s-states")
+@pytest.mark.parametrize("row", recorded("jobs"), ids=lambda row: row["job"]["metadata"]["name"])
+def test_what_is_said_of_a_real_servers_objects(server: ApiServer, row: Recorded, tmp_path: Path) -> None:
+    """Jobs, pods and events as they were, for the command that a person types."""
+    cluster, job = server.cluster, row["job"]
+    server.kubeconfig(tmp_path / "kubeconfig", namespace="lockstep")
+    conditions = job.get("status", {}).get("conditions") or [
+        {"lastTransitionTime": job["metadata"]["creationTimestamp"]}
+    ]
+    last = datetime.fromisoformat(conditions[-1]["lastTransitionTime"].replace("Z", "+00:00"))
+    cluster.now = last.timestamp
+    for plural, items in (("pytorchjobs", [job]), ("pods", row["pods"]), ("events", row["events"])):
+        for item in items:
+            cluster.put(plural, item, "lockstep")
+    name = job["metadata"]["name"]
+    found = json.loads(lockstep(tmp_path, "status", "k8s", name, "--json").stdout)
+    state, reason = SAID[name]
+    assert found["state"] == state and reason in found["reason"], found
+    assert [part["restarts"] for part in found["ranks"]] == [0, int(name in ("f137", "oom"))][: len(row["pods"])]
