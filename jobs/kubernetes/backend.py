@@ -17,7 +17,7 @@ from lockstep.jobs.compare import missing_from
 from lockstep.jobs.foreground import Streams
 from lockstep.jobs.kubernetes import render, rules, submission
 from lockstep.jobs.kubernetes.answers import ApiError, Gone, Listing, explained
-from lockstep.jobs.kubernetes.observe import belongs, brief, explain, hosts, newest, orphaned, slim
+from lockstep.jobs.kubernetes.observe import belongs, brief, explain, hosts, newest, orphaned, seen_at, slim
 from lockstep.jobs.kubernetes.pod import RENDERED
 from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, k8s
 from lockstep.jobs.lint import Rules
@@ -178,8 +178,7 @@ class KubernetesBackend(Cluster):
     def _events(self, about: Any, key: str) -> Manifests:
         """Of an object by its uid, or of all that had this name; the latest last."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
-        found = list(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"))
-        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+        return sorted(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
 
     def _maker(self, job: Manifest) -> Manifest | None:
         """The batch Job that makes the pods of a TrainJob; None where it is not there, not ours, or not ours to see."""

@@ -73,28 +73,28 @@ def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str
     own = [event for event in events if get(event, "involvedObject", "uid") == uid]
     counts: dict[str, int] = {}
     whys: dict[str, str] = {}
-    if any(
-        event.get("reason") == "PyTorchJobRestarting" for event in own
-    ):  # pods are also deleted when a job is suspended
-        for event in own:
-            said = str(event.get("message") or "")
-            if event.get("reason") == "SuccessfulDeletePod" and (deleted := _DELETED.fullmatch(said)):
-                counts[deleted["name"]] = counts.get(deleted["name"], 0) + int(event.get("count") or 1)
-            elif event.get("reason") == "ExitedWithCode" and (exited := _EXITED.fullmatch(said)):
-                whys[exited["name"]] = _died(int(exited["code"]))
-        for event in events:
-            name, at = (
-                str(get(event, "involvedObject", "name")),
-                str(event.get("lastTimestamp") or event.get("eventTime") or ""),
-            )
-            if name in counts and event.get("reason") in _ENDED and at >= since:
-                whys[name] = f"{event['reason']}: {event.get('message') or ''}"
-    latest = newest(pods)
+    # Pods are also deleted when a job is suspended.
+    for event in own if any(event.get("reason") == "PyTorchJobRestarting" for event in own) else ():
+        said = str(event.get("message") or "")
+        if event.get("reason") == "SuccessfulDeletePod" and (deleted := _DELETED.fullmatch(said)):
+            counts[deleted["name"]] = counts.get(deleted["name"], 0) + int(event.get("count") or 1)
+        elif event.get("reason") == "ExitedWithCode" and (exited := _EXITED.fullmatch(said)):
+            whys[exited["name"]] = _died(int(exited["code"]))
+    for event in events:
+        name = str(get(event, "involvedObject", "name"))
+        if name in counts and event.get("reason") in _ENDED and seen_at(event) >= since:
+            whys[name] = f"{event['reason']}: {event.get('message') or ''}"
+    latest = {id(pod) for pod in newest(pods)}
     for pod in pods:
-        if pod not in latest:
+        if id(pod) not in latest:
             counts[host(pod)] = counts.get(host(pod), 0) + 1
             whys[host(pod)] = (_broken(pod) or ("it has ended", None))[0]
     return {name: (count, whys.get(name, "")) for name, count in counts.items()}
+
+
+def seen_at(event: Object) -> str:
+    """When it happened last; such texts sort as times do."""
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
 def _died(code: int) -> str:
@@ -396,7 +396,7 @@ def _refused(maker: Object, pods: list[Object], events: list[Object]) -> str:
         for event in events
         if str(event.get("reason")).startswith("FailedCreate")
         and get(event, "involvedObject", "name") == name
-        and str(event.get("lastTimestamp") or event.get("eventTime") or "~") >= latest  # else it was let in since
+        and (seen_at(event) or "~") >= latest  # else it was let in since
     ]
     return str(found[-1].get("message") or "").removeprefix("Error creating: ") if found else ""
 

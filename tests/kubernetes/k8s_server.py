@@ -242,7 +242,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _patch(self, match: re.Match[str]) -> None:
         found = self._there()
-        if found is not None:
+        wanted = self.body.get("metadata", {}).get("uid")
+        if found is not None and wanted not in (None, found["metadata"]["uid"]):
+            self._fail(409, "Conflict", "Precondition failed: UID in precondition", kind=KINDS[self.plural])
+        elif found is not None:
             self._answer(200, self.cluster.put(self.plural, merged(found, self.body), self.namespace))
 
     def _delete(self, match: re.Match[str]) -> None:

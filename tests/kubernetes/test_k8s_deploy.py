@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from itertools import product as pairs
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import yaml
 from k8s_cluster import Cluster
 
 from tests.jobs.helpers import lockstep
-from tests.processes import ROOT
+from tests.processes import ROOT, require
 from tests.product import JobSpec
 
 DEPLOY = ROOT / "deploy/k8s"
@@ -31,6 +34,33 @@ def test_every_file_is_part_of_a_kustomization() -> None:
         assert all((path.parent / name).exists() for name in named), path
         here = {item.name for item in path.parent.iterdir() if item.is_file()} - {"kustomization.yaml"}
         assert here == {name for name in named if "/" not in name}, path
+
+
+def test_all_components_build_on_the_base(tmp_path: Path) -> None:
+    """Also together, with kubectl's own kustomize."""
+    kubectl = shutil.which("kubectl")
+    require(kubectl, "kubectl is not installed")
+    names = sorted(path.name for path in (DEPLOY / "components").iterdir())
+    shutil.copytree(DEPLOY, tmp_path / "k8s")
+    shutil.copytree(ROOT / "deploy/observability", tmp_path / "observability")
+    whole = tmp_path / "k8s/overlays/whole"
+    whole.mkdir()
+    components = ["../../components/kueue", *(f"../../components/{name}" for name in names if name != "kueue")]
+    kinds = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    parts = {**kinds, "resources": ["../../base"], "components": components}
+    (whole / "kustomization.yaml").write_text(yaml.safe_dump(parts))
+    done = subprocess.run([str(kubectl), "kustomize", str(whole)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    built = documents(done.stdout)
+    (flavor,) = [item for item in built if item["kind"] == "ResourceFlavor"]
+    (topology,) = [item for item in built if item["kind"] == "Topology"]
+    assert flavor["spec"]["topologyName"] == topology["metadata"]["name"]
+    schema = json.loads((ROOT / "job.schema.json").read_text())
+    level = schema["$defs"]["Kubernetes"]["properties"]["topology_level"]["default"]
+    assert level in [item["nodeLabel"] for item in topology["spec"]["levels"]]
+    (egress,) = [item for item in built if item["metadata"]["name"] == "closed-egress"]
+    own = egress["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
+    assert own.items() <= example()["metadata"]["labels"].items(), "a job's pods may reach each other"
 
 
 def example() -> dict[str, Any]:

@@ -224,6 +224,21 @@ def test_a_job_that_goes_just_now_is_not_taken_for_ours(backend: Any, cluster: C
         backend.submit(SPEC)
 
 
+def test_a_submission_lets_no_other_job_run(backend: Any, connect: Callable[..., Any], cluster: Cluster) -> None:
+    """Another one has taken the name since, and is not complete yet."""
+
+    def somebody_else() -> None:
+        cluster.remove("pytorchjobs", "smoke")
+        (_, job), _ = product.manifests("k8s", SPEC)
+        job["spec"]["runPolicy"]["suspend"] = True
+        cluster.create("pytorchjobs", job)
+
+    before(cluster, "PATCH", "/pytorchjobs/", somebody_else)
+    with pytest.raises(UserError, match="409"):
+        backend.submit(SPEC)
+    assert waits(cluster.get("pytorchjobs", "smoke")), "it is left as it is"
+
+
 def test_cancel_waits_for_the_end_of_the_pods(backend: Any, cluster: Cluster) -> None:
     backend.submit(SPEC)
     cluster.change("pytorchjobs", "smoke", metadata={"finalizers": ["example.org/hold"]})
