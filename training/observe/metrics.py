@@ -32,22 +32,26 @@ class Row(NamedTuple):
     help: str
     labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
     """Labels beside `run` and `rank` → all values that each may take. An empty tuple: one value a process, known later."""
+    since: Literal["start", "later", "scrape"] = "start"
+    """From when on there is a series: from the start, as 0; from its first value on (the age of a checkpoint on ranks that write none
+    would raise an alert); or it is read from the process and its GPU when the metrics are scraped."""
 
 
 TABLE: dict[str, Row] = {
-    "info": Row("gauge", "What runs here, always 1.", {"recipe": (), "sync": (), "world_size": (), "version": ()}),
+    "info": Row("gauge", "What runs here, always 1.", {"recipe": (), "sync": (), "world_size": (), "version": ()}, since="later"),
     "attempt": Row("gauge", "Number of this start of the run, from 1."),
     "start_timestamp_seconds": Row("gauge", "Unix time at which this attempt began."),
     "step": Row("gauge", "Optimizer steps done since the run began, earlier attempts included."),
-    "steps_planned": Row("gauge", "Optimizer steps of the whole run."),
+    "steps_planned": Row("gauge", "Optimizer steps of the whole run.", since="later"),
     "last_step_timestamp_seconds": Row("gauge", "Unix time of the end of the last optimizer step; of the start, before it."),
     "finished": Row("gauge", "1 once this attempt has ended, however it ended."),
-    "exit_code": Row("gauge", "Exit code of this attempt: 0 done, 1 failed, 2 wrong usage or data, 75 preempted. Absent while it runs."),
-    "loss": Row("gauge", "Mean training loss of all ranks' samples between the last two readings."),
-    "grad_norm": Row("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading."),
+    "exit_code": Row("gauge", "Exit code of this attempt: 0 done, 1 failed, 2 wrong usage or data, 75 preempted. Absent while it runs.",
+                     since="later"),
+    "loss": Row("gauge", "Mean training loss of all ranks' samples between the last two readings.", since="later"),
+    "grad_norm": Row("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading.", since="later"),
     "learning_rate": Row("gauge", "Learning rate of the last step."),
-    "accuracy": Row("gauge", "Share of the test images that the last evaluation got right, 0 to 1."),
-    "logged": Row("gauge", "A number that a loop of one's own has logged last.", {"name": ()}),
+    "accuracy": Row("gauge", "Share of the test images that the last evaluation got right, 0 to 1.", since="later"),
+    "logged": Row("gauge", "A number that a loop of one's own has logged last.", {"name": ()}, since="later"),
     "samples_total": Row("counter", "Samples this rank has trained on in this attempt."),
     "sync_bytes_total": Row("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
     "nonfinite_steps_total": Row("counter", "Steps whose gradient was NaN or infinite."),
@@ -58,28 +62,21 @@ TABLE: dict[str, Row] = {
     "corrupt_files_total": Row(
         "counter", "Files that did not have their checksum and were not used.", {"kind": ("checkpoint", "shard")}
     ),
-    "checkpoint_last_success_timestamp_seconds": Row("gauge", "Unix time at which the newest checkpoint was on the disk."),
+    "checkpoint_last_success_timestamp_seconds": Row("gauge", "Unix time at which the newest checkpoint was on the disk.", since="later"),
     "step_duration_seconds": Row("histogram", "Seconds of an optimizer step, waiting for data included."),
     "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
     "grad_ready_seconds": Row("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),
     "sync_wait_seconds": Row("histogram", "Seconds from the rank's own gradients to the sum over all ranks. The slowest rank waits least."),
-    "checkpoint_duration_seconds": Row("histogram", "Seconds from handing a checkpoint to the writer until it was verified on the disk."),
-    "process_cpu_seconds_total": Row("counter", "User and system CPU seconds of the rank's process."),
-    "process_resident_memory_bytes": Row("gauge", "Resident memory of the rank's process."),
-    "rank_gpu_info": Row("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}),
-    "gpu_memory_allocated_bytes": Row("gauge", "GPU memory in tensors."),
-    "gpu_memory_reserved_bytes": Row("gauge", "GPU memory that the process has reserved for tensors."),
-    "gpu_memory_peak_bytes": Row("gauge", "Most GPU memory in tensors at one time so far."),
+    "checkpoint_duration_seconds": Row("histogram", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
+                                       since="later"),
+    "process_cpu_seconds_total": Row("counter", "User and system CPU seconds of the rank's process.", since="scrape"),
+    "process_resident_memory_bytes": Row("gauge", "Resident memory of the rank's process.", since="scrape"),
+    "rank_gpu_info": Row("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}, since="scrape"),
+    "gpu_memory_allocated_bytes": Row("gauge", "GPU memory in tensors.", since="scrape"),
+    "gpu_memory_reserved_bytes": Row("gauge", "GPU memory that the process has reserved for tensors.", since="scrape"),
+    "gpu_memory_peak_bytes": Row("gauge", "Most GPU memory in tensors at one time so far.", since="scrape"),
 }  # fmt: skip
 """Every metric, without its prefix. docs/metrics.md is checked against it."""
-
-READ_AT_SCRAPE = ("process_cpu_seconds_total", "process_resident_memory_bytes", "rank_gpu_info", "gpu_memory_allocated_bytes",
-                  "gpu_memory_reserved_bytes", "gpu_memory_peak_bytes")  # fmt: skip
-"""Not set by the training: read from the process and its GPU when the metrics are scraped."""
-LATER = ("exit_code", "loss", "grad_norm", "accuracy", "checkpoint_last_success_timestamp_seconds", "checkpoint_duration_seconds",
-         "info", "steps_planned", "logged")  # fmt: skip
-"""Metrics without a series until their first value. All others begin at 0. An age of the newest checkpoint on ranks that
-write none, for one, would raise an alert."""
 
 _KINDS: dict[str, Any] = {
     "gauge": prometheus_client.Gauge, "counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram,
@@ -95,12 +92,12 @@ class Metrics:
         self._labels = {"run": run, "rank": str(rank)}
         self._families: dict[str, Any] = {}
         for name, row in TABLE.items():
-            if name not in READ_AT_SCRAPE:
+            if row.since != "scrape":
                 options = {"buckets": BUCKETS} if row.kind == "histogram" else {}
                 self._families[name] = _KINDS[row.kind](
                     PREFIX + name, row.help, [*self._labels, *row.labels], registry=self.registry, **options
                 )
-                values = next(iter(row.labels.values()), ("",)) if name not in LATER else ()
+                values = next(iter(row.labels.values()), ("",)) if row.since == "start" else ()
                 for value in values:
                     self._series(name, *filter(None, [value]))
         self.registry.register(_Process(self._labels, device))
@@ -214,7 +211,7 @@ class Metrics:
 
 
 class _Process(Collector):
-    """The metrics of `READ_AT_SCRAPE`."""
+    """The metrics that are read when they are scraped."""
 
     def __init__(self, labels: dict[str, str], device: torch.device) -> None:
         self._labels, self._device = labels, device

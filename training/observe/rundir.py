@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import platform
 import subprocess
@@ -84,7 +85,8 @@ class RunDirectory:
                 _refuse_links_of_others(path)
             if path.exists() and (fresh is True or (isinstance(fresh, str) and _begun_otherwise(path, fresh))):
                 _move_aside(path)
-            lock = _locked(path, _patience())
+            again = os.environ.get(contract.ENV_RESTARTS, "0") != "0"
+            lock = _locked(path, LOCK_SECONDS_AGAIN if again else LOCK_SECONDS)
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
@@ -250,10 +252,6 @@ LOCK_SECONDS_AGAIN = 180.0
 """The same after a restart: network file systems keep the lock of a node that failed until its lease is over."""
 
 
-def _patience() -> float:
-    return LOCK_SECONDS_AGAIN if os.environ.get(contract.ENV_RESTARTS, "0") != "0" else LOCK_SECONDS
-
-
 def _locked(path: Path, seconds: float) -> filelock.FileLock:
     """Takes the lock of the directory that has this name, not of one that was renamed while we waited for it.
 
@@ -300,18 +298,13 @@ def _move_aside(path: Path) -> None:
         raise UserError(
             f"{path} does not hold a run of Lockstep, so --fresh does not move it: choose another --run-dir"
         )
-    lock = _locked(path, 10)
+    lock = _locked(path, LOCK_SECONDS)
     try:
-        _rename_aside(path)
+        targets = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
+        target = next(target for target in targets if not target.exists())
+        path.rename(target)
     finally:
         lock.release()
-
-
-def _rename_aside(path: Path) -> None:
-    number = 1
-    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    path.rename(target)
     say(f"moved the earlier run to {target}", sys.stderr)
 
 

@@ -81,19 +81,17 @@ class _Listener:
     def __init__(self, name: str, run_dir: Path, make: Callable[[], tuple[Log, Close]], patience: float) -> None:
         self._name, self._run_dir, self._patience = name, run_dir, patience
         self._on = True
+        self._tracker: tuple[Log, Close]
         self._thread = Background(name, self._late)
-        self._guarded(lambda: self._take(*make()))
-
-    def _take(self, log: Log, close: Close) -> None:
-        self._log, self._close = log, close
+        self._guarded(lambda: setattr(self, "_tracker", make()))
 
     def on_event(self, event: dict[str, Any]) -> None:
         if self._on and (values := logged(event, self._run_dir)):
-            self._thread.run(lambda: self._guarded(lambda: self._log(values, event["step"])), seconds=0)
+            self._thread.run(lambda: self._guarded(lambda: self._tracker[0](values, event["step"])), seconds=0)
 
     def close(self) -> None:
         if self._on:
-            self._thread.run(lambda: self._guarded(self._close), seconds=self._patience)
+            self._thread.run(lambda: self._guarded(self._tracker[1]), seconds=self._patience)
 
     def _late(self) -> None:
         say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.training.config.settings import Section
 from lockstep.training.parallel.world import World
@@ -67,7 +67,8 @@ class Ddp(GradientSync):
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._names):  # none: another model's step
             self._until_first.remove()
             syncs, self.network.require_backward_grad_sync = self.network.require_backward_grad_sync, True
-            args, named = tree_map(_detached, (args, named))  # the graph of another network is its loss's
+            # The graph of another network is its loss's.
+            args, named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
             self._warm_up(*args, **named)
             self.network.require_backward_grad_sync = syncs
 
@@ -156,7 +157,3 @@ def _match_strides_of_gradient(parameter: nn.Parameter) -> None:
     if parameter.ndim == 4 and parameter.shape[1] == 1 and parameter.is_contiguous():
         strides = torch.empty(parameter.shape, device="meta", memory_format=torch.channels_last).stride()
         parameter.data = parameter.data.as_strided(parameter.shape, strides)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value

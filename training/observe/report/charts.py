@@ -77,7 +77,8 @@ class Chart:
     def table(self) -> Table:
         """A row for each point; of the timeline, for each that is marked."""
         points = [(line.label, point) for line in self.lines for point in line.points if point[2:3] != [""]]
-        return Table(["", self.x, self.y], [Row(label, [_short(value) for value in point]) for label, point in points])
+        cells = [[f"{value:.6g}" if isinstance(value, float) else str(value) for value in point] for _, point in points]
+        return Table(["", self.x, self.y], [Row(label, texts) for (label, _), texts in zip(points, cells)])
 
 
 def of(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
@@ -166,7 +167,3 @@ def _moments(run: RunRecord) -> Points:
             why = event.get("reason") or event.get("path") or event.get("message") or ""
             moments[label].append([event["time"] - run.began, step, label, str(why)])
     return sorted(moment for some in moments.values() for moment in thinned(some, _POINTS))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
