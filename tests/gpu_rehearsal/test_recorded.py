@@ -19,11 +19,6 @@ CASES: dict[str, tuple[int, int, dict[str, object]]] = {
     "nesterov on two ranks": (2, 8, {}),
     "nesterov, one graph": (2, 8, {"nonfinite": "ignore"}),
     "muon": (1, 8, {"optim__name": "muon", "lr": 0.01}),
-    "muon that scales every third step": (
-        2,
-        10,
-        {"optim__name": "muon", "lr": 0.01, "optim__normalise_every": 3, **LONG},
-    ),
     "clipping": (2, 8, {"optim__clip": 0.5}),
     "micro-batches": (2, 8, {"micro_batch_size": 6}),
     "batch statistics and average": (2, 8, {"model": "tests.nets:NormedConv", "ema__decay": 0.9, "ema__every": 3}),
@@ -31,7 +26,7 @@ CASES: dict[str, tuple[int, int, dict[str, object]]] = {
     "bfloat16": (2, 8, {"precision": "bfloat16"}),
     "float16": (2, 8, {"precision": "float16"}),
 }
-GRAPHS = {"nesterov, one graph": 1, "muon that scales every third step": 3}
+GRAPHS = {"nesterov, one graph": 1}
 
 
 def graphs(gang: Gang, rank: int = 0) -> list[int]:
