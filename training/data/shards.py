@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import safetensors
 import torch
 from pydantic import AfterValidator, Field
 
@@ -24,12 +24,15 @@ from lockstep.training import files
 from lockstep.training.config import Data, settings
 from lockstep.training.config.settings import Section
 from lockstep.training.contract import UserError
+from lockstep.training.parallel.exchange import DTYPE_NAMES
 from lockstep.training.parallel.process import mapped_bytes
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
 MAPPED_BYTES = 128 << 20
 """Bytes of mapped files that `Samples.take` may add to a process' memory, about; one batch more is possible."""
+_MOST_HEADER = 1 << 20
+"""Bytes that say which tensors a file holds."""
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
@@ -130,7 +133,9 @@ class Manifest(Section):
             yield self.left_out_message()
         counts = []
         for split in SPLITS:
-            labels = torch.cat(Samples.open(self, split, 0, self.count(split), verify=False).labels)
+            labels = torch.cat(
+                [file.labels for file in Samples.open(self, split, 0, self.count(split), verify=False).mapped]
+            )
             counts.append(torch.bincount(labels, minlength=len(self.classes)).tolist())
         width = max(5, *map(len, self.classes))
         yield f"{'class':{width}} {'train':>9} {'test':>9}"
@@ -149,20 +154,27 @@ class Manifest(Section):
 
 
 class _Mapped:
-    """The tensor `name` of a safetensors file, which is known to be sound.
+    """A safetensors file of samples and labels, mapped into memory.
 
-    Raises `OSError`; `ValueError` or `KeyError` for a file that was replaced since.
+    Raises `OSError`; anything that `files.reading` explains for a file that is another one.
     """
 
-    def __init__(self, path: Path, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         with files.regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            about = json.loads(file.read(size))[name]
+            self._head = json.loads(file.read(min(size, _MOST_HEADER)))
             # Copy-on-write: torch has no read-only tensors. Nothing here writes, so no page is copied.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        low, high = about["data_offsets"]
-        count = (high - low) // dtype.itemsize
-        self.tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=8 + size + low).view(about["shape"])
+        self._begin = 8 + size
+        self.samples = self._tensor("images", (count, *shape), dtype)
+        self.labels = self._tensor("labels", (count,), torch.int64).clone()
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        low, size = self._head[name]["data_offsets"][0], math.prod(shape) * dtype.itemsize
+        about = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [low, low + size]}
+        if self._head[name] != about or low < 0:
+            raise ValueError(f"its {name} are not {dtype} {list(shape)}, as the manifest says")
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=self._begin + low).view(shape)
 
     def give_back(self) -> None:
         """The pages that were read. They are read again, mostly from the kernel's cache, when they are needed."""
@@ -181,7 +193,6 @@ class Samples:
     high: int
     starts: list[int]
     mapped: list[_Mapped]
-    labels: list[torch.Tensor]
     _floor: int = field(default_factory=mapped_bytes)
     """Bytes of mapped files in the process' memory that are not ours to give back."""
 
@@ -190,28 +201,26 @@ class Samples:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.tensor.numel() * file.tensor.element_size() for file in self.mapped)
+        return sum(file.samples.numel() * file.samples.element_size() for file in self.mapped)
 
     @classmethod
     def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
         """Opens the files that hold any of these ids. Raises `UserError` for one that is missing or corrupt."""
-        starts, maps, labels = [], [], []
+        starts, maps = [], []
         start = 0
         for shard in manifest.splits[split]:
             if start < high and low < start + shard.count:
-                mapped, shard_labels = _open_shard(manifest, shard, verify)
                 starts.append(start)
-                maps.append(mapped)
-                labels.append(shard_labels)
+                maps.append(_open_shard(manifest, shard, verify))
             start += shard.count
-        return cls(low, high, starts, maps, labels)
+        return cls(low, high, starts, maps)
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
-        first = self.mapped[0].tensor
+        first = self.mapped[0].samples
         if len(self.mapped) == 1:
             rows = ids - self.starts[0]
-            images, labels = first[rows], self.labels[0][rows]
+            images, labels = first[rows], self.mapped[0].labels[rows]
         else:
             images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
             labels = torch.empty(len(ids), dtype=torch.int64)
@@ -243,7 +252,7 @@ class Samples:
         return torch.cat([images for images, _ in pieces]), torch.cat([labels for _, labels in pieces])
 
     def _files(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return zip(self.starts, (file.tensor for file in self.mapped), self.labels)
+        return ((start, file.samples, file.labels) for start, file in zip(self.starts, self.mapped))
 
 
 def verify(manifest: Manifest, splits: Sequence[str], part: int, parts: int) -> None:
@@ -262,22 +271,12 @@ def _verify(path: Path, shard: Shard) -> None:
         raise CorruptShard(f"{path} {different}: {_MEND}")
 
 
-def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> tuple[_Mapped, torch.Tensor]:
-    path, mend = manifest.directory / shard.file, _MEND
+def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> _Mapped:
+    path = manifest.directory / shard.file
     if verify:
         _verify(path, shard)
-    with files.reading(path, CorruptShard, f": {mend}"):
-        files.regular(path).close()
-        with safetensors.safe_open(path, framework="pt") as file:
-            # What the library gives is checked; ours is the same bytes, which can be given back.
-            images, labels = file.get_tensor("images"), file.get_tensor("labels").clone()
-    if images.dtype != manifest.dtype or images.shape != (shard.count, *manifest.shape):
-        raise CorruptShard(f"{path} holds {images.dtype} {list(images.shape)}, not what its manifest says: {mend}")
-    if labels.dtype != torch.int64 or labels.shape != (shard.count,):
-        raise CorruptShard(
-            f"{path} holds {labels.dtype} labels {list(labels.shape)}, not what its manifest says: {mend}"
-        )
-    if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
-        raise CorruptShard(f"{path} has labels outside 0 … {len(manifest.classes) - 1}: {mend}")
-    with files.reading(path, CorruptShard, f": {mend}"):
-        return _Mapped(path, "images", manifest.dtype), labels
+    with files.reading(path, CorruptShard, f": {_MEND}"):
+        mapped = _Mapped(path, shard.count, manifest.shape, manifest.dtype)
+        if int(mapped.labels.min()) < 0 or int(mapped.labels.max()) >= len(manifest.classes):
+            raise ValueError(f"it has labels outside 0 … {len(manifest.classes) - 1}")
+    return mapped
