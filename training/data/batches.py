@@ -10,18 +10,18 @@ they run ahead, or where a resumed run began.
 from __future__ import annotations
 
 import os
-import queue
 import random
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.training.config.sections import SIGNALS
 from lockstep.training.contract import UserError
@@ -286,7 +286,7 @@ class Batches:
         parts: deque[Part] = deque()
         loader = DataLoader(
             _Seeded(dataset, self.division.seed, epoch),
-            batch_sampler=_Drawn(self._draw(epoch, steps, parts)),
+            batch_sampler=self._draw(epoch, steps, parts),
             num_workers=self.workers,
             collate_fn=self.collate,
             pin_memory=self._pins,
@@ -324,47 +324,19 @@ def of_dataset(
 
 def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator[tuple[Any, Part]]:
     """The same, read by a thread that is up to `count` batches ahead, into pinned memory where `pins`."""
-    ready: queue.Queue[tuple[Any, Part] | Exception | None] = queue.Queue(count)
-    stop = threading.Event()
 
-    def put(item: tuple[Any, Part] | Exception | None) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def following() -> tuple[Any, Part] | None:
+        item = next(read, None)
+        return (item[0].pin_memory(), item[1]) if item is not None and pins else item
 
-    def work() -> None:
-        try:
-            for batch, part in read:
-                if not put((batch.pin_memory() if pins else batch, part)):
-                    return
-            put(None)
-        except Exception as error:  # noqa: BLE001 - raised again by the consumer
-            put(error)
-
-    worker = threading.Thread(target=work, name="loader", daemon=True)
-    worker.start()
+    thread = ThreadPoolExecutor(1, "loader")
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
+        waiting = deque(thread.submit(following) for _ in range(count))
+        while (item := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(following))
             yield item
     finally:
-        stop.set()
-        worker.join()
-
-
-class _Drawn(Sampler[list[int]]):
-    """A sampler of batches that is gone through once."""
-
-    def __init__(self, batches: Iterator[list[int]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches
+        thread.shutdown(cancel_futures=True)
 
 
 def leave_signals_to_the_rank(loader: Any) -> None:
