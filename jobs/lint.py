@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from lockstep.jobs.manifest import Manifest
-from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.manifest import Manifest, holds
+from lockstep.jobs.spec.model import JobSpec, Volume
 from lockstep.jobs.spec.types import size_in_bytes
 
 Level = Literal["error", "warning"]
@@ -44,13 +44,21 @@ class Subject:
     kind: str = ""
     """Which of several kinds of manifest this is; empty where there is only one, or a patch has taken it away."""
 
+    volumes: bool = False
+    """The job runs in an image, and sees no folder but those of its `volumes`."""
+
     def __init__(self, spec: JobSpec, objects: list[Manifest]) -> None:
         self.spec, self.objects = spec, objects
 
     @property
     def image(self) -> str | None:
         """The container image that the job runs in; None where it runs in none."""
-        return None
+        return self.spec.image if self.volumes else None
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The ranks' variables; None stands for a value that is taken from elsewhere."""
+        return dict(self.spec.env)
 
 
 S = TypeVar("S", bound=Subject)
@@ -152,3 +160,44 @@ def amounts_of_ranks(subject: Subject) -> Iterator[str]:
     each, least = size_in_bytes(spec.memory) / spec.ranks, (4 << 30 if spec.gpus else 700 << 20)
     if each < least:
         yield f"memory {spec.memory} is {each / 2**20:.0f} MiB a rank, below {least >> 20}: raise memory, or leave it out"
+
+
+@COMMON.rule("LJ005")
+def no_image(subject: Subject) -> Iterator[str]:
+    """A container needs an image."""
+    if subject.volumes and subject.image is None:
+        yield "image is not set: add `image: registry/name@sha256:…` to the job, or pass --image (`make image-cpu` builds one)"
+
+
+@COMMON.rule("LJ006")
+def literal_secret(subject: Subject) -> Iterator[str]:
+    """A secret in `env` can be read by everyone who may read the job."""
+    for name, value in subject.environment.items():
+        if SECRET.search(name.upper()) and value is not None:
+            yield f"env {name} looks like a secret, and would stand in what is submitted: refer to it in secrets"
+
+
+@COMMON.rule("LJ007")
+def run_directory(subject: Subject) -> Iterator[str]:
+    """In a container the run directory must be an absolute path that the ranks may write."""
+    path = subject.spec.run_directory
+    if not subject.volumes:
+        return
+    if not path.startswith("/") or ".." in path or " " in path:
+        yield f"run_dir {path!r} must be an absolute path without spaces in a container: use /runs/{subject.spec.name}"
+    volume = volume_of(subject.spec, path)
+    if volume is not None and volume.read_only:
+        yield f"run_dir {path} lies on a read-only volume: drop read_only, or choose another run_dir"
+
+
+@COMMON.rule("LJ008")
+def shards_mounted(subject: Subject) -> Iterator[str]:
+    """In a container prepared shards must lie on a volume."""
+    shards = subject.spec.shards
+    if subject.volumes and shards and volume_of(subject.spec, shards) is None:
+        yield f"shards {shards} is not on a volume: add one to volumes"
+
+
+def volume_of(spec: JobSpec, path: str) -> Volume | None:
+    """The volume that `path` lies on: the longest mount path wins."""
+    return max((one for one in spec.volumes if holds(one.path, path)), key=lambda one: len(one.path), default=None)

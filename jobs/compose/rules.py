@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 from lockstep.jobs import lint
 from lockstep.jobs.compose import render
 from lockstep.jobs.compose.render import IMAGE_FOLDERS
 from lockstep.jobs.compose.section import Compose
-from lockstep.jobs.lint import SECRET
-from lockstep.jobs.manifest import JOB, Manifest, changes, get, holds
+from lockstep.jobs.manifest import changes, get
 
 HOST_PATHS = ("/", ".", "~", "$")
 """How a path of the host begins; Compose expands `~` and `$NAME`."""
@@ -23,49 +21,17 @@ LISTED = 2
 class Subject(lint.Subject):
     """A Compose file."""
 
-    @property
-    def image(self) -> str | None:
-        return self.spec.image
+    volumes = True
 
-    @cached_property
-    def services(self) -> dict[str, Manifest]:
-        """The services by name."""
-        found: Any = next((item["services"] for item in self.objects if "services" in item), {})
-        return (
-            {str(key): value for key, value in found.items() if isinstance(value, dict)}
-            if isinstance(found, dict)
-            else {}
-        )
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Of the first node: a patch may have added some."""
+        found = get(next(iter(self.objects), {}), "services", render.node_name(self.spec, 0), "environment")
+        return found if isinstance(found, dict) else {}
 
 
 RULES = lint.Rules(Subject)
 rule = RULES.rule
-
-
-def _words(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return value.split()
-    return [str(word) for word in value] if isinstance(value, list) else []
-
-
-def _nodes(subject: Subject) -> dict[str, Any]:
-    """The job's own services. What a patch puts beside them is the user's affair."""
-    return {name: item for name, item in subject.services.items() if get(item, "labels", JOB) is not None}
-
-
-def _environment(service: Any) -> dict[str, Any]:
-    found = get(service, "environment")
-    if isinstance(found, dict):
-        return {str(key): value for key, value in found.items()}
-    pairs = [word.partition("=") for word in _words(found)]
-    return {name: value if equals else None for name, equals, value in pairs}
-
-
-@rule("LC001")
-def image(subject: Subject) -> Iterator[str]:
-    """A node needs an image."""
-    if any(not isinstance(service.get("image"), str) for service in subject.services.values()):
-        yield "image is not set: add `image: lockstep:cpu` to the job, or pass --image (make image-cpu builds it)"
 
 
 def _never(value: Any) -> bool:  # noqa: ARG001 - the same signature as the others
@@ -127,34 +93,6 @@ def _host_path(mount: Any) -> str | None:
     kind, source = get(mount, "type"), str(get(mount, "source") or "")
     known = kind in ("volume", "tmpfs", "cluster")
     return None if known and not source.startswith(HOST_PATHS) else source or f"type {kind}"
-
-
-@rule("LC006")
-def literal_secret(subject: Subject) -> Iterator[str]:
-    """A secret in `env` stands in the file, and in the labels of the containers."""
-    for service in list(_nodes(subject).values())[:1]:
-        for name, value in _environment(service).items():
-            if SECRET.search(name.upper()) and value is not None:
-                yield f"env {name} looks like a secret: name it in secrets, its value is taken from your environment"
-
-
-@rule("LC009")
-def run_directory(subject: Subject) -> Iterator[str]:
-    """The run directory must be an absolute path that the nodes may write."""
-    path = subject.spec.run_directory
-    if not path.startswith("/") or ".." in path or " " in path:
-        yield f"run_dir {path!r} must be an absolute path without spaces in a container: use /runs/{subject.spec.name}"
-    for volume in subject.spec.volumes:
-        if volume.read_only and holds(volume.path, path):
-            yield f"run_dir {path} lies on a read-only volume: drop read_only, or choose another run_dir"
-
-
-@rule("LC010")
-def shards_mounted(subject: Subject) -> Iterator[str]:
-    """Prepared shards must lie on a volume."""
-    shards = subject.spec.shards
-    if shards and not any(holds(volume.path, shards) for volume in subject.spec.volumes):
-        yield f"shards {shards} is not on a volume: add one to volumes"
 
 
 @rule("LC011", "warning")

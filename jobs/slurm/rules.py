@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from lockstep.jobs import lint
-from lockstep.jobs.lint import SECRET
 from lockstep.jobs.manifest import Manifest, get
 from lockstep.jobs.slurm.section import slurm
 
@@ -77,14 +76,6 @@ def slurm_interface(subject: Subject) -> Iterator[str]:
     spec = subject.spec
     if spec.gpus and spec.nodes > 1 and not slurm(spec).socket_interface and "NCCL_SOCKET_IFNAME" not in spec.env:
         yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set slurm.socket_interface (or --profile)"
-
-
-@rule("LS107")
-def slurm_literal_secret(subject: Subject) -> Iterator[str]:
-    """A secret in `env` lies in the job's folder."""
-    for name in subject.spec.env:
-        if SECRET.search(name.upper()):
-            yield f"env {name} looks like a secret: name it in secrets, and set it where you submit"
 
 
 @rule("LS108", "warning")

@@ -133,12 +133,12 @@ DOORS: list[dict[str, Any]] = [
 ]  # fmt: skip
 PROVOKED: list[tuple[str, dict[str, Any]]] = [
     *(("LC004", {"compose": {"patch": {"services": {"node-0": node}}}}) for node in DOORS),
-    ("LC001", {"image": None}), ("LC004", {"compose": {"patch": {"services": {"node-1": None}}}}),
+    ("LJ005", {"image": None}), ("LC004", {"compose": {"patch": {"services": {"node-1": None}}}}),
     ("LC004", {"compose": {"patch": {"volumes": {"host": {"driver_opts": {"type": "none", "o": "bind", "device": "/"}}}}}}),
     ("LC004", {"compose": {"patch": {"networks": {"default": {"name": "host", "external": True}}}}}),
-    ("LC004", {"compose": {"patch": {"include": ["other.yaml"]}}}), ("LC006", {"env": {"WANDB_API_KEY": "hunter2"}}),
-    ("LC009", {"run_dir": "runs/x"}), ("LC009", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}]}),
-    ("LC010", {"shards": "/data"}), ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}),
+    ("LC004", {"compose": {"patch": {"include": ["other.yaml"]}}}), ("LJ006", {"env": {"WANDB_API_KEY": "hunter2"}}),
+    ("LJ007", {"run_dir": "runs/x"}), ("LJ007", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}]}),
+    ("LJ008", {"shards": "/data"}), ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}),
     ("LC012", {"image": "lockstep:latest"}), ("LC013", {"k8s": {"queue": "gpu"}}), ("LC015", {"ranks_per_node": 3}),
 ]  # fmt: skip
 
@@ -154,7 +154,9 @@ def test_every_rule_is_provoked(id: str, changes: dict[str, Any]) -> None:
 def test_a_good_job_provokes_none_and_every_rule_is_tried(tmp_path: Path) -> None:
     assert lint_of_compose(spec_of()) == []
     rules = json.loads(lockstep(tmp_path, "lint", "--rules", "--json").stdout)
-    assert {rule["id"] for rule in rules if rule["id"].startswith("LC")} == {id for id, _ in PROVOKED}
+    assert {rule["id"] for rule in rules if rule["id"].startswith("LC")} == {
+        id for id, _ in PROVOKED if id.startswith("LC")
+    }
     for patch in (
         device(driver="nvidia", count=1, capabilities=["gpu"]), mounts(RUNS, "data:/data", "/cache"),
         mounts(RUNS, {"type": "tmpfs", "target": "/cache"}), {"labels": {"example.com/team": "vision"}},

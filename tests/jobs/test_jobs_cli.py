@@ -167,7 +167,7 @@ def test_diff_compares_with_the_live_object(server: ApiServer, tmp_path: Path) -
 def test_lint_and_schema(tmp_path: Path) -> None:
     bare = job(tmp_path, "name: a\nrecipe: smoke\ncpus: 1\n")
     done = lockstep(tmp_path, "lint", bare, "--backend", "k8s")
-    assert done.returncode == 1 and "LS002 error: image is not set" in done.stdout
+    assert done.returncode == 1 and "LJ005 error: image is not set" in done.stdout
     done = lockstep(tmp_path, "lint", bare, "--set", "ranks_per_node=2")
     assert (done.returncode, re.findall(r"L\w\d\d\d", done.stdout)) == (0, ["LJ004"]), (
         "what all backends have in common"

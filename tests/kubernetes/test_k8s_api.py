@@ -29,7 +29,7 @@ Connect = Callable[..., Any]
 
 
 def test_submit_is_strict(backend: Any, cluster: Cluster) -> None:
-    with pytest.raises(UserError, match="LS002"):
+    with pytest.raises(UserError, match="LJ005"):
         backend.submit(SPEC.model_copy(update={"image": None}))
     assert not cluster.requests, "what lint refuses reaches no server"
     assert backend.submit(SPEC).created and not backend.submit(SPEC).created
