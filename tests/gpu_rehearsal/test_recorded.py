@@ -13,7 +13,6 @@ from tests.gpu_rehearsal.test_strategies import LOOK_FOR_NAN, RESIDENT
 
 pytestmark = pytest.mark.promise("gpu-standin")
 
-LONG = {"data__options": "{n: 240, n_test: 20, size: 8, noise: 1.5}", "epochs": 1}
 """10 steps in a row: 3 warm up, and each kind of step comes as a recording."""
 CASES: dict[str, tuple[int, int, dict[str, object]]] = {
     "nesterov on two ranks": (2, 8, {}),

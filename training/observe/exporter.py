@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -82,7 +81,10 @@ class Exporter:
                 for own_file in (self._endpoint, *self._textfiles, *filter(None, [self._target])):
                     with contextlib.suppress(OSError), self._folder(own_file) as folder:
                         _sweep(world.size, folder / own_file.name)
-            address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or _default_address(world)
+            # On one machine the loopback address; on nodes of a cluster Prometheus asks from another machine.
+            narrow = world.nodes == 1 and world.launcher != "slurm"
+            default = "127.0.0.1" if narrow else ANY_ADDRESS
+            address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or default
             self._serve(None if address == ANY_ADDRESS else address, port + world.local_rank if port else 0)
 
     def begin(self) -> None:
@@ -108,7 +110,9 @@ class Exporter:
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
         self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
         self._thread.start()
-        host, port = address if address and not _is_unspecified(address) else socket.gethostname(), self._server.port
+        # On these a server can listen, and clients cannot use them as an address.
+        everywhere = self._server.socket.getsockname()[0] in ("0.0.0.0", "::")  # noqa: S104 - compared only
+        host, port = socket.gethostname() if everywhere or not address else address, self._server.port
         where = {"host": host, "port": port, "pid": os.getpid(), "id": self._server.id}
         self._publish(self._endpoint, json.dumps(where).encode() + b"\n")
         if self._target is not None:
@@ -168,19 +172,6 @@ class Exporter:
             with self._folder(self._endpoint) as folder:
                 (folder / self._endpoint.name).unlink(missing_ok=True)
             self._endpoint.parent.rmdir()  # succeeds for the last rank
-
-
-def _default_address(world: World) -> str:
-    """The loopback address for a run on one machine. On nodes of a cluster Prometheus asks from another machine."""
-    return "127.0.0.1" if world.nodes == 1 and world.launcher != "slurm" else ANY_ADDRESS
-
-
-def _is_unspecified(address: str) -> bool:
-    """0.0.0.0 or ::, on which a server can listen, and which clients cannot use as an address."""
-    try:
-        return ipaddress.ip_address(address).is_unspecified
-    except ValueError:
-        return False
 
 
 def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:

@@ -6,7 +6,6 @@ that is bound already it listens there alone. What comes out of a store is never
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import re
@@ -79,7 +78,7 @@ def _bound(host: str, port: int) -> socket.socket | None:
         return None
     ((family, address),) = addresses
     # A host name that its own /etc/hosts maps to 127.0.1.1 means another address elsewhere.
-    if ipaddress.ip_address(address).is_loopback and not _is_loopback(host):
+    if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
         return None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last attempt's connections linger
@@ -107,14 +106,6 @@ def without_prefix(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def stay_on_this_machine() -> None:
