@@ -596,7 +596,4 @@ class Session:
             raise RuntimeError(f"{what} comes before the loop, and before keep(), which is called once")
 
     def _started(self) -> Loop:
-        if self._lifecycle.loop is None:
-            self.keep()
-        assert self._lifecycle.loop is not None
-        return self._lifecycle.loop
+        return self._lifecycle.loop or self._lifecycle.begin(self._replicated(), {}, {})

@@ -180,7 +180,7 @@ class Step:
                     break
                 if scale is None and scaler is not None:
                     scale = scaler.get_scale()
-                if not self._scale_was_too_high(work, optimizers, scaler):
+                if not self._scale_too_high(work, optimizers, scaler):
                     self._set_scale(scaler, scale)
                     break
                 self._redraw()
@@ -332,7 +332,7 @@ class Step:
         if before is not None and (after := scaler.get_scale()) != before:
             sync.gradients_rescaled(after / before)
 
-    def _scale_was_too_high(self, work: Work | None, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
+    def _scale_too_high(self, work: Work | None, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
         """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
 
         Collective. Raises `Ended` where it is not, and the run is not to go on; `UserError` where a gradient was not summed.
@@ -458,7 +458,7 @@ class Step:
             norm = self.move(optimizers, of, clip, norm)
             self._moved(part.weight if part is not None else 1.0)
             self._scaled(scaler, optimizers, overflow=False)
-        elif not self._scale_was_too_high(None, optimizers, scaler) and scaler is not None:
+        elif not self._scale_too_high(None, optimizers, scaler) and scaler is not None:
             self._set_scale(scaler, scaler.get_scale())
         sync.zero_grad()
         self._end(optimizers, total, norm)
