@@ -522,7 +522,7 @@ class Session:
             TypeError, ValueError: it is something else.
 
         Examples:
-            >>> run.log_image("first", x[0])
+            >>> run.log_image("inputs", x)
         """
         self._started().log_image(name, image)
 
