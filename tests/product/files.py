@@ -31,7 +31,7 @@ def _recipe(path: Path, words: Sequence[str] = ()) -> Any:
     from lockstep.training.data import making
 
     loaded = config.load(str(path), list(words))
-    again = config.from_dict(config.to_dict(loaded), "written down")
+    again = config.of_run(config.to_dict(loaded), "written down")
     assert config.differences(loaded, again) == [] and loaded.hash() == again.hash()
     making.cache_directory(loaded.data)
     return loaded

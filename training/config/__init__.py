@@ -45,7 +45,7 @@ from lockstep.training.contract import UserError
 RECIPES = Path(__file__).parents[1] / "recipes"
 __all__ = [
     "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "OwnSettings",
-    "Preempt", "Recipe", "RunSettings", "Sync", "check_overrides", "differences", "from_dict", "load", "of_run", "own_settings", "recipes",
+    "Preempt", "Recipe", "RunSettings", "Sync", "check_overrides", "differences", "load", "of_run", "own_settings", "recipes",
     "to_dict",
 ]  # fmt: skip
 
@@ -256,14 +256,9 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a value")
 
 
-def from_dict(values: dict[str, Any], where: str) -> Config:
-    """A recipe's config from what `to_dict` wrote. Raises `UserError`."""
-    return settings.build(Config, values, where)
-
-
 def of_run(values: dict[str, Any], where: str) -> RunSettings:
     """The settings of any run, a recipe's or a loop of one's own, from what `to_dict` wrote. Raises `UserError`."""
-    return settings.build(OwnSettings, values, where) if "script" in values else from_dict(values, where)
+    return settings.build(OwnSettings if "script" in values else Config, values, where)
 
 
 def to_dict(config: RunSettings) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def config_of(
 def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
     """The run's config where its data lies elsewhere now. Raises `UserError` for settings that make it another run."""
     values = settings.override(configuration.to_dict(config), Config, assignments)
-    changed = configuration.from_dict(values, f"{target} with --set")
+    changed = settings.build(Config, values, f"{target} with --set")
     if different := configuration.differences(config, changed):
         raise UserError(
             f"{target} was trained with other settings ({'; '.join(different)}): --set may change what a resume may change, such as "
