@@ -39,7 +39,9 @@ API = {
         "lockstep.jobs.sweep.expand": "The jobs of a sweep.",
         "lockstep.jobs.sweep.submit": "Submits the jobs of a sweep.",
         "lockstep.jobs.spec.profile.load": "A cluster profile, for `JobSpec.load(FILE, below=…)`.",
-        "lockstep.jobs.slurm.backend.training_task": "What submitit can run as a task of a job.",
+        "lockstep.jobs.slurm.render.slurm_parameters": "submitit's parameters for a job.",
+        "lockstep.jobs.slurm.render.training_task": "What submitit can run as a task of a job.",
+        "lockstep.wire.submitit_api.resumable": "A function that submitit starts again. `from lockstep import resumable`.",
         "lockstep.jobs.terminal.say": "Prints a line that may hold text of others.",
         "lockstep.jobs.terminal.table": "Prints a table that may hold text of others.",
     },
@@ -286,7 +288,7 @@ OTHERS = {
     "LOCKSTEP_HOME": "Folder of the jobs that this machine has submitted; default `~/.local/state/lockstep`. "
     "With SLURM the nodes must see it.",
     "LOCKSTEP_PROFILES": "Folder of cluster profiles, looked at first.",
-    "LOCKSTEP_SLURM_HOST": "Login node of a SLURM cluster to go to over ssh, where no flag, job file or profile names one.",
+    "LOCKSTEP_SLURM_HOST": "Login node of a SLURM cluster, HOST or HOST:/PYTHON, where no flag, job file or profile names one.",
     "LOCKSTEP_THREADS": "CPU threads of a rank; default: an equal share of the node's cores.",
     "LOCKSTEP_METRICS_PORT": "First port of the metrics servers; the local rank is added.",
 }

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
@@ -189,6 +189,11 @@ class Backend(abc.ABC):
     def changes(self, found: Found, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
         """What somebody has changed in the submitted job since: `place: submitted → live`."""
         return []
+
+    @classmethod
+    def serve(cls, source: IO[bytes]) -> object:  # noqa: ARG003 - for one that is reached through another machine
+        """The answer to a request from elsewhere, as plain values. Raises `UserError`."""
+        raise UserError(f"the {cls.name} backend is not asked from elsewhere")
 
     # The flow.
 

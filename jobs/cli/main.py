@@ -153,6 +153,15 @@ app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gp
 app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
+@app.command(hidden=True)
+def serve(backend: Annotated[str, typer.Argument(metavar="BACKEND")]) -> None:
+    """Answer the request of a laptop that comes on standard input."""
+    from lockstep.jobs import registry
+    from lockstep.jobs.terminal import show
+
+    show(registry.backend(backend).serve(sys.stdin.buffer))
+
+
 def _inside(command: str, summary: str) -> None:
     """A command of `python -m lockstep.training`, which takes this process's place. Its words and its help are its own."""
 

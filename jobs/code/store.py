@@ -31,14 +31,14 @@ def home() -> Path:
     return private.home().absolute() / FOLDER
 
 
-def keep(bundle: Bundle) -> None:
+def keep(identity: str, packed: bytes) -> None:
     """Keeps the archive. Raises `UserError`."""
-    place = private.make(home()) / f"{bundle.identity}.tar.gz"
+    place = private.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
     try:
         if place.exists():
             os.utime(place)  # it is wanted again
         else:
-            files.replace(place, bundle.packed)
+            files.replace(place, packed)
     except OSError as error:
         raise UserError(f"cannot keep the code in {place.parent}: {error.strerror}; set LOCKSTEP_HOME") from None
     _remove_unused()
@@ -120,7 +120,7 @@ def kept(spec: JobSpec) -> JobSpec:
     """`pinned`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
     found, bundle = pinned(spec)
     if bundle is not None:
-        keep(bundle)
+        keep(bundle.identity, bundle.packed)
     elif found.code is not None and found.code.hash is not None:
         found = _named(found, found.code.hash)
     return found

@@ -1,67 +1,48 @@
-"""The SLURM backend: submitit writes and sends the script, SLURM itself says how it goes.
+"""The SLURM backend: submitit writes the script, sbatch takes it, SLURM itself says how it goes.
 
-Also for a driver of one's own on submitit alone:
-
-    executor.submit(training_task(spec))        # results(): summary.json of rank 0
+On a laptop (`slurm.host`) each question goes to the same backend on the login node, which `serve` answers there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import getpass
+import os
 import re
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator
-from pathlib import PurePath, PurePosixPath
-from typing import Any, ClassVar
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import IO, Any, ClassVar
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import records
+from lockstep.jobs import foreground, lock, private, records
 from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
+from lockstep.jobs.code import store
 from lockstep.jobs.foreground import Streams
 from lockstep.jobs.lint import Rules
-from lockstep.jobs.slurm import checks, facts, logs, observe, query, render, rules
-from lockstep.jobs.slurm.exec import execute
-from lockstep.jobs.slurm.folder import ENDED, JOB, SUBMITIT, Folder, Notes, as_ending, as_record, cancelled, text
+from lockstep.jobs.slurm import checks, observe, render, rules, submission
+from lockstep.jobs.slurm.observe import Look
+from lockstep.jobs.slurm.render import Place
 from lockstep.jobs.slurm.section import slurm, without_host
-from lockstep.jobs.slurm.send import adopt, send
-from lockstep.jobs.slurm.task import TrainingTask
-from lockstep.jobs.slurm.transport import opening
-from lockstep.jobs.slurm.transport.base import Place, Transport, parsed, writing
-from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.slurm.ssh import Login, chosen, received
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Listed, Part, Status, Submitted, Unreachable
+from lockstep.jobs.status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable
 from lockstep.jobs.terminal import warn
-from lockstep.training import contract
+from lockstep.training import contract, files
 from lockstep.training.contract import UserError
-
-
-def training_task(spec: JobSpec, prepared: bool = False, job: str = "", transport: Transport = LOCAL) -> TrainingTask:
-    """The payload for one task of the job; plain values, importable on the nodes.
-
-    Args:
-        prepared: another job writes the shards before this one starts.
-        job: identity of this submission.
-        transport: where the job's paths are.
-    """
-    if spec.shard_folder is not None and not prepared and not transport.exists(spec.shard_folder):
-        spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
-    place = transport.place()
-    run_dir = render.run_directory(spec, place)
-    return TrainingTask(
-        words=commands.rank(spec, run_dir, str(place.here)), run_dir=run_dir, ranks_per_node=spec.ranks,
-        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port,
-        env=dict(spec.env) if spec.command is None else {**spec.env, contract.ENV_SESSION: commands.session_options(spec, run_dir)},
-        job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=render.code_folder(spec, place),
-    )  # fmt: skip
+from lockstep.wire import archive
 
 
 class SlurmBackend(Cluster):
-    """See `Backend`.
+    """See `Backend`. On a machine of the cluster.
 
     Args:
-        folder: where the jobs are kept; the nodes must see it.
+        place: the cluster's folders; None: those of this machine. The nodes must see `place.jobs`.
         interval: seconds between two questions to the controller.
         lost_after: seconds without an answer from the controller after which a job counts as lost.
     """
@@ -71,30 +52,38 @@ class SlurmBackend(Cluster):
     carries_code = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
-    def __init__(
-        self, folder: PurePath | None = None, interval: float = 2.0, lost_after: float = 300.0,
-        transport: Transport = LOCAL,
-    ) -> None:  # fmt: skip
-        self.transport, self.interval, self.lost_after = transport, interval, lost_after
-        self.folder = transport.place().jobs if folder is None else transport.place().here / folder
+    def __init__(self, place: Place | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
+        self.cluster, self.interval, self.lost_after = place or Place.of_this_machine(), interval, lost_after
+        self.folder = Path(self.cluster.jobs)
 
     @classmethod
     def connect(cls, **place: str | None) -> SlurmBackend:
-        return cls(transport=opening.opened(place.get("host")))
+        host = chosen(place.get("host"))
+        return cls() if host is None else FromLaptop(Login(host))
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        """No host is asked: what only one of its folders says is not known."""
-        place = opening.STAND_IN if opening.chosen(slurm(spec).host) is not None else None
-        return render.manifests(without_host(spec), _submitit(spec, place or LOCAL.place()), place)
+        """No host is asked: what only its files say is not known."""
+        if chosen(slurm(spec).host) is not None:
+            return render.manifests(spec, _submitit(spec, render.ELSEWHERE), render.ELSEWHERE)
+        place = Place.of_this_machine()
+        return render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place))
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
         """The batch script, and the same with its payload as plain values. Asks `slurm.host` for its folders."""
-        place = opening.opened(slurm(spec).host).place()
-        spec, folder = without_host(spec), _submitit(spec, place)
-        text = render.script(spec, folder, elements=len(runs), place=place)
-        return text, {"script": text, "parameters": render.parameters(spec, folder, place=place)}
+        host = chosen(slurm(spec).host)
+        if host is None:
+            found = cls._rendered(spec, len(runs), Place.of_this_machine())
+        else:
+            found = Login(host).ask("render", specs=[without_host(one) for one in (spec, *runs)])
+        return found["script"], found
+
+    @staticmethod
+    def _rendered(spec: JobSpec, elements: int, place: Place) -> dict[str, Any]:
+        folder = _submitit(spec, place)
+        text = render.script(spec, folder, elements=elements, place=place)
+        return {"script": text, "parameters": render.parameters(spec, folder, place=place)}
 
     @classmethod
     def rules(cls) -> Rules[rules.Subject]:
@@ -102,14 +91,29 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        place = opening.opened(slurm(spec).host).place()
-        own = without_host(render.preparation(spec, place))
-        script = render.script(own, _submitit(own, place), place=place)
-        return script, {"script": script}
+        host, spec = chosen(slurm(spec).host), without_host(spec)
+        found = (
+            cls._prepared(spec, Place.of_this_machine())
+            if host is None
+            else Login(host).ask("preparation", specs=[spec])
+        )
+        return found["script"], found
+
+    @staticmethod
+    def _prepared(spec: JobSpec, place: Place) -> dict[str, str]:
+        own = render.preparation(spec, place)
+        return {"script": render.script(own, _submitit(own, place), place=place)}
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        return checks.check(spec, place.get("host"))
+        host = chosen(place.get("host") or (slurm(spec).host if spec is not None else None))
+        if host is None:
+            return checks.check(spec, Place.of_this_machine())
+        try:
+            found = Login(host).ask("doctor", 900, specs=[without_host(spec)] if spec is not None else [])
+        except UserError as error:
+            return [Check("connection", "missing", str(error))]
+        return [Check("connection", "ok", f"{host}, {found['place']}"), *(Check(**row) for row in found["checks"])]
 
     def with_code(self, specs: Specs) -> Specs:
         return super().with_code([without_host(spec) for spec in specs])
@@ -118,12 +122,14 @@ class SlurmBackend(Cluster):
         return super().drift(without_host(spec))
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return self.transport.locked(self.folder, 60)
+        """The folder's lock, which is the cluster's: whoever submits there, from wherever, waits for it."""
+        return lock.held(self.folder, 60)
 
     def refuse(self, spec: JobSpec) -> None:
-        known, folder = facts.look(spec, self.transport), self.folder / spec.name / SUBMITIT
+        place = self.cluster
         self.refuse_findings(
-            spec, self.rules().apply(spec, render.manifests(spec, folder, self.transport.place(), known))
+            spec,
+            self.rules().apply(spec, render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place))),
         )
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:  # noqa: ARG002 - its folder goes when SLURM has the new one
@@ -131,8 +137,8 @@ class SlurmBackend(Cluster):
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
-        own = render.preparation(spec, self.transport.place())
-        if self.transport.exists(str(spec.shard_folder)):
+        own = render.preparation(spec, self.cluster)
+        if Path(str(spec.shard_folder)).exists():
             return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
         return self.submit(own, "replace")
 
@@ -140,9 +146,9 @@ class SlurmBackend(Cluster):
         """The id of a job under way that prepares this one's shards."""
         if spec.recipe is None or spec.shards is None:
             return None
-        own = render.preparation(spec, self.transport.place())
-        kept = self._kept(own.name)
-        if kept.record() is None or kept.ended() is not None:
+        own = render.preparation(spec, self.cluster)
+        folder = self.folder / own.name
+        if submission.read(folder) is None or submission.read_end(folder) is not None:
             return None
         found = self.require(own.name)
         return None if self.standing(found).final else str(found.record["job_id"])
@@ -153,7 +159,7 @@ class SlurmBackend(Cluster):
         whole = specs[0].model_copy(update={"name": name})
         self.refuse(whole)
         with self.exclusive():
-            if self._kept(name).record() is not None:
+            if submission.read(self.folder / name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
             placed = [self.place(spec, mode) for spec in specs]
             new = [item[0] for item in placed if not isinstance(item, Submitted)]
@@ -169,46 +175,46 @@ class SlurmBackend(Cluster):
 
     def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
         folder = self.folder / spec.name
-        if self.transport.exists(folder) and self._kept(spec.name).record() is None:
+        if folder.exists() and submission.read(folder) is None:
             raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
         return super().place(spec, mode)
 
     def find(self, name: str) -> Found | None:
         check_name(name)
-        record = self._kept(name).record()
+        folder = self.folder / name
+        record = submission.read(folder)
         if record is None:
             return None
-        self.transport.check(self.folder / name)
+        private.check(folder)
         if record["job_id"] is None:
             # The command that submitted was killed before it had the answer; the job may be there.
-            known = query.mine(self.transport, record["array_name"], record["comment"])
+            known = observe.mine(record["array_name"], record["comment"])
             if known is not None:
-                adopt(record, known, self.transport)
-                record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
-                self._kept(name).write(record)
+                with _keeping(self.folder):
+                    submission.adopt(Path(record["submitit"]), known)
+                    record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
+                    submission.write(folder, record)
         return Found(name, record["hash"], record["spec"], record)
 
     def no_such(self, name: str) -> UserError:
         return UserError(f"there is no SLURM job {name}: see `lockstep list slurm`")
 
     def taken(self) -> set[str]:
-        return set(self.transport.names(self.folder))
+        return {path.name for path in self.folder.iterdir()}
 
     def where(self, found: Found) -> str:
-        return self._where(found.record)
+        return _where(found.record)
 
     def standing(self, found: Found) -> Status:
         record = found.record
         if record["job_id"] is not None:
             return self.observe(found)
-        # The script that submits goes on where its command is killed, and is seen by its folder.
-        stage = re.compile(rf"\.{re.escape(record['array_name'])}\.[A-Za-z0-9]{{6}}")
-        if observe.is_new(record) and any(map(stage.fullmatch, self.transport.names(self.folder))):
+        if submission.under_way(self.folder / record["array_name"]):
             raise Unreachable(f"{found.name} is being submitted at this moment: try again in a minute")
         return observe.BROKEN_OFF
 
     def gone_on(self, found: Found, spec: JobSpec) -> Found:
-        if found.record["run_dir"] != render.run_directory(spec, self.transport.place()):
+        if found.record["run_dir"] != render.run_directory(spec, self.cluster):
             raise UserError(
                 f"{spec.name} has run in {found.record['run_dir']}: submit it from the folder it was submitted from, to "
                 "resume it, or with --replace to start over here"
@@ -217,57 +223,58 @@ class SlurmBackend(Cluster):
 
     def _send(self, whole: JobSpec, specs: Specs) -> Sent:
         """One sbatch for all of them: a job, or an array."""
-        place = self.transport.place()
         if whole.code is not None:
-            self.transport.unpack(commands.identity(whole))
+            store.unpacked(commands.identity(whole))
         written: dict[str, dict[str, Any]] = {}
         comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
         for element, spec in enumerate(specs):
             written[spec.name] = {
-                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, place),
-                "submitit": str(self.folder / whole.name / SUBMITIT), "job_id": None,
+                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, self.cluster),
+                "submitit": str(_submitit(whole, self.cluster)), "job_id": None,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "since": time.time(), "comment": comment, "array_name": whole.name,
                 "element": element if len(specs) > 1 else None, "job": records.identity(spec.name),
             }  # fmt: skip
-        with writing(self.folder):  # a container mounts the folders above the runs
-            self.transport.make_parents(*dict.fromkeys(str(record["run_dir"]) for record in written.values()))
+        with _keeping(self.folder):  # a container mounts the folders above the runs
+            for record in written.values():
+                Path(record["run_dir"]).parent.mkdir(parents=True, exist_ok=True)
         after = self._preparation(whole)
         tasks = [
-            training_task(spec, after is not None, str(written[spec.name]["job"]), self.transport) for spec in specs
+            render.training_task(spec, after is not None, str(written[spec.name]["job"]), self.cluster)
+            for spec in specs
         ]
-        ids = send(whole, place, self.folder, written, comment, tasks, after, self.transport)
+        ids = submission.send(whole, self.cluster, self.folder, written, comment, tasks, after)
         return [
-            Submitted(name, True, self._where({**record, "job_id": job_id}))
+            Submitted(name, True, _where({**record, "job_id": job_id}))
             for (name, record), job_id in zip(written.items(), ids)
         ]
-
-    def _kept(self, name: str) -> Folder:
-        return Folder(self.folder / name, self.transport)
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
         return str(self.require(name).record["job_id"])
 
     def observe(self, found: Found) -> Status:
-        record = found.record
+        return self._observed(found, observe.look)
+
+    def _observed(self, found: Found, look: Look) -> Status:
+        record, folder = found.record, self.folder / found.name
         spec = JobSpec.recorded(found.name, found.plain)
         if record["job_id"] is None:
-            return observe.BEING_SUBMITTED if observe.is_new(record) else observe.BROKEN_OFF
+            new = observe.is_new(record) or submission.under_way(self.folder / record["array_name"])
+            return observe.BEING_SUBMITTED if new else observe.BROKEN_OFF
         forgotten: Unreachable | None = None
         try:
-            known = query.look(self.transport, str(record["job_id"]))
-        except query.Forgotten as error:  # what it has left may say how it ended
+            known = look(str(record["job_id"]))
+        except observe.Forgotten as error:  # what it has left may say how it ended
             known, forgotten = None, error
-        notes = Notes(record, self.folder / found.name, self.transport)
-        before, kept = notes.ended, self._kept(found.name)
+        notes, before = submission.Notes(record), submission.read_end(folder)
         parts = [Part(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
         if known is None:
             stands = True
         else:  # by then every note of it is visible, also on a file system that is slow to show them
             settled = time.time() - (known.ended or record["since"]) >= observe.SETTLE_SECONDS
-            stands = settled and query.final(known.state) and known.restarts <= noted
+            stands = settled and observe.final(known.state) and known.restarts <= noted
         if before is not None and stands:
             return Status(before["state"], before["reason"], parts, before["exit_code"])
         now, since = time.time(), record["since"]
@@ -275,12 +282,12 @@ class SlurmBackend(Cluster):
         if forgotten is not None and told.state == "lost":
             raise forgotten
         plain = {key: value for key, value in told.plain().items() if key != "final"}
-        with contextlib.suppress(OSError, Unreachable):
+        with contextlib.suppress(OSError):
             if before is not None and not told.final:
-                self.transport.remove(kept.path / ENDED)  # somebody had SLURM run it again
+                (folder / submission.ENDED).unlink()  # somebody had SLURM run it again
             elif told.final and before != plain:
                 # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
-                self.transport.write(kept.path / ENDED, text(plain))
+                submission.write_end(folder, plain)
         return told
 
     def stop(self, found: Found) -> Status:
@@ -294,7 +301,7 @@ class SlurmBackend(Cluster):
         record = found.record
         job_id = str(record["job_id"])
         try:
-            self.transport.touch(cancelled(record))  # from here on no rank asks for a requeue
+            submission.cancelled(record).touch()  # from here on no rank asks for a requeue
         except OSError as error:
             warn(
                 f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may still ask for a requeue"
@@ -307,14 +314,14 @@ class SlurmBackend(Cluster):
             if (
                 status.state == "running"
                 and not signalled
-                and f"{job_id}.0" in query.answer(self.transport, "squeue", "-hs", "-j", job_id)
+                and f"{job_id}.0" in observe.answer("squeue", "-hs", "-j", job_id)
             ):
-                signalled = query.order(self.transport, "scancel", "--signal=TERM", job_id)
+                signalled = observe.order("scancel", "--signal=TERM", job_id)
             elif status.state != "running":
-                query.order(self.transport, "scancel", "--state=PENDING", job_id)
+                observe.order("scancel", "--state=PENDING", job_id)
             time.sleep(min(self.interval, 0.5))
         if not status.final:
-            query.order(self.transport, "scancel", job_id)
+            observe.order("scancel", job_id)
         return self.wait(name, 120)
 
     def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
@@ -327,38 +334,73 @@ class SlurmBackend(Cluster):
         self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None
     ) -> Iterator[str]:
         ranks = [rank] if rank is not None else list(range(self.world(found, spec)))
-        interval = min(self.interval, 1.0)
-        return logs.lines(
-            self.transport, found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final,
-            interval, self.lost_after if follow else 0, last,
+        return submission.lines(
+            found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final, min(self.interval, 1.0), last
         )  # fmt: skip
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
-        spec = spec or JobSpec.recorded(found.name, found.plain)
-        return execute(self.transport, found.record, spec, rank, command, streams)
+        """A step of the same job, on the rank's node, with no resources of its own.
+
+        In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
+        """
+        spec, record = spec or JobSpec.recorded(found.name, found.plain), found.record
+        job_id, hosts = observe.nodes(str(record["job_id"]))
+        python = render.interpreter(spec, self.cluster)
+        if rank // spec.ranks >= len(hosts):
+            raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
+        token = uuid.uuid4().hex
+        options, words = render.container(spec, Path(record["submitit"]), self.cluster)
+        # Quiet: at Ctrl-C it would tell of its tasks, while the signal goes to the command another way.
+        step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
+        step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
+        # Its mark says whose ranks it looks for; that of a laptop's command (`FromLaptop.exec`) is not this one's.
+        inside = [
+            *words,
+            "env",
+            "-u",
+            contract.ENV_LAUNCHER,
+            "-u",
+            contract.ENV_EXEC,
+            f"{contract.ENV_JOB}={record['job']}",
+        ]
+        flags = _places(spec, rank) if slurm(spec).container is not None else []
+        own = commands.execute(python, rank, command, str(record["run_dir"]), "--token", token, *flags)
+
+        def interrupt(number: int) -> None:
+            answer = observe.ask(*step, *inside, *commands.signal(python, token, number))
+            if answer.returncode:
+                raise UserError(f"cannot send signal {number} to the command: {observe.one_line(answer.stderr)}")
+
+        terminal = ["--pty"] if streams.terminal else []
+        env = {name: value for name, value in os.environ.items() if name != contract.ENV_EXEC}
+        code = foreground.run([*step, *terminal, *inside, *own], streams, env, interrupt)
+        if code:
+            observe.look(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
+        return code
 
     def summary(self, name: str) -> dict[str, Any]:
         found = self.require(name)
-        path = PurePosixPath(found.record["run_dir"]) / contract.SUMMARY_FILE
-        value = self.transport.json(path)
+        path = Path(found.record["run_dir"]) / contract.SUMMARY_FILE
+        value = files.read_json(path)
         if not isinstance(value, dict):
             raise UserError(f"{path} is not there yet: {name} is {self.observe(found).state}")
         return value
 
     def list(self) -> list[Listed]:
+        entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{submission.JOB}"))
+        found = {entry: submission.read(entry) for entry in entries}
+        ends = {entry: submission.read_end(entry) for entry in entries}
+        open_ids = [
+            str(record["job_id"]) for entry, record in found.items() if record is not None and ends[entry] is None
+        ]
+        look = observe.look_at_all(open_ids) if entries else observe.look
         rows = []
-        found = self.transport.files((self.folder, f"*/{JOB}"), (self.folder, f"*/{ENDED}"))
-        entries = sorted(path.parent for path in found if path.name == JOB and not path.parent.name.startswith("."))
-        alive = query.under_way(self.transport) if entries else set()
-        for entry in entries:
-            record = as_record(parsed(found[entry / JOB]))
+        for entry, record in found.items():
             if record is None:
-                warn(f"{entry / JOB} is damaged, or of another version: remove its folder")
+                warn(f"{entry / submission.JOB} is damaged, or of another version: remove its folder")
                 continue
-            before = as_ending(parsed(found.get(entry / ENDED)))
-            ended = before is not None and str(record["job_id"]).split("_")[0] not in alive
             try:
-                state = before["state"] if before is not None and ended else self.status(entry.name).state
+                state = self._listed(Found(entry.name, record["hash"], record["spec"], record), ends[entry], look)
             except Unreachable:
                 raise
             except UserError as error:
@@ -367,12 +409,20 @@ class SlurmBackend(Cluster):
             rows.append(Listed(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
         return rows
 
+    def _listed(self, found: Found, end: dict[str, Any] | None, look: Look) -> State:
+        if found.record["job_id"] is None:
+            return self.status(found.name).state
+        known = look(str(found.record["job_id"])) if end is not None else None
+        if end is not None and (known is None or observe.final(known.state)):
+            return end["state"]
+        return self._observed(found, look).state
+
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         """What `scontrol update` has changed in the waiting or running job."""
         job_id = found.record["job_id"]
         if job_id is None:
             return []
-        shown = query.answer(self.transport, "scontrol", "show", "job", "-o", job_id)
+        shown = observe.answer("scontrol", "show", "job", "-o", job_id)
         wanted = {
             "JobName": found.record["array_name"],
             "Partition": slurm(spec).partition,
@@ -385,13 +435,155 @@ class SlurmBackend(Cluster):
                 lines.append(f"{key}: {value} → {match[1]}")
         return lines
 
-    @staticmethod
-    def _where(record: dict[str, Any]) -> str:
-        return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
+    @classmethod
+    def serve(cls, source: IO[bytes]) -> object:
+        """Answers one request of a laptop (`FromLaptop`). Raises `UserError`."""
+        request, packed = received(source)
+        os.chdir(Path.home())  # what a relative path is relative to
+        place = Place.of_this_machine()
+        os.environ["LOCKSTEP_HOME"] = str(place.lockstep)  # it may be relative, too
+        specs = [JobSpec.recorded("the job", plain) for plain in request["specs"]]
+        for name in {name for spec in specs for name in spec.secrets}:
+            os.environ.pop(name, None)
+        os.environ.update(request["secrets"])
+        if packed:
+            archive.read(packed, commands.identity(specs[0]))
+            store.keep(commands.identity(specs[0]), packed)
+        with tempfile.TemporaryDirectory() as folder:  # from where recipes are read that are files of the laptop
+            os.chdir(folder)
+            for recipe, text in request["recipes"].items():
+                archive.check_path(recipe)
+                Path(recipe).parent.mkdir(parents=True, exist_ok=True)
+                Path(recipe).write_text(text)
+            return cls(place)._served(request, specs)
+
+    def _served(self, request: dict[str, Any], specs: Specs) -> object:
+        name, mode = str(request.get("name")), request.get("mode", "attach")
+        match request["do"]:
+            case "look":
+                found = self.find(name)
+                return found and {"record": found.record, "status": asdict(self.observe(found))}
+            case "submit":
+                return [asdict(self.submit(specs[0], mode))]
+            case "sweep":
+                return [asdict(sent) for sent in self.sweep(name, specs, mode)]
+            case "prepare":
+                return [asdict(self.prepare(specs[0]))]
+            case "diff":
+                return self.drift(specs[0])
+            case "cancel":
+                return asdict(self.cancel(name))
+            case "summary":
+                return self.summary(name)
+            case "list":
+                return [row.plain() for row in self.list()]
+            case "render":
+                return self._rendered(specs[0], len(specs) - 1, self.cluster)
+            case "preparation":
+                return self._prepared(specs[0], self.cluster)
+            case "doctor":
+                said = f"as {getpass.getuser()}, Lockstep {contract.VERSION}; LOCKSTEP_HOME there is {self.cluster.lockstep}"
+                found_rows = checks.check(specs[0] if specs else None, self.cluster)
+                return {"place": said, "checks": [row.plain() for row in found_rows]}
+        raise UserError(f"unknown request {request['do']!r}")
+
+
+class FromLaptop(SlurmBackend):
+    """The same over ssh: Lockstep on the login node answers.
+
+    Args:
+        interval: seconds between two looks at a job that is waited for; each starts a Python there.
+    """
+
+    def __init__(self, login: Login, interval: float = 5.0, lost_after: float = 300.0) -> None:
+        super().__init__(render.ELSEWHERE, interval, lost_after)
+        self.login = login
+
+    def find(self, name: str) -> Found | None:
+        """With its status, for `observe`."""
+        check_name(name)
+        told = self.login.ask("look", name=name)
+        if told is None:
+            return None
+        record = told["record"]
+        return Found(name, record["hash"], record["spec"], {**record, "status": told["status"]})
+
+    def observe(self, found: Found) -> Status:
+        return _status(found.record["status"])
+
+    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
+        return self._send_off("submit", [spec], mode=mode)[0]
+
+    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
+        return self._send_off("sweep", specs, name=name, mode=mode)
+
+    def prepare(self, spec: JobSpec) -> Submitted:
+        return self._send_off("prepare", [spec])[0]
+
+    def _send_off(self, do: str, specs: Specs, **values: str) -> Sent:
+        specs = self.with_code(specs)
+        secrets = {name: os.environ[name] for spec in specs for name in spec.secrets if name in os.environ}
+        code = store.packed(commands.identity(specs[0])) if specs[0].code is not None else b""
+        try:
+            told = self.login.ask(do, 900, code, specs, secrets=secrets, **values)
+        except Disconnected as error:
+            raise Disconnected(f"{error}: submit again, what is there already is not submitted twice") from None
+        return [Submitted(**sent) for sent in told]
+
+    def drift(self, spec: JobSpec) -> Lines:
+        spec, _ = store.pinned(spec)
+        lines: Lines = self.login.ask("diff", specs=[without_host(spec)])
+        return lines
+
+    def stop(self, found: Found) -> Status:
+        return _status(self.login.ask("cancel", 7200, name=found.name))
+
+    def _lines(
+        self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None  # noqa: ARG002
+    ) -> Iterator[str]:  # fmt: skip
+        words = ["logs", "slurm", found.name, *(["--follow"] if follow else [])]
+        words += ["--rank", str(rank)] if rank is not None else []
+        return self.login.follow([*words, *(["--tail", str(last)] if last is not None else [])])
+
+    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+        return self.login.attach(["exec", "slurm", found.name, "--rank", str(rank), "--", *command], streams)
+
+    def summary(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.login.ask("summary", name=name)
+        return found
+
+    def list(self) -> list[Listed]:
+        return [Listed(**row) for row in self.login.ask("list", 300)]
+
+
+def _status(plain: dict[str, Any]) -> Status:
+    return Status(**{**plain, "ranks": [Part(**part) for part in plain["ranks"]]})
 
 
 def _submitit(spec: JobSpec, place: Place) -> PurePath:
-    return place.jobs / spec.name / SUBMITIT
+    return place.jobs / spec.name / submission.SUBMITIT
+
+
+def _where(record: dict[str, Any]) -> str:
+    return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
+
+
+def _places(spec: JobSpec, rank: int) -> Lines:
+    """In a container of its own the rank's process may not be looked at: then this is what is known of it."""
+    values = {
+        "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
+        "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
+    }  # fmt: skip
+    return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
+
+
+@contextlib.contextmanager
+def _keeping(folder: Path) -> Iterator[None]:
+    """An `OSError` of the block as `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot keep the job in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
 
 
 BACKEND = SlurmBackend

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import getpass
 import re
 import secrets
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from pathlib import Path
 
+from lockstep.jobs import private
 from lockstep.jobs.slurm import render
-from lockstep.jobs.slurm.query import NO_ACCOUNTING, answer, ask, one_line, silent
-from lockstep.jobs.slurm.section import Slurm, slurm, without_host
-from lockstep.jobs.slurm.transport import opening
-from lockstep.jobs.slurm.transport.base import Transport
+from lockstep.jobs.slurm.observe import NO_ACCOUNTING, answer, ask, one_line, silent
+from lockstep.jobs.slurm.render import Place
+from lockstep.jobs.slurm.section import Slurm, slurm
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Check, Unreachable
 from lockstep.training import contract
@@ -27,76 +28,45 @@ PROGRAM = (
 """What a task imports, its version, and whether it sees our files."""
 
 
-TOOLS = ("sbatch", "squeue", "sacct", "scancel", "scontrol", "srun", "flock", "tar", "sha256sum", "find")
-"""What must be on a login node that is reached over ssh."""
-
-
-def check(spec: JobSpec | None, host: str | None = None) -> list[Check]:
-    """The checks in order; a host or controller that does not answer ends them."""
-    transport = opening.opened(host or (slurm(spec).host if spec is not None else None))
-    spec = without_host(spec) if spec is not None else None
+def check(spec: JobSpec | None, place: Place) -> list[Check]:
+    """The checks in order; a controller that does not answer ends them."""
     found: list[Check] = []
-    if transport.host is not None:
-        try:
-            found.extend(_login(transport))
-        except UserError as error:
-            return [Check("connection", "missing", str(error))]
-        if found[-1].result == "missing":
-            return found
     try:
-        version = ask(transport, "sinfo", "--version").stdout.strip()
-        ask(transport, "sbatch", "--version")
-        ping = ask(transport, "scontrol", "ping")
+        version = ask("sinfo", "--version").stdout.strip()
+        ask("sbatch", "--version")
+        ping = ask("scontrol", "ping")
     except UserError as error:
         return [*found, Check("cluster", "missing", str(error))]
     if ping.returncode != 0 or " UP" not in ping.stdout:
         said = one_line(ping.stdout + ping.stderr)
         return [*found, Check("cluster", "missing", f"the controller does not answer: {said}")]
     found.append(Check("cluster", "ok", f"{version}, {one_line(ping.stdout)}"))
-    looks: list[Callable[[JobSpec | None, Transport], Iterator[Check]]] = [
-        _partition,
-        _gpus,
-        _account,
-        _accounting,
-        _preemption,
-        _folder,
-    ]
-    for look in looks:
-        name = look.__name__.strip("_")
+    looks: dict[str, Callable[[], Iterator[Check]]] = {
+        "partition": lambda: _partition(spec), "gpus": lambda: _gpus(spec), "account": lambda: _account(spec),
+        "accounting": _accounting, "preemption": lambda: _preemption(spec), "folder": lambda: _folder(spec, place),
+    }  # fmt: skip
+    for name, look in looks.items():
         try:
-            found.extend(look(spec, transport))
+            found.extend(look())
         except (UserError, OSError) as error:
             found.append(Check(name, "cannot tell", one_line(str(error))))
     return found
 
 
-def _login(transport: Transport) -> Iterator[Check]:
-    place = transport.place()
-    yield Check("connection", "ok", f"{transport.host}, as {place.user}; LOCKSTEP_HOME there is {place.lockstep}")
-    told = transport.shell('for name; do command -v "$name" > /dev/null || printf "%s " "$name"; done', *TOOLS)
-    lacking = told.stdout.decode(errors="replace").split()
-    if "sacct" in lacking:
-        lacking.remove("sacct")  # a cluster may keep no accounts
-    if lacking:
-        yield Check("tools", "missing", f"not on the PATH {transport.where}: {', '.join(lacking)}")
-    else:
-        yield Check("tools", "ok", f"{', '.join(TOOLS)} are {transport.where}")
-
-
-def _rows(spec: JobSpec | None, transport: Transport, form: str) -> list[list[str]]:
+def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
     """sinfo's rows for the job's partition, or for the default one."""
     partition = slurm(spec).partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
-    told = answer(transport, "sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
+    told = answer("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
     rows = [line.split("|") for line in told.splitlines()]
     return rows if wanted else [row for row in rows if row[0].endswith("*")]
 
 
-def _partition(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
-    rows = _rows(spec, transport, "%a|%l|%T|%N")
+def _partition(spec: JobSpec | None) -> Iterator[Check]:
+    rows = _rows(spec, "%a|%l|%T|%N")
     name = slurm(spec).partition if spec is not None else None
     if not rows:
-        known = sorted({line.strip(" *") for line in answer(transport, "sinfo", "-h", "-o", "%P").splitlines()})
+        known = sorted({line.strip(" *") for line in answer("sinfo", "-h", "-o", "%P").splitlines()})
         wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
         yield Check("partition", "missing", f"{wanted}; there are {', '.join(known) or 'none'}")
         return
@@ -124,8 +94,8 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def _gpus(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
-    rows = _rows(spec, transport, "%G|%N")
+def _gpus(spec: JobSpec | None) -> Iterator[Check]:
+    rows = _rows(spec, "%G|%N")
     wanted = spec.gpus if spec is not None else 0
     kind = slurm(spec).gpu_type if spec is not None else None
     counts = [_gpus_in(row[1], kind) for row in rows]
@@ -147,10 +117,8 @@ def _gpus_in(gres: str, kind: str | None) -> int:
     return sum(int(count) for name, count in found if kind is None or name == kind)
 
 
-def _account(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
-    told = ask(
-        transport, "sacctmgr", "-n", "-P", "show", "assoc", f"user={transport.place().user}", "format=Account,QOS"
-    )
+def _account(spec: JobSpec | None) -> Iterator[Check]:
+    told = ask("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
     if told.returncode != 0:
         none = re.search(r"not running a supported accounting_storage plugin", told.stdout + told.stderr)
         said = (
@@ -172,28 +140,28 @@ def _account(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
             yield Check(what, "ok" if wanted in known else "missing", f"{wanted}; yours: {listed}")
 
 
-def _accounting(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:  # noqa: ARG001
-    told = ask(transport, "sacct", "-X", "-n", "-S", "now")
+def _accounting() -> Iterator[Check]:
+    told = ask("sacct", "-X", "-n", "-S", "now")
     if told.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
     elif not NO_ACCOUNTING.search(told.stderr):
         raise silent(told)
     else:
-        age = _setting(transport, "MinJobAge") or "?"
+        age = _setting("MinJobAge") or "?"
         detail = f"there is none: jobs that ended are known for {age}, then from their own files only"
         yield Check("accounting", "warning", detail)
 
 
-def _preemption(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
-    mode = _setting(transport, "PreemptMode")
-    if mode == "OFF" or _setting(transport, "PreemptType") in ("preempt/none", "(null)"):
+def _preemption(spec: JobSpec | None) -> Iterator[Check]:
+    mode = _setting("PreemptMode")
+    if mode == "OFF" or _setting("PreemptType") in ("preempt/none", "(null)"):
         yield Check("preemption", "ok", "off: no job is preempted")
-    elif "preempt_send_user_signal" in _setting(transport, "SlurmctldParameters"):
+    elif "preempt_send_user_signal" in _setting("SlurmctldParameters"):
         yield Check("preemption", "ok", f"{mode}, the job gets a signal before (preempt_send_user_signal)")
     else:
         detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job gets SIGTERM only"
         yield Check("preemption", "warning", f"{detail}, and GraceTime must be long enough to save")
-    allowed = re.match(r"\d+", _setting(transport, "KillWait"))
+    allowed = re.match(r"\d+", _setting("KillWait"))
     if allowed and int(allowed[0]) < 10:
         yield Check(
             "kill wait", "warning", f"KillWait {allowed[0]} s is short: a job that has not saved by then is killed"
@@ -202,25 +170,22 @@ def _preemption(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
         yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to resume")
 
 
-def _setting(transport: Transport, name: str) -> str:
+def _setting(name: str) -> str:
     """Of SLURM's configuration, "" where it does not have it. Raises `Unreachable`."""
-    match = re.search(rf"^{name}\s*=\s*(.*)$", answer(transport, "scontrol", "show", "config"), re.M)
+    match = re.search(rf"^{name}\s*=\s*(.*)$", answer("scontrol", "show", "config"), re.M)
     return match[1].strip() if match else ""
 
 
-def _folder(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
+def _folder(spec: JobSpec | None, place: Place) -> Iterator[Check]:
     """Writes a file here and has a node read it, with the interpreter, and in the image, that the job will use."""
-    place = transport.place()
-    transport.make(place.jobs)
-    places = [place.jobs]
+    places = [private.make(Path(place.jobs))]
     if spec is not None:
-        run = PurePosixPath(render.run_directory(spec, place)).parent
-        transport.make_parents(run / "any")
-        places.append(run)
+        places.append(Path(render.run_directory(spec, place)).parent)
+        places[-1].mkdir(parents=True, exist_ok=True)
     word = secrets.token_hex(8)
     files = [folder / f".doctor-{word}" for folder in places]
     for file in files:
-        transport.write(file, word.encode())
+        file.write_text(word)
     own = slurm(spec) if spec is not None else Slurm()
     python = render.interpreter(spec, place) if spec is not None else place.python
     options, words = render.container(spec, place.jobs, place) if spec is not None else ([], [])
@@ -234,8 +199,7 @@ def _folder(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
     # An image may have to be brought to the node first.
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
-        told = ask(
-            transport, "srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
+        told = ask("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
             *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:
@@ -243,7 +207,7 @@ def _folder(spec: JobSpec | None, transport: Transport) -> Iterator[Check]:
         return
     finally:
         for file in files:
-            transport.remove(file)
+            file.unlink()
     seen = ", ".join(map(str, places))
     version, *read = told.stdout.split() or [""]
     if told.returncode == 0 and read == [word] * len(files):

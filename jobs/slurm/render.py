@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
-from pathlib import PurePath, PurePosixPath
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from lockstep.jobs import command as commands
-from lockstep.jobs.slurm import facts
+from lockstep.jobs import private
+from lockstep.jobs.code import store
 from lockstep.jobs.slurm.section import slurm
-from lockstep.jobs.slurm.transport.base import Place
-from lockstep.jobs.slurm.transport.local import LOCAL
+from lockstep.jobs.slurm.task import TrainingTask
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.training import contract
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
+from lockstep.wire import submitit_api
 
 MARGIN_SECONDS = 30
 """The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""
@@ -48,6 +53,40 @@ OWN = {
 """What `slurm.patch` may not touch, and what to use instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folders of the cluster, and its Python."""
+
+    lockstep: PurePath
+    """$LOCKSTEP_HOME there."""
+    here: PurePath
+    """What a relative path is relative to."""
+    home: PurePath
+    """The user's folder."""
+    python: str
+    """The interpreter of the nodes, where no other one is named."""
+
+    @classmethod
+    def of_this_machine(cls) -> Place:
+        return cls(private.home().absolute(), Path.cwd(), Path(os.path.expanduser("~")), sys.executable)
+
+    @property
+    def jobs(self) -> PurePath:
+        """Where the SLURM jobs are kept. It must lie on storage that the nodes share."""
+        return self.lockstep / "slurm"
+
+    def resolve(self, path: str) -> str:
+        """An absolute path of the cluster. `~` is the cluster's, too."""
+        if path == "~" or path.startswith("~/"):
+            return str(self.home / path[2:])
+        return str(self.here / path)
+
+
+_HOME = PurePosixPath("/home/user")
+ELSEWHERE = Place(_HOME / ".local/state/lockstep", _HOME, _HOME, "python3")
+"""Of a host that is not asked."""
+
+
 def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place: Place | None = None) -> dict[str, Any]:
     """Arguments of submitit's `AutoExecutor.update_parameters`.
 
@@ -59,7 +98,7 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place:
     Raises:
         UserError: a path or a value of `slurm.patch` that must not stand in a script.
     """
-    settings, place = slurm(spec), place or LOCAL.place()
+    settings, place = slurm(spec), place or Place.of_this_machine()
     cpus = max(1, int(spec.cpus // spec.ranks))
     more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
     for name, value in (("reservation", settings.reservation), ("licenses", settings.licenses)):
@@ -100,6 +139,47 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place:
     return wckey | {name: value for name, value in values.items() if value is not None}
 
 
+def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
+    """What `submitit.AutoExecutor.update_parameters` takes for a job, for a driver of one's own:
+
+        executor.update_parameters(**slurm_parameters(spec))
+        executor.submit(training_task(spec))
+
+    Raises:
+        UserError: a value of `slurm.patch` that must not stand in a script, or a container, which only `lockstep submit` starts.
+    """
+    if slurm(spec).container is not None:
+        raise UserError("submitit alone starts no container: remove slurm.container, or use `lockstep submit slurm`")
+    found = parameters(spec, PurePosixPath("/"))  # the executor has its own folder
+    del found["slurm_teardown"], found["slurm_additional_parameters"]["output"]
+    return {**found, "slurm_setup": _environment(spec)}
+
+
+def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: Place | None = None) -> TrainingTask:
+    """What each task of the job runs, for `executor.submit` of submitit: plain values, importable on the nodes.
+
+    `results()` has summary.json of rank 0, and None for the others.
+
+    Args:
+        prepared: another job writes the shards before this one starts.
+        job: identity of this submission.
+        place: the cluster's folders; None: this machine is one of it.
+    """
+    if spec.shard_folder is not None and not prepared and not Path(spec.shard_folder).exists():
+        spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
+    if spec.code is not None and spec.code.hash is None:  # a driver of one's own
+        spec = store.kept(spec)
+        store.unpacked(commands.identity(spec))
+    place = place or Place.of_this_machine()
+    run_dir = run_directory(spec, place)
+    return TrainingTask(
+        words=commands.rank(spec, run_dir, str(place.here)), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
+        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port,
+        env=dict(spec.env) if spec.command is None else {**spec.env, contract.ENV_SESSION: commands.session_options(spec, run_dir)},
+        job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=code_folder(spec, place),
+    )  # fmt: skip
+
+
 def interpreter(spec: JobSpec, place: Place) -> str:
     """The Python that runs the tasks: on the node, or in the image."""
     return slurm(spec).python or (place.python if slurm(spec).container is None else "python")
@@ -116,7 +196,8 @@ def container(spec: JobSpec, folder: PurePath, place: Place | None = None) -> tu
     settings = slurm(spec)
     image = str(settings.image or spec.image)
     mounts = ",".join(
-        f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder, place or LOCAL.place())
+        f"{path}:{path}" if ":" not in path else path
+        for path in _mounts(spec, folder, place or Place.of_this_machine())
     )
     if settings.container == "pyxis":
         return [f"--container-image={image}", f"--container-mounts={mounts}"], []
@@ -130,34 +211,16 @@ def script(
     spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1, place: Place | None = None
 ) -> str:
     """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
-    from submitit.slurm.slurm import SlurmExecutor
-
-    class Writer(SlurmExecutor):
-        @classmethod
-        def affinity(cls) -> int:
-            return 2  # to write a script no srun is needed
-
-    place = place or LOCAL.place()
-    writer = Writer(str(folder), python=python(spec, folder, place))
+    place = place or Place.of_this_machine()
     values = parameters(spec, folder, after, place)
-    generic = {name: value for name, value in values.items() if not name.startswith("slurm_")}
-    own = {name.removeprefix("slurm_"): value for name, value in values.items() if name.startswith("slurm_")}
-    stderr = {"stderr_to_stdout": generic.pop("stderr_to_stdout")}
-    try:
-        writer.update_parameters(**writer._convert_parameters(generic), **stderr, **own)
-    except (TypeError, ValueError, NameError) as error:
-        raise UserError(f"slurm.patch: {str(error).splitlines()[0]}") from None
-    if elements > 1:
-        writer.parameters["map_count"] = elements
-    return writer._make_submission_file_text(writer._submitit_command_str, "")
+    return submitit_api.batch_script(folder, python(spec, folder, place), values, elements)
 
 
 def manifests(
     spec: JobSpec, folder: PurePath, place: Place | None = None, known: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """The script and its parameters as an object, which lint reads. `known`: the facts of that place."""
-    known = facts.look(spec, LOCAL) if place is None else known
-    place = place or LOCAL.place()
+    """The script and its parameters as an object, which lint reads. `known`: what the rules know of the cluster's files."""
+    place = place or Place.of_this_machine()
     values, text = parameters(spec, folder, None, place), script(spec, folder, place=place)
     return [
         {
@@ -165,7 +228,7 @@ def manifests(
             "parameters": values,
             "script": text,
             "run_dir": run_directory(spec, place),
-            "facts": known or {},
+            "files": known or {},
         }
     ]
 
@@ -195,9 +258,10 @@ def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /shared/shards")
     limit, spec = min(spec.deadline_seconds, 6 * 3600), spec.on_cpu()
+    python = interpreter(spec, place or Place.of_this_machine())
     return JobSpec.of(
         {
-            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, interpreter(spec, place or LOCAL.place())),
+            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, python),
             "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
             "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
             "run_dir": spec.shards, "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
@@ -206,7 +270,7 @@ def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
 
 
 def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
-    lines = [
+    return [
         f"# each task: {json.dumps(commands.rank(spec, run_directory(spec, place), str(place.here)))[:2000]}",
         *([f"# its code: {checked_path(PurePosixPath(code_folder(spec, place)))}"] if spec.code is not None else []),
         # The tasks unpickle what lies there: nobody else may have put it there.
@@ -218,9 +282,13 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         # To the end of srun in a shell of its own: what setup lines set (set -e, an option, a variable) must not reach the
         # lines that ask for the requeue.
         "(",
-        # What an outer launcher may have set is not this job's.
-        "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
+        *_environment(spec),
     ]
+
+
+def _environment(spec: JobSpec) -> list[str]:
+    # What an outer launcher may have set is not this job's.
+    lines = ["unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"]
     for name, value in (
         ("NCCL_SOCKET_IFNAME", slurm(spec).socket_interface), ("GLOO_SOCKET_IFNAME", slurm(spec).socket_interface),
         ("NCCL_IB_HCA", slurm(spec).ib_hca), ("NCCL_DEBUG", slurm(spec).nccl_debug),
@@ -250,7 +318,7 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
 
 def code_folder(spec: JobSpec, place: Place) -> str:
     """The copy of the job's code, which the nodes must see; "" without one."""
-    return str(place.code(commands.identity(spec))) if spec.code is not None else ""
+    return str(place.lockstep / store.FOLDER / commands.identity(spec)) if spec.code is not None else ""
 
 
 def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
@@ -262,9 +330,7 @@ def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
 
 def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Parameters of submitit as they are named there; what it does not name becomes an option of sbatch."""
-    from submitit.slurm.slurm import SlurmExecutor
-
-    known = SlurmExecutor._valid_parameters()
+    known = submitit_api.parameter_names()
     found: dict[str, Any] = {}
     for name, value in patch.items():
         option = name.replace("_", "-")

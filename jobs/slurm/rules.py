@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from lockstep.jobs import lint
 from lockstep.jobs.manifest import Manifest, get
+from lockstep.jobs.slurm.render import Place
 from lockstep.jobs.slurm.section import slurm
+from lockstep.jobs.spec.model import JobSpec
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60
@@ -24,6 +26,30 @@ class Subject(lint.Subject):
     def image(self) -> str | None:
         settings = slurm(self.spec)
         return settings.image or self.spec.image if settings.container is not None else None
+
+
+_PACKAGES = ("opt/venv", "usr", "usr/local", "opt/conda")
+
+
+def look(spec: JobSpec, place: Place) -> dict[str, str]:
+    """What the cluster's files say of a job before it is submitted.
+
+    Returns:
+        `no_shards`: the folder that is missing. `no_submitit`: the image without it; "" where all is well or unknown.
+    """
+    folder = spec.shard_folder
+    missing = folder is not None and not Path(folder).exists()
+    return {"no_shards": str(folder) if missing else "", "no_submitit": _without_submitit(spec, place)}
+
+
+def _without_submitit(spec: JobSpec, place: Place) -> str:
+    """An image that is a folder shows what it holds."""
+    image = slurm(spec).image or spec.image
+    if slurm(spec).container is None or not image:
+        return ""
+    inside = Path(place.resolve(image))
+    found = [path for folder in _PACKAGES for path in inside.glob(f"{folder}/lib/python3*/*-packages")]
+    return image if found and not any((path / "submitit").exists() for path in found) else ""
 
 
 RULES = lint.Rules(Subject)
@@ -103,7 +129,7 @@ def image_unused(subject: Subject) -> Iterator[str]:
 @rule("LS112", "warning")
 def unprepared(subject: Subject) -> Iterator[str]:
     """Without prepared shards, every node makes its own copy of the data."""
-    folder = get(subject.job, "facts", "no_shards")
+    folder = get(subject.job, "files", "no_shards")
     if folder:
         yield f"{folder} does not exist: the job makes the shards itself, unless `lockstep prepare slurm` makes them first"
 
@@ -120,14 +146,17 @@ def launcher_variables(subject: Subject) -> Iterator[str]:
 @rule("LS115")
 def image_without_submitit(subject: Subject) -> Iterator[str]:
     """A task in the image is submitit's. What a folder holds shows from here; of a file or a name `doctor` finds out."""
-    image = get(subject.job, "facts", "no_submitit")
+    image = get(subject.job, "files", "no_submitit")
     if image:
         yield f"{image} does not have submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"
 
 
 @rule("LS116", "warning")
 def interpreter_elsewhere(subject: Subject) -> Iterator[str]:
-    """Over ssh the nodes' Python is not the one that submits."""
+    """Over ssh Lockstep answers on the login node."""
     settings = slurm(subject.spec)
-    if settings.host and not (settings.python or settings.container or settings.modules or settings.setup):
-        yield "the python3 of the nodes must have Lockstep, because slurm.host is set and slurm.python is not: set slurm.python"
+    if settings.host and ":" not in settings.host:
+        yield (
+            f"the python3 of {settings.host} must have Lockstep, because slurm.host names no other one: set slurm.python, or "
+            "slurm.host: HOST:/PATH/OF/PYTHON where the job runs in an image"
+        )

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from lockstep.training import contract, files
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
+from lockstep.wire import submitit_api
 from lockstep.wire.payload import SessionOptions, environment
 from lockstep.wire.signals import PendingSignals
 
@@ -51,6 +52,7 @@ class TrainingTask:
     words: list[str]
     """`["run", RECIPE, …]` for `python -m lockstep.training`, or `["--", PROGRAM, …]`."""
     run_dir: str
+    nodes: int = 1
     ranks_per_node: int = 1
     max_restarts: int = 3
     metrics_port: int = contract.METRICS_PORT
@@ -65,6 +67,12 @@ class TrainingTask:
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
         here = _Here.read()
+        if (here.nodes, here.size) != (self.nodes, self.nodes * self.ranks_per_node):
+            self._leave(
+                here, EXIT_USAGE,
+                f"submitit has started {here.size} tasks on {here.nodes} nodes, and the spec has nodes {self.nodes} and "
+                f"ranks_per_node {self.ranks_per_node}: executor.update_parameters(**slurm_parameters(spec))",
+            )  # fmt: skip
         if here.failures > self.max_restarts:
             said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
             saved = isinstance(said, dict) and (said.get("code"), said.get("job", "")) == (EXIT_PREEMPTED, self.job)
@@ -163,9 +171,9 @@ class TrainingTask:
         if not ours:  # a program of the user's own gets torchrun's variables; ours reads SLURM's itself
             number = int(re.sub(r"\D", "", here.job_id) or 0)
             env |= {
-                "RANK": str(here.rank), "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
-                "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": env["SLURM_NODEID"],
-                "PATH": contract.search_path(env), "GROUP_WORLD_SIZE": env.get("SLURM_NNODES") or str(len(here.hosts)),
+                "RANK": str(here.rank), "WORLD_SIZE": str(here.size), "LOCAL_RANK": str(here.local_rank),
+                "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": str(here.node),
+                "PATH": contract.search_path(env), "GROUP_WORLD_SIZE": str(here.nodes),
                 "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(12000 + number * 7 % 20000),
             }  # fmt: skip
         env |= self.env
@@ -183,12 +191,11 @@ class TrainingTask:
 
     def _leave(self, here: _Here, code: int, reason: str) -> NoReturn:
         """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
-        from submitit.core import utils
 
         self._note(here, code, reason)
         text = f"rank {here.rank} ended with {code}{f': {reason}' if reason else ''}"
-        with contextlib.suppress(OSError), utils.temporary_save_path(here.result) as temporary:
-            utils.cloudpickle_dump(("error", text), temporary)
+        with contextlib.suppress(OSError):
+            submitit_api.leave_error(here.result, text)
         sys.stdout.flush()
         os._exit(code)
 
@@ -199,6 +206,10 @@ class _Here:
 
     job_id: str
     rank: int
+    size: int
+    local_rank: int
+    node: int
+    nodes: int
     restarts: int
     folder: Path
     logs: tuple[Path, ...]
@@ -212,8 +223,9 @@ class _Here:
         job = submitit.JobEnvironment()
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         return cls(
-            job.job_id, job.global_rank, int(restarts) if restarts.isdigit() else 0, job.paths.folder,
-            (job.paths.stdout, job.paths.stderr), job.paths.result_pickle, list(job.hostnames),
+            job.job_id, job.global_rank, job.num_tasks, job.local_rank, job.node, job.num_nodes,
+            int(restarts) if restarts.isdigit() else 0, job.paths.folder, (job.paths.stdout, job.paths.stderr),
+            job.paths.result_pickle, list(job.hostnames),
         )  # fmt: skip
 
     def refused(self) -> bool:

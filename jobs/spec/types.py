@@ -26,7 +26,7 @@ LICENSES = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}(:[1-9][0-9]{0,5})?(,[A-Za-z0-9_
 MODULE = r"^[A-Za-z0-9_][A-Za-z0-9_./+-]{0,254}$"
 MOUNT = r"^/[A-Za-z0-9._/-]*(:/[A-Za-z0-9._/-]*(:ro)?)?$"
 CONTAINER_IMAGE = r"^[A-Za-z0-9/.][A-Za-z0-9._/:@#+-]{0,511}$"
-SSH_HOST = r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,99}@)?[A-Za-z0-9][A-Za-z0-9_.-]{0,149}$"
+SSH_HOST = r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,99}@)?[A-Za-z0-9][A-Za-z0-9_.-]{0,149}(:/[A-Za-z0-9._/+-]{1,249})?$"
 DEVICE = r"^[A-Za-z0-9_^=][A-Za-z0-9_,:.=-]{0,127}$"
 
 
@@ -115,7 +115,9 @@ LabelValue = Annotated[
 Word = Annotated[str, _check(WORD, "one word of letters, digits and _ . , @ + = -", 255), _schema(WORD)]
 Device = Annotated[str, _check(DEVICE, "a device list such as eth0 or mlx5_0,mlx5_1", 128), _schema(DEVICE)]
 SshHost = Annotated[
-    str, _check(SSH_HOST, "a host of ssh such as login.example or me@login.example", 250), _schema(SSH_HOST)
+    str,
+    _check(SSH_HOST, "a host of ssh such as login.example, me@login.example or login.example:/venv/bin/python", 500),
+    _schema(SSH_HOST),
 ]
 HostList = Annotated[str, _check(HOST_LIST, "a list of nodes such as gpu[01-03],gpu7", 1024), _schema(HOST_LIST)]
 Constraint = Annotated[str, _check(CONSTRAINT, "features such as a100&nvlink", 255), _schema(CONSTRAINT)]

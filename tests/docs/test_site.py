@@ -125,7 +125,7 @@ def test_what_pages_and_examples_import_is_on_the_page(pages: dict[str, str]) ->
     assert (
         len(found) > 20
         and "lockstep.training.sync.teaching.horovod" in found
-        and "lockstep.jobs.slurm.backend.training_task" in found
+        and "lockstep.jobs.slurm.render.training_task" in found
     )
     assert {name: str(path.relative_to(ROOT)) for name, path in found.items() if name not in listed} == {}
 

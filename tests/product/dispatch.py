@@ -235,16 +235,15 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
 
 def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
     """The lines of the first node of a SLURM job that has ended, from the folder with its logs."""
-    from lockstep.jobs.slurm import logs
-    from lockstep.jobs.slurm.transport.local import LOCAL
+    from lockstep.jobs.slurm import submission
 
     record = {"submitit": str(folder), "job_id": job_id}
-    return iter(logs.lines(LOCAL, record, [0], False, lambda: True, 0.1, 0))
+    return iter(submission.lines(record, [0], False, lambda: True, 0.1))
 
 
 def slurm_task(spec: JobSpec) -> Any:
     """What submitit hands to the tasks of a training."""
-    from lockstep.jobs.slurm.backend import training_task
+    from lockstep.jobs.slurm.render import training_task
 
     return training_task(spec)
 
@@ -252,9 +251,8 @@ def slurm_task(spec: JobSpec) -> Any:
 def slurm_python(spec: JobSpec, folder: Path) -> list[str]:
     """The words by which srun starts Python on a node."""
     from lockstep.jobs.slurm import render
-    from lockstep.jobs.slurm.transport.local import LOCAL
 
-    return shlex.split(render.python(spec, folder, LOCAL.place()))
+    return shlex.split(render.python(spec, folder, render.Place.of_this_machine()))
 
 
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
@@ -276,15 +274,10 @@ def look_late(backend: Any, busy: Callable[[Path, Callable[[Path], bool]], None]
 def slurm(over_ssh: str | None = None, lost_after: float = 300.0) -> Any:
     """A backend that asks SLURM three times a second, here or over ssh."""
     from lockstep.jobs.slurm.backend import SlurmBackend
-    from lockstep.jobs.slurm.transport.local import LOCAL
-    from lockstep.jobs.slurm.transport.ssh import Ssh
 
-    return SlurmBackend(interval=0.3, lost_after=lost_after, transport=LOCAL if over_ssh is None else Ssh(over_ssh))
-
-
-def hang_up(backend: Any) -> None:
-    """Gives up the connection of a backend over ssh."""
-    backend.transport.close()
+    found = SlurmBackend.connect(host=over_ssh)
+    found.interval, found.lost_after = 0.3, lost_after
+    return found
 
 
 def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, parts: int = 1) -> str:
@@ -296,7 +289,7 @@ def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, parts: i
 
 def slurm_states() -> tuple[str, ...]:
     """SLURM's names of the states in which a job has ended, as we know them."""
-    from lockstep.jobs.slurm.query import FINAL
+    from lockstep.jobs.slurm.observe import FINAL
 
     return tuple(FINAL)
 

@@ -26,6 +26,8 @@ from tests.slurm.conftest import Cluster, every
 
 SSHD = "/usr/sbin/sshd"
 HOST = "login.example"
+AT = f"{HOST}:{PYTHON}"
+"""With the Python there that has Lockstep."""
 NEEDED = (SSHD, "ssh", "ssh-keygen", "tcsh", "fish", "unshare", "nsenter")
 START = """
 set -eu
@@ -243,8 +245,6 @@ def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "etc/slurm.conf"))
     with mounted(cluster, folder / "cluster") as there:
         with login_node(folder, there) as login:
-            backend = product.slurm(HOST, lost_after=60)
-            yield Laptop(cluster, login, backend)
-            product.hang_up(backend)
+            yield Laptop(cluster, login, product.slurm(AT, lost_after=60))
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()

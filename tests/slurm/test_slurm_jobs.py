@@ -116,9 +116,15 @@ def test_cancel_while_pending_and_requeued(bench: Bench) -> None:
     poll(lambda: list(bench.backend.logs("holds", rank=1)) == ["begun"], 60, "the ranks")
     bench.backend.submit(bench.command("waits", LONG, nodes=2, ranks_per_node=1))
     bench.becomes("waits", "pending", reason="waits for nodes to be free in partition main")
+
+    def listed() -> dict[str, str]:
+        return {row.name: row.state for row in bench.backend.list()}
+
+    assert listed() == {"holds": "running", "waits": "pending"}
     assert bench.backend.cancel("waits").state == "cancelled"
     bench.cluster.ask("scontrol", "requeue", bench.backend.job_id("holds"))
     bench.becomes("holds", "restarting", reason="restart 1")
+    assert listed() == {"holds": "restarting", "waits": "cancelled"}
     assert bench.backend.cancel("holds").state == "cancelled"
     assert {row.state for row in bench.backend.list()} == {"cancelled"}
 

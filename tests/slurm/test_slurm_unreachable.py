@@ -48,7 +48,8 @@ def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> 
 )
 def test_the_controller_does_not_answer(site: Site, says: str) -> None:
     site.record()
-    site.down("scontrol", says)
+    for program in ("scontrol", "squeue"):
+        site.down(program, says)
     for words in (STATUS, CANCEL, DIFF, SUBMIT, REPLACE, EXEC, LIST):
         unanswered(site, words)
 
@@ -98,16 +99,18 @@ def test_sbatch_hears_no_answer(site: Site) -> None:
     assert len(site.called("sbatch")) == 1
 
 
-def broken_off(site: Site) -> None:
-    """A submission whose script was killed when it came to sbatch."""
+def broken_off(site: Site, *words: str) -> None:
+    """A submission that was killed when it came to sbatch."""
     site.does("sbatch", "kill -9 $PPID")
-    done = site.run("submit", "slurm", site.file, "--replace")
-    assert done.returncode == 2 and len(site.called("sbatch")) > 0, done
-    assert json.loads((site.kept / "job.json").read_text())["job_id"] is None
-    for stage in site.kept.parent.glob(
-        ".mine.??????"
-    ):  # the killed script's; while it is there it may still be at work
-        stage.rename(site.folder / "stage")
+    with started(site, *(words or ("submit", "slurm", site.file, "--replace"))) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    assert site.called("sbatch")
+
+
+def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
+    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
+    command = [PYTHON, "-c", program, *words]
+    return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
 
 
 def test_an_older_job_of_the_same_spec_is_not_the_submission_that_broke_off(site: Site) -> None:
@@ -145,10 +148,7 @@ def test_a_preparation_that_broke_off_is_not_waited_for(site: Site) -> None:
         "shards": str(site.folder / "shards"),
     }
     Path(site.file).write_text(json.dumps(values))
-    site.does("sbatch", "kill -9 $PPID")
-    assert site.run("prepare", "slurm", site.file).returncode == 2
-    for stage in site.kept.parent.glob(".mine-prepare.??????"):
-        stage.rename(site.folder / "stage")
+    broken_off(site, "prepare", "slurm", site.file)
     site.does("sbatch", "echo Submitted batch job 8")
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == 0, done
@@ -158,9 +158,7 @@ def test_a_preparation_that_broke_off_is_not_waited_for(site: Site) -> None:
 def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
     """sbatch is still at work: nobody knows yet whether there will be a job."""
     site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
-    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
-    command = [PYTHON, "-c", program, "submit", "slurm", site.file]
-    with subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL) as process:
+    with started(site, "submit", "slurm", site.file) as process:
         try:
             poll(lambda: site.called("sbatch"), 60, "sbatch")
         finally:
@@ -171,5 +169,46 @@ def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
             assert done.returncode == EXIT_UNREACHABLE and "is being submitted" in done.stderr, (words, done)
     finally:
         (site.folder / "bin/go").touch()
-    poll(lambda: json.loads((site.kept / "job.json").read_text())["job_id"] == "8", 30, "the job's number")
+    comment = json.loads((site.kept / "job.json").read_text())["comment"]
+    site.does("squeue", f"echo '8|{comment}'")
+    site.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    poll(lambda: "mine: queued" in site.run("status", "slurm", "mine").stdout, 30, "the job's number")
+    assert json.loads((site.kept / "job.json").read_text())["job_id"] == "8"
+    assert (site.kept / "submitit/8_submission.sh").exists()
+    assert "is there already" in site.run("submit", "slurm", site.file).stdout
     assert len(site.called("sbatch")) == 1 and not site.called("scancel")
+
+
+def test_what_sbatch_refuses_takes_nothing_away(site: Site) -> None:
+    """Of a whole array, too; and nothing of an outer job reaches sbatch."""
+    assert site.run("submit", "slurm", site.file).returncode == 0
+    site.noted(0, 0, job_id="8")
+    site.does("scontrol", "echo JobId=8 JobName=mine JobState=COMPLETED EndTime=1000")
+    assert "mine: succeeded" in site.run("status", "slurm", "mine").stdout
+    before = {path: path.read_bytes() for path in site.kept.rglob("*") if path.is_file()}
+    site.env["SBATCH_PARTITION"] = "of an outer job"
+    site.does("sbatch", "env > environment; echo 'sbatch: error: no such thing' >&2; exit 1")
+    done = site.run("submit", "slurm", site.file, "--replace")
+    assert done.returncode == 2 and done.stderr.endswith("\nerror: SLURM refuses mine: no such thing\n"), done
+    assert {path: path.read_bytes() for path in site.kept.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in site.kept.parent.iterdir() if path.is_dir()) == ["mine"]
+    assert "SBATCH_PARTITION" not in (site.folder / "bin/environment").read_text()
+
+
+def test_listing_many_jobs_asks_once(site: Site) -> None:
+    """One question to the controller, and one to the accounting for those that it has forgotten."""
+    site.record()
+    kept = json.loads((site.kept / "job.json").read_text())
+    for number in range(8, 72):
+        folder = site.kept.parent / f"job-{number}"
+        folder.mkdir(0o700)
+        own = {**kept, "job_id": str(number), "array_name": folder.name, "submitit": str(folder)}
+        (folder / "job.json").write_text(json.dumps(own))
+    rows = [(str(number), "RUNNING", "None", "0", "0", "node1", "main", "1", "N/A") for number in range(7, 70)]
+    site.does("squeue", "\n".join("printf '%-200s' " + " ".join(row) + "; echo" for row in rows))
+    site.up("sacct")
+    site.does("sacct", "echo '70|FAILED|3:0|node1|main|1000'; echo '71|COMPLETED|0:0|node1|main|1000'")
+    listed = json.loads(site.run("list", "slurm", "--json").stdout)
+    states = [row["state"] for row in listed]
+    assert (len(listed), states.count("running"), states.count("failed")) == (65, 63, 2), states
+    assert [len(site.called(name)) for name in ("squeue", "sacct", "scontrol")] == [1, 1, 0]

@@ -1,0 +1,193 @@
+"""A laptop and a login node whose words are odd, hostile, cut off or of another version. Programs stand in for ssh and SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON, poll
+from tests.product import PROGRAM
+from tests.slurm.stand_ins import RUNNING, Site
+
+pytestmark = pytest.mark.promise("slurm-ssh")
+
+SSH = """#!/bin/sh
+for word; do case $word in -G | -O) exit 0 ;; esac; done
+while [ $# -gt 1 ]; do shift; done
+cd "$(dirname "$0")/.." || exit 1
+HOME=$PWD/there LOCKSTEP_HOME=$PWD/home; export HOME LOCKSTEP_HOME; unset KEY
+[ ! -e before ] || . ./before
+exec sh -c "$1"
+"""
+AT = f"login.example:{PYTHON}"
+ODD = ("plain", "two words", "it's", 'a "quote"', "$HOME `id` !x", "back\\slash", "*", "-rf", "new\nline", "")
+
+
+@pytest.fixture
+def laptop(site: Site) -> Site:
+    (site.folder / "there").mkdir()
+    (site.folder / "bin/ssh").write_text(SSH)
+    (site.folder / "bin/ssh").chmod(0o755)
+    site.env |= {"LOCKSTEP_HOME": str(site.folder / "laptop"), "LOCKSTEP_SLURM_HOST": AT, "XDG_RUNTIME_DIR": ""}
+    return site
+
+
+def there(site: Site, line: str) -> None:
+    """What the login shell does first."""
+    (site.folder / "before").write_text(f"{line}\n")
+
+
+def job(site: Site, **values: object) -> str:
+    own = {"name": "mine", "command": ["true"], "run_dir": "runs/mine", "slurm": {"host": AT}, **values}
+    Path(site.file).write_text(json.dumps(own))
+    return site.file
+
+
+def test_a_login_shell_that_greets_and_a_run_below_the_home_folder_there(laptop: Site) -> None:
+    there(laptop, 'printf \'Welcome!\\nlockstep-0 0\\n{"state": "failed"}\'; printf "it\'s" >&2')
+    done = laptop.run("submit", "slurm", job(laptop))
+    assert done.returncode == 0 and "mine: submitted (SLURM job 8, logs in" in done.stdout, done
+    record = json.loads((laptop.kept / "job.json").read_text())
+    assert record["run_dir"] == str(laptop.folder / "there/runs/mine") and record["spec"]["slurm"]["host"] is None
+    sent = (laptop.kept / "submitit/8_submission.sh").read_text()
+    assert laptop.run("render", "slurm", laptop.file).stdout == sent
+    laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    assert laptop.run("status", "slurm", "mine").stdout.startswith("mine: queued – waits behind")
+    assert "is there already" in laptop.run("submit", "slurm", laptop.file).stdout
+    assert laptop.run("diff", "slurm", laptop.file).stdout == "no difference\n"
+    done = laptop.run("status", "slurm", "other")
+    assert (done.returncode, done.stderr) == (2, "error: there is no SLURM job other: see `lockstep list slurm`\n")
+    laptop.down("scontrol")
+    done = laptop.run("status", "slurm", "mine")
+    assert done.returncode == 69 and done.stderr.startswith("error: the SLURM controller does not answer"), done
+
+
+def test_a_secret_is_the_laptops_and_lies_nowhere(laptop: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    laptop.does("sbatch", 'echo "got $KEY" >&2; exit 1')
+    there(laptop, "export KEY='of the login node'")
+    file = job(laptop, secrets={"KEY": {"secret": "s", "key": "k"}})
+    assert "the job needs the secret KEY" in laptop.run("submit", "slurm", file).stderr
+    monkeypatch.setenv("KEY", "hunter'2")
+    assert "SLURM refuses mine: got hunter'2" in laptop.run("submit", "slurm", file).stderr
+    assert not any(b"hunter" in path.read_bytes() for path in laptop.folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("part", [0, 40, -100, -1])
+def test_a_request_that_came_in_part_changes_nothing(laptop: Site, part: int) -> None:
+    (laptop.folder / "own").mkdir()
+    (laptop.folder / "own/train.py").write_text(f"# {os.urandom(2000).hex()}")
+    size = 6000 if part < 0 else 0
+    there(
+        laptop,
+        f"tee asked > /dev/null; head -c $(({part} + $(wc -c < asked) * {int(size > 0)})) asked > part; exec < part",
+    )
+    done = laptop.run("submit", "slurm", job(laptop, command=["python", "train.py"], code="own"))
+    assert done.returncode == 2 and ("in part" in done.stderr or "is no request" in done.stderr), done
+    assert not laptop.called("sbatch") and not list((laptop.folder / "home").iterdir())
+    there(laptop, "")
+    assert laptop.run("submit", "slurm", laptop.file).returncode == 0
+    (copy,) = (laptop.folder / "home/code").glob("*/train.py")
+    assert copy.read_bytes() == (laptop.folder / "own/train.py").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "line"),
+    [
+        ("exec yes", 69, "did not answer as Lockstep does"),
+        ("exec tr -d x < /dev/zero", 69, "did not answer as Lockstep does"),
+        ("exec yes >&2", 69, "did not answer as Lockstep does"),
+        ("echo garbage; exit 0", 69, "did not answer as Lockstep does"),
+        ("echo 'ssh: connect to host x: No route to host' >&2; exit 255", 69, "is lost (ssh: ssh: connect to host x"),
+        ("echo 'root@x: Permission denied (publickey).' >&2; exit 255", 69, "does not let us in"),
+        ("exit 3", 2, "does not run Lockstep"),
+    ],
+)
+def test_what_is_no_answer_is_one_line(laptop: Site, said: str, code: int, line: str) -> None:
+    there(laptop, said)
+    for words in (("list", "slurm"), ("submit", "slurm", job(laptop))):
+        done = laptop.run(*words)
+        assert (done.returncode, done.stdout) == (code, "") and line in done.stderr.splitlines()[-1], (words, done)
+        assert "Traceback" not in done.stderr and len(done.stderr) < 2000, done
+    done = laptop.run("doctor", "slurm", laptop.file, "--json")
+    (row,) = json.loads(done.stdout)
+    assert (done.returncode, row["name"], row["result"]) == (1, "connection", "missing") and line in row["detail"], done
+
+
+def test_another_version_and_no_lockstep_at_all(laptop: Site) -> None:
+    site = laptop.folder / "site"
+    (site / "lockstep/jobs").mkdir(parents=True)
+    (site / "lockstep/__init__.py").touch()
+    (laptop.folder / "older.py").write_text(f"import lockstep.training.contract as c\nc.VERSION = '0.0.1'\n{PROGRAM}\n")
+    python = laptop.folder / "older"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {PYTHON} {laptop.folder}/older.py "$@"\n')
+    python.chmod(0o755)
+    laptop.env["LOCKSTEP_SLURM_HOST"] = f"login.example:{python}"
+    for words in (("status", "slurm", "mine"), ("logs", "slurm", "mine")):
+        done = laptop.run(*words)
+        said = "error: login.example has Lockstep 0.0.1, and this machine has 0.1.0: use the same version on both\n"
+        assert (done.returncode, done.stderr) == (2, said), done
+    laptop.env["LOCKSTEP_SLURM_HOST"] = "login.example:/no/such/python"
+    done = laptop.run("status", "slurm", "mine")
+    assert done.returncode == 2 and "/no/such/python on login.example does not run Lockstep" in done.stderr, done
+    laptop.env["PYTHONPATH"] = str(site)
+    laptop.env["LOCKSTEP_SLURM_HOST"] = "login.example:/usr/bin/python3"
+    done = laptop.run("status", "slurm", "mine")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No module named" in done.stderr, done
+
+
+def test_a_command_beside_a_rank_gets_its_words_its_input_and_gives_its_code(laptop: Site) -> None:
+    laptop.record()
+    laptop.shows(RUNNING)
+    laptop.does("squeue", "echo '7|node1'")
+    laptop.does("scontrol", f"case $* in *hostnames*) echo node1;; *) echo '{RUNNING}';; esac")
+    laptop.does("srun", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
+    (laptop.folder / "bin/srun").write_text((laptop.folder / "bin/squeue").read_text())
+    (laptop.folder / "bin/srun").chmod(0o755)
+
+    def execute(*words: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        command = [PYTHON, "-c", PROGRAM, "exec", "slurm", "mine", "--", *words]
+        return subprocess.run(command, env={**os.environ, **laptop.env}, input=data, capture_output=True, timeout=60)
+
+    done = execute("sh", "-c", 'printf "%s|" "$@"; echo oh >&2; exit 7', "x", *ODD)
+    assert (done.returncode, done.stdout) == (7, "".join(f"{word}|" for word in ODD).encode()), done
+    assert done.stderr == b"oh\n"
+    data = os.urandom(3 << 20)
+    done = execute("cat", data=data)
+    assert (done.returncode, done.stdout == data, done.stderr) == (0, True, b"")
+    for code in (69, 255):  # which is ssh's, too
+        assert execute("sh", "-c", f"exit {code}").returncode == code
+    assert not list(Path("/tmp").glob("lockstep-exec-*"))
+    there(laptop, "n=$(cat n 2> /dev/null); echo x$n > n; [ \"$n\" != x ] || { echo 'ssh: gone' >&2; exit 255; }")
+    done = execute("true")
+    assert done.returncode == 69 and b"may still run there" in done.stderr, done
+
+
+def test_followed_lines_come_at_once_and_nobody_follows_for_a_laptop_that_has_gone(laptop: Site) -> None:
+    laptop.record()
+    laptop.shows(RUNNING)
+    log = laptop.kept / "submitit/7_0_log.out"
+    log.write_text("one\n")
+    command = [PYTHON, "-c", PROGRAM, "logs", "slurm", "mine", "--follow", "--rank", "0"]
+    with subprocess.Popen(command, env={**os.environ, **laptop.env}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "one\n"
+        with log.open("a") as file:
+            file.write("two\n")
+        assert process.stdout.readline() == "two\n"
+        process.kill()
+
+    def followers() -> list[str]:
+        words = b"\0".join(["lockstep.jobs", "logs", "slurm", "mine", "--follow"][i].encode() for i in range(5))
+        return [str(path) for path in Path("/proc").glob("[0-9]*/cmdline") if words in _read(path)]
+
+    poll(lambda: not followers(), 30, "the end of the follower")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
