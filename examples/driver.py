@@ -3,16 +3,7 @@
     python examples/driver.py job.yaml                                  # on SLURM; --backend local on this machine
     python examples/driver.py job.yaml --sweep lr=0.001,0.002 --profile gpu-cluster
 
-With submitit alone, and the same payload:
-
-    import submitit
-    from lockstep.jobs import JobSpec
-    from lockstep.jobs.slurm.backend import training_task
-
-    executor = submitit.AutoExecutor(folder="submitit", cluster="slurm")
-    executor.update_parameters(nodes=2, tasks_per_node=4, gpus_per_node=4, timeout_min=120)
-    job = executor.submit(training_task(JobSpec.load("job.yaml", {"nodes": 2, "gpus": 4})))
-    print(job.results()[0]["accuracy"])
+docs/slurm.md has a driver with submitit alone.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.jobs import JobSpec as JobSpec
     from lockstep.jobs import submit as submit
     from lockstep.training.session import Session as Session
+    from lockstep.wire.submitit_api import resumable as resumable
 
 if not {"LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):  # what a script imports next may take long
     from lockstep.wire import signals
@@ -22,12 +23,13 @@ if not {"LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):  # w
     signals.end_with_launcher(os.environ)
     signals.keep_for_session(os.environ)
 
-__all__ = ["Job", "JobSpec", "Session", "submit"]
+__all__ = ["Job", "JobSpec", "Session", "resumable", "submit"]
 _PLACES = {
     "Session": "lockstep.training.session",
     "Job": "lockstep.jobs",
     "JobSpec": "lockstep.jobs",
     "submit": "lockstep.jobs",
+    "resumable": "lockstep.wire.submitit_api",
 }
 
 

@@ -48,8 +48,8 @@ INSTEAD = (
     Instead((OWN,), "job.yaml", {"recipe": None, "shards": None}, "they do not go with a command"),
     Instead((LAPTOP,), "job.yaml", {"slurm.python": PYTHON}, "there is no /shared"),
 )  # fmt: skip
-FEWER = ("tasks_per_node=4", "tasks_per_node=1")
-"""In the code with submitit: two ranks in place of eight, for the few cores."""
+FEWER = ('"nodes": 2, "gpus": 4', '"nodes": 2, "ranks_per_node": 1')
+"""In the code with submitit: two ranks in place of eight, for the few cores, and no GPUs."""
 
 ENDS = {
     SLURM: {"smoke-prepare": "succeeded", "smoke": "cancelled", "lr-0": "succeeded", "lr-1": "succeeded"},

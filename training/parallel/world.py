@@ -1,4 +1,4 @@
-"""The place of this process among the ranks. Only this module reads RANK, SLURM_*, OMPI_* and PMI_*.
+"""The place of this process among the ranks. Only this module reads RANK, SLURM_*, OMPI_*, PMI_* and SUBMITIT_LOCAL_*.
 
     world = detect(os.environ)          # pure: World(rank, size, local_rank, local_size, node, nodes, …)
     with joined(world, "auto", 600):    # the process group: gloo for CPU tensors, NCCL for CUDA tensors
@@ -66,7 +66,7 @@ class World:
 
 
 def detect(env: Mapping[str, str]) -> World:
-    """Reads the launcher's variables: torchrun's, SLURM's (inside a step), Open MPI's, PMI's.
+    """Reads the launcher's variables: torchrun's, SLURM's (inside a step), Open MPI's, PMI's, those of submitit's local tasks.
 
     Raises:
         UserError: a variable is missing, is not a number, or contradicts another.
@@ -80,6 +80,8 @@ def detect(env: Mapping[str, str]) -> World:
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
     mpi = next(((launcher, names) for launcher, names in _MPI.items() if names[0] in env), None)
+    if mpi is None and env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env:
+        return _from_submitit(env)  # also within a step of SLURM, whose variables all its tasks have alike
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         # mpirun inside an allocation: its ranks inherit the variables of the SLURM step. If srun itself speaks PMI, both
         # agree, and SLURM's variables say more.
@@ -134,6 +136,15 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     found = _checked(rank, size, local_rank, local_size, master, "slurm", ("SLURM_PROCID", tasks))
     found.node, found.nodes = node, len(per_node)
     return found
+
+
+def _from_submitit(env: Mapping[str, str]) -> World:
+    """Tasks of `cluster="local"`: all on this machine."""
+    names = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS")
+    rank, size = _number(env, names[0]), _number(env, names[1], "submitit sets it")
+    local_rank = _number(env, "SUBMITIT_LOCAL_LOCALID", default=rank)
+    port = 12000 + _number(env, "SUBMITIT_LOCAL_JOB_ID") * 7 % 20000
+    return _checked(rank, size, local_rank, size, _master(env) or ("127.0.0.1", _port(env, port)), "submitit", names)
 
 
 _MPI = {

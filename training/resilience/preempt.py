@@ -54,8 +54,9 @@ class Signals:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
             numbers = [number for number in numbers if number != signal.SIGHUP]
         self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in numbers}
-        came = taken(self._before)  # while the program was starting
+        self.replaced: dict[int, Any] = {number: signal.signal(number, _nothing) for number in numbers}
+        """The handlers that were there."""
+        came = taken(self.replaced)  # while the program was starting
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
@@ -72,7 +73,7 @@ class Signals:
     def _watch(self) -> None:
         while numbers := os.read(self._read, 64):
             for number in numbers:
-                if number in self._before:
+                if number in self.replaced:
                     self._note(number)
         os.close(self._read)
 
@@ -101,7 +102,7 @@ class Signals:
         """
         if self._write >= 0:
             signal.set_wakeup_fd(-1)
-            for number in self._before:
+            for number in self.replaced:
                 signal.signal(number, signal.SIG_DFL)
             os.close(self._read)
             os.close(self._write)
@@ -109,14 +110,14 @@ class Signals:
 
     def ignore(self) -> None:
         """From here on nothing is left to save: a launcher's parting TERM must not change the exit code."""
-        for number in self._before:
+        for number in self.replaced:
             signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
         """Restores the earlier signal handlers and the earlier signal mask."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.set_wakeup_fd(self._before_fd)
-        for number, handler in self._before.items():
+        for number, handler in self.replaced.items():
             signal.signal(number, handler)
         os.close(self._write)
         self._write = -1

@@ -23,6 +23,7 @@ from lockstep.training.contract import (
     ENV_RESTARTS,
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_PREEMPTED,
     EXIT_USAGE,
     VERSION,
     UserError,
@@ -49,6 +50,7 @@ from lockstep.training.run.replica import Replica
 from lockstep.training.run.step import STEPS, Step
 from lockstep.training.sync.base import GradientSync
 from lockstep.training.sync.buckets import SentAlready
+from lockstep.wire import submitit_api
 from lockstep.wire.signals import end_with_launcher, give_back
 
 
@@ -259,6 +261,8 @@ class Lifecycle:
                     raise error
                 return  # the error goes on
             self._stack.close()
+        if code == EXIT_PREEMPTED and self._signals is not None:
+            submitit_api.go_on(self._signals.replaced, self._signals.received)
         if code != EXIT_DONE:
             raise SystemExit(code)
 
