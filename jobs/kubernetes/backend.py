@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from typing_extensions import Self
 
@@ -40,8 +40,8 @@ MOST_ASKED = 3
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
-Rows = list[Listed]  # named here, because `list` is a method below
-Errors = list[ApiError]
+Errors = list[ApiError]  # named here, because `list` is a method below
+Answer = TypeVar("Answer")
 
 
 class KubernetesBackend(Cluster):
@@ -307,31 +307,11 @@ class KubernetesBackend(Cluster):
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[Listed]:
-        rows: Rows = []
-        refused: Errors = []
         with explained(self.api.host):
-            for kind in KINDS:
-                try:
-                    found = _all(
-                        # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
-                        self.api.pages(self.path(kind), labelSelector=MANAGED_SELECTOR, resourceVersion="0", limit=None)
-                    )
-                except ApiError as error:
-                    if error.status not in (403, 404):
-                        raise
-                    refused += [error] if error.status == 403 else []
-                    continue  # this kind is not installed, or not used by who asks
-                for job in found:
-                    nodes = spec_in(get(job, "metadata", "annotations")).get("nodes")
-                    created = str(get(job, "metadata", "creationTimestamp") or "")
-                    rows.append(
-                        Listed(
-                            get(job, "metadata", "name"), brief(job), nodes if isinstance(nodes, int) else 1, created
-                        )
-                    )
-            if len(refused) == len(KINDS):
-                raise refused[0]
-        return sorted(rows, key=lambda row: row.name)
+            # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
+            query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
+            jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
+            return sorted((_row(job) for found in jobs for job in found), key=lambda row: row.name)
 
     def changes(self, found: Found, spec: JobSpec) -> Lines:
         _, wanted = render.manifests(spec, submission.submission_of(found.record) or RENDERED)
@@ -353,18 +333,21 @@ class KubernetesBackend(Cluster):
         raise UserError(f"{name} has not written a summary: it is {self.status(name).state}, or its pods are gone")
 
     def _find(self, name: str) -> Manifest | None:
-        refused: list[ApiError] = []
+        found = self._of_each_kind(lambda kind: {**self.api.get(self.path(kind, name)), "kind": kind})
+        return next(iter(found), None)
+
+    def _of_each_kind(self, ask: Callable[[str], Answer]) -> Iterator[Answer]:
+        """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where that is none."""
+        refused: Errors = []
         for kind in KINDS:
             try:
-                return {**self.api.get(self.path(kind, name)), "kind": kind}
+                yield ask(kind)
             except ApiError as error:
-                if error.status == 403:
-                    refused.append(error)
-                elif error.status != 404:
+                if error.status not in (403, 404):
                     raise
+                refused += [error] if error.status == 403 else []
         if len(refused) == len(KINDS):
-            raise refused[0]  # with the rights of one kind alone, there is no job of the other one
-        return None
+            raise refused[0]
 
     def _pods(self, job: Manifest) -> Manifests:
         """The job's own, not those of an earlier job of the name, nor what somebody else has given its label."""
@@ -386,8 +369,10 @@ class KubernetesBackend(Cluster):
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"
 
 
-def _all(pages: Iterator[Manifest]) -> Manifests:
-    return list(pages)
+def _row(job: Manifest) -> Listed:
+    nodes = spec_in(get(job, "metadata", "annotations")).get("nodes")
+    created = str(get(job, "metadata", "creationTimestamp") or "")
+    return Listed(get(job, "metadata", "name"), brief(job), nodes if isinstance(nodes, int) else 1, created)
 
 
 BACKEND = KubernetesBackend
