@@ -232,7 +232,8 @@ class KubernetesBackend(Cluster):
 
         def over() -> bool:
             job = self._find(found.name)
-            if job is not None:
+            # Else another one has the name.
+            if job is not None and get(job, "metadata", "uid") == get(found.record, "metadata", "uid"):
                 gone_since.clear()
                 return brief(job) in FINAL
             gone_since.append(time.monotonic())

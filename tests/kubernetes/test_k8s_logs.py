@@ -100,3 +100,17 @@ def test_a_log_is_followed_through_pending_broken_streams_and_a_new_pod(
     operator.round()
     thread.join(20)
     assert not thread.is_alive() and seen == [str(number) for number in range(12)], "no line twice, none missing"
+
+
+def test_following_ends_with_that_very_job(backend: Any, pods: Cluster, operator: Operator) -> None:
+    """Another one that has its name by now has lines of its own."""
+    pods.logs[HERE] = ["2026-01-01T00:00:00Z [rank 0] first"]
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.extend(backend.logs("smoke", rank=0, follow=True)), daemon=True)
+    thread.start()
+    until(lambda: seen == ["first"], 20, "the first line")
+    pods.remove("pytorchjobs", "smoke")
+    backend.submit(SPEC)
+    operator.round()
+    thread.join(20)
+    assert not thread.is_alive() and seen == ["first"], seen
