@@ -153,12 +153,20 @@ class Meetings:
             other = replace(other, beyond=self._world.rank)
             store.set(self._key, other.text)
         if other.beyond >= 0:
-            know, deadline = f"{self._key}/know", time.monotonic() + KNOW_SECONDS
             with self._ending:  # what this rank waits for fails when another rank ends
-                store.add(know, 1)
-                while store.add(know, 0) < self._world.size and time.monotonic() < deadline:
-                    time.sleep(0.05)
+                with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
+                    self._until_all_know(store)
                 self._end(other.sentence)
+
+    def _until_all_know(self, store: dist.Store) -> None:
+        """Each rank says that it knows, and then that it ends: rank 0, which may serve the store, ends last."""
+        key, deadline = f"{self._key}/know", time.monotonic() + KNOW_SECONDS
+        for wanted in (self._world.size, 2 * self._world.size):
+            store.add(key, 1)
+            while (self._world.leader or wanted == self._world.size) and store.add(key, 0) < wanted:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.05)
 
     def _end(self, sentence: str) -> None:
         """Under the lock."""
