@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import re
 from typing import Any
 
 from lockstep.jobs.backend import Backend, Specs
@@ -11,6 +13,7 @@ from lockstep.jobs.lint import Finding, Rules, errors
 from lockstep.jobs.manifest import Manifest, to_yaml
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Check, Submitted
+from lockstep.jobs.terminal import warn
 from lockstep.training.contract import UserError
 
 Manifests = list[Manifest]  # these are named here, because `list` is a method of every backend
@@ -20,6 +23,11 @@ Findings = list[Finding]
 
 class Cluster(Backend):
     """The class methods are pure functions of the spec: no cluster is asked, same spec, same bytes."""
+
+    @functools.cached_property
+    def _warned(self) -> set[str]:
+        """What `refuse` has said, without its numbers."""
+        return set()
 
     @classmethod
     @abc.abstractmethod
@@ -64,11 +72,18 @@ class Cluster(Backend):
         spec, _ = store.pinned(spec)
         return cls.rules().apply(spec, cls.manifests(spec))
 
-    def refuse(self, spec: JobSpec) -> None:
-        self.refuse_findings(spec, self.lint(spec))
+    def findings(self, spec: JobSpec) -> Findings:
+        """`lint` of a job that is submitted there."""
+        return self.lint(spec)
 
-    def refuse_findings(self, spec: JobSpec, findings: Findings) -> None:
-        """Raises `UserError` for the first error among them."""
+    def refuse(self, spec: JobSpec) -> None:
+        """Prints the warnings, each once for all runs of a sweep. Raises `UserError` for the first error."""
+        findings = self.findings(spec)
+        for item in findings:
+            alike = re.sub(r"\d+", "N", item.message)
+            if item.level == "warning" and alike not in self._warned:
+                self._warned.add(alike)
+                warn(f"{item.id}: {item.message}")
         found = errors(findings)
         if found:
             more = f" (and {len(found) - 1} more: see `lockstep lint --backend {self.name}`)" if len(found) > 1 else ""

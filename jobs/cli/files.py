@@ -139,17 +139,11 @@ def submit(
         raise UserError("give --replace or --new, not both")
     replace = replace or (fresh and not new)
     from lockstep.jobs import job as driver
-    from lockstep.jobs import registry
-    from lockstep.jobs.cluster import Cluster
     from lockstep.jobs.code import store
 
-    found = registry.backend(backend)
     # A word that no run was begun with.
     once = uuid.uuid4().hex[:12] if fresh else None
     spec = store.kept(job.spec(backend, run_dir=run_dir, fresh=once))
-    for item in found.lint(spec) if issubclass(found, Cluster) else []:
-        if item.level == "warning":
-            warn(f"{item.id}: {item.message}")
     mode: Mode = "replace" if replace else "new" if new else "attach"
     if sweep:
         from lockstep.jobs.cli import sweeps

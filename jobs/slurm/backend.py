@@ -21,7 +21,7 @@ from typing import IO, Any, ClassVar
 from lockstep.jobs import command as commands
 from lockstep.jobs import foreground, lock, private, records
 from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
-from lockstep.jobs.cluster import Checks, Cluster, Manifests
+from lockstep.jobs.cluster import Checks, Cluster, Findings, Manifests
 from lockstep.jobs.code import store
 from lockstep.jobs.foreground import Streams
 from lockstep.jobs.lint import Rules
@@ -125,12 +125,9 @@ class SlurmBackend(Cluster):
         """The folder's lock, which is the cluster's: whoever submits there, from wherever, waits for it."""
         return lock.held(self.folder, 60)
 
-    def refuse(self, spec: JobSpec) -> None:
+    def findings(self, spec: JobSpec) -> Findings:
         place = self.cluster
-        self.refuse_findings(
-            spec,
-            self.rules().apply(spec, render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place))),
-        )
+        return self.rules().apply(spec, render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place)))
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:  # noqa: ARG002 - its folder goes when SLURM has the new one
         return self._send(spec, [spec])[0]
