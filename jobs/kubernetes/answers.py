@@ -31,7 +31,7 @@ Number = Annotated[int | None, Field(ge=0, le=MOST_PODS)]
 class Shape(BaseModel):
     """Of any answer: a mapping."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)  # `render` needs none of them
 
 
 class Owner(Shape):
