@@ -16,7 +16,7 @@ from tests.events import events
 from tests.printed import Reader, blocks, pages, write_files
 from tests.processes import PYTHON, ROOT, Result, poll, run
 from tests.slurm.conftest import Bench, Cluster, accounted
-from tests.slurm.login import laptop
+from tests.slurm.login import AT, laptop
 
 pytestmark = pytest.mark.promise("printed")
 
@@ -169,6 +169,7 @@ def test_what_the_page_prints_works_from_a_laptop(
 ) -> None:
     with laptop(cluster, tmp_path, monkeypatch) as there:
         there.login.program("lockstep", f'exec {Path(PYTHON).parent}/lockstep "$@"')
+        monkeypatch.setenv("LOCKSTEP_SLURM_HOST", AT)  # the page's own has a /shared
         here = there.login.laptop / "page"
         Page(here, dict(os.environ)).reads(LAPTOP)
         assert there.backend.summary("smoke")["world_size"] == 2
