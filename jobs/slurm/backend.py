@@ -33,7 +33,7 @@ from lockstep.jobs.slurm.ssh import Login, chosen, received
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable
 from lockstep.jobs.terminal import warn
-from lockstep.training import contract, files
+from lockstep.training import contract
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
 
@@ -192,9 +192,6 @@ class SlurmBackend(Cluster):
                     record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
                     submission.write(folder, record)
         return Found(name, record["hash"], record["spec"], record)
-
-    def no_such(self, name: str) -> UserError:
-        return UserError(f"there is no SLURM job {name}: see `lockstep list slurm`")
 
     def taken(self) -> set[str]:
         return {path.name for path in self.folder.iterdir()}
@@ -374,14 +371,6 @@ class SlurmBackend(Cluster):
         if code:
             observe.look(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
         return code
-
-    def summary(self, name: str) -> dict[str, Any]:
-        found = self.require(name)
-        path = Path(found.record["run_dir"]) / contract.SUMMARY_FILE
-        value = files.read_json(path)
-        if not isinstance(value, dict):
-            raise UserError(f"{path} is not there yet: {name} is {self.observe(found).state}")
-        return value
 
     def list(self) -> list[Listed]:
         entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{submission.JOB}"))

@@ -42,8 +42,6 @@ class Known:
     partition: str = ""
     requeue: bool = True
     ended: float | None = None
-    name: str = ""
-    comment: str = ""
 
 
 class Forgotten(Unreachable):
@@ -135,7 +133,7 @@ def read(line: str) -> Known | None:
     return Known(
         job_id, state, value("Reason"), _number(value("Restarts")), _number(value("ExitCode").split(":")[0]),
         value("NodeList"), value("Partition"), value("Requeue") != "0",
-        _number(value("EndTime")) or None if final(state) else None, value("JobName"), value("Comment"),
+        _number(value("EndTime")) or None if final(state) else None,
     )  # fmt: skip
 
 

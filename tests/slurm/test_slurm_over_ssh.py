@@ -60,7 +60,7 @@ def test_a_login_shell_that_greets_and_a_run_below_the_home_folder_there(laptop:
     assert "is there already" in laptop.run("submit", "slurm", laptop.file).stdout
     assert laptop.run("diff", "slurm", laptop.file).stdout == "no difference\n"
     done = laptop.run("status", "slurm", "other")
-    assert (done.returncode, done.stderr) == (2, "error: there is no SLURM job other: see `lockstep list slurm`\n")
+    assert (done.returncode, done.stderr) == (2, "error: there is no slurm job other: see `lockstep list slurm`\n")
     laptop.down("scontrol")
     done = laptop.run("status", "slurm", "mine")
     assert done.returncode == 69 and done.stderr.startswith("error: the SLURM controller does not answer"), done
