@@ -24,10 +24,10 @@ from typing import IO, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from lockstep.jobs import lines
+from lockstep.jobs import logs
 from lockstep.jobs.code import store
-from lockstep.jobs.compare import differences
-from lockstep.jobs.foreground import Streams
+from lockstep.jobs.manifest import differences
+from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import GOES_ON, Disconnected, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
 from lockstep.jobs.terminal import warn
@@ -128,7 +128,7 @@ class Backend(abc.ABC):
         """`stream`, beginning `count` lines before the end."""
         if follow:
             raise UserError(f"the {self.name} backend follows a job from its first line: leave out --tail, or --follow")
-        return lines.last(self.stream(found, spec, rank, False), count)
+        return logs.last(self.stream(found, spec, rank, False), count)
 
     def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
         """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.

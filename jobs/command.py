@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.jobs.spec.code import CODE_PARTS
-from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
 from lockstep.training.contract import UserError
 from lockstep.wire.payload import SessionOptions
 

@@ -1,7 +1,7 @@
 """The backends: those of this package in a table, those of other packages by their entry points.
 
 A backend is a package with a module `backend`, whose `BACKEND` is a `lockstep.jobs.backend.Backend`. Where it has settings of its
-own in job.yaml it has a module `section`, whose `SECTION` is a `lockstep.jobs.spec.section.Section`. Another distribution names
+own in job.yaml it has a module `section`, whose `SECTION` is a `lockstep.jobs.spec.types.Section`. Another distribution names
 its package under the entry point group `lockstep.backends`.
 """
 
@@ -19,7 +19,7 @@ from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend
-    from lockstep.jobs.spec.section import Section
+    from lockstep.jobs.spec.types import Section
 
 BUILT_IN = {
     "local": "lockstep.jobs.local",

@@ -18,19 +18,18 @@ from queue import Queue
 from typing import Any
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import lock, private, records
+from lockstep.jobs import ownership, records
 from lockstep.jobs.backend import Found, Lines, check_name
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.code import store
 from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.compare import missing_from
 from lockstep.jobs.compose import checks, engine, rules
 from lockstep.jobs.compose import render as rendering
 from lockstep.jobs.compose.observe import explain, started
-from lockstep.jobs.foreground import Streams, run
-from lockstep.jobs.lines import newest, of_rank
 from lockstep.jobs.lint import Rules
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
+from lockstep.jobs.logs import newest, of_rank
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
+from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Listed, Status, Submitted
 from lockstep.training import contract, files
@@ -84,7 +83,7 @@ class ComposeBackend(Cluster):
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         # The engine refuses no second container of a job that is being made: `up` takes it for its own.
-        return lock.held(private.home() / "compose", engine.UP_SECONDS)
+        return ownership.locked(ownership.home() / "compose", engine.UP_SECONDS)
 
     def where(self, found: Found) -> str:
         return self._where(found.name)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.jobs import command as commands
-from lockstep.jobs.lines import BLOCK, STAMPED, Pieces
+from lockstep.jobs.logs import BLOCK, STAMPED, Pieces
 from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError
 

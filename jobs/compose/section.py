@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from lockstep.jobs.spec.section import Section
 from lockstep.jobs.spec.types import (
+    Section,
     Values,
 )
 

@@ -25,7 +25,7 @@ from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
 from lockstep.jobs.kubernetes.answers import ApiError, Event, Gone, Item, Listing, Shape, checked
-from lockstep.jobs.lines import STAMPED, Pieces
+from lockstep.jobs.logs import STAMPED, Pieces
 from lockstep.jobs.manifest import get
 from lockstep.jobs.status import LoggedOut, Unreachable
 from lockstep.training.contract import UserError

@@ -13,15 +13,14 @@ from typing_extensions import Self
 
 from lockstep.jobs.backend import Found, Lines, check_name
 from lockstep.jobs.cluster import Checks, Cluster, Manifests
-from lockstep.jobs.compare import missing_from
-from lockstep.jobs.foreground import Streams
 from lockstep.jobs.kubernetes import render, rules, submission
 from lockstep.jobs.kubernetes.answers import ApiError, Gone, Listing, explained
 from lockstep.jobs.kubernetes.observe import belongs, brief, explain, hosts, newest, orphaned, seen_at, slim
 from lockstep.jobs.kubernetes.pod import RENDERED
 from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, k8s
 from lockstep.jobs.lint import Rules
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
+from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable
 from lockstep.jobs.terminal import warn

@@ -27,10 +27,10 @@ from kubernetes.stream import stream
 from kubernetes.stream.ws_client import ABNF, V5_CHANNEL_PROTOCOL, WebSocketConnectionClosedException, WSClient
 
 from lockstep.jobs import command as commands
-from lockstep.jobs.foreground import PASSED_ON, Interrupt, Streams, heard
 from lockstep.jobs.kubernetes.answers import ApiError
 from lockstep.jobs.kubernetes.api import Api
 from lockstep.jobs.manifest import Manifest, get, mappings
+from lockstep.jobs.process import PASSED_ON, Interrupt, Streams, heard
 from lockstep.jobs.status import LoggedOut, Unreachable
 from lockstep.training.contract import UserError
 

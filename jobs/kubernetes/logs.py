@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.jobs.kubernetes.answers import ApiError
 from lockstep.jobs.kubernetes.api import Api
 from lockstep.jobs.kubernetes.observe import host
-from lockstep.jobs.lines import PREFIX, Stamped, newest, of_rank
+from lockstep.jobs.logs import PREFIX, Stamped, newest, of_rank
 from lockstep.jobs.manifest import get
 from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError

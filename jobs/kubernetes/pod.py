@@ -8,8 +8,7 @@ from lockstep.jobs import command as commands
 from lockstep.jobs.command import GRACE_MARGIN
 from lockstep.jobs.kubernetes.section import CONTAINERS, k8s
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, holds, without_none
-from lockstep.jobs.spec.code import CODE_PARTS
-from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
 from lockstep.jobs.spec.types import size_in_bytes
 from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 

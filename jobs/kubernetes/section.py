@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lockstep.jobs.spec.section import Section
 from lockstep.jobs.spec.types import (
     Device,
     Duration,
@@ -14,6 +13,7 @@ from lockstep.jobs.spec.types import (
     LabelKey,
     LabelValue,
     Resource,
+    Section,
     Size,
     Subdomain,
     Text,

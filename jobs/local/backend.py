@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import lock, private, records
+from lockstep.jobs import ownership, records
 from lockstep.jobs.backend import Backend, Found, Lines, check_name
 from lockstep.jobs.code import store
-from lockstep.jobs.foreground import Streams, run
-from lockstep.jobs.lines import PREFIX, Pieces, begin, of_rank
 from lockstep.jobs.local import processes
 from lockstep.jobs.local.processes import Looks, alive, living, start_ticks
 from lockstep.jobs.local.supervise import ENDED, RUNNING, here, note_end
+from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank
+from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Listed, Part, State, Status, Submitted
 from lockstep.jobs.terminal import warn
@@ -47,10 +47,10 @@ class LocalBackend(Backend):
     interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or private.home() / "local"
+        self.folder = folder or ownership.home() / "local"
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return lock.held(self.folder, 30)
+        return ownership.locked(self.folder, 30)
 
     def find(self, name: str) -> Found | None:
         check_name(name)
@@ -59,7 +59,7 @@ class LocalBackend(Backend):
     def _is_there(self) -> bool:
         """Whether there is the folder, which is checked. Raises `UserError` where it cannot be read."""
         try:
-            private.check(self.folder)
+            ownership.check(self.folder)
             os.scandir(self.folder).close()
         except FileNotFoundError:
             return False
@@ -75,7 +75,7 @@ class LocalBackend(Backend):
         if plain is None and not os.path.lexists(file):
             return None
         with contextlib.suppress(FileNotFoundError):  # being replaced
-            private.own(self.folder / name)
+            ownership.own(self.folder / name)
         record = records.parse(plain, records.LocalJob)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")

@@ -19,12 +19,12 @@ from pathlib import Path, PurePath
 from typing import IO, Any, ClassVar
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import foreground, lock, private, records
+from lockstep.jobs import ownership, process, records
 from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
 from lockstep.jobs.cluster import Checks, Cluster, Findings, Manifests
 from lockstep.jobs.code import store
-from lockstep.jobs.foreground import Streams
 from lockstep.jobs.lint import Rules
+from lockstep.jobs.process import Streams
 from lockstep.jobs.slurm import checks, observe, render, rules, submission
 from lockstep.jobs.slurm.observe import Look
 from lockstep.jobs.slurm.render import Place
@@ -123,7 +123,7 @@ class SlurmBackend(Cluster):
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """The folder's lock, which is the cluster's: whoever submits there, from wherever, waits for it."""
-        return lock.held(self.folder, 60)
+        return ownership.locked(self.folder, 60)
 
     def findings(self, spec: JobSpec) -> Findings:
         place = self.cluster
@@ -182,7 +182,7 @@ class SlurmBackend(Cluster):
         record = submission.read(folder)
         if record is None:
             return None
-        private.check(folder)
+        ownership.check(folder)
         if record["job_id"] is None:
             # The command that submitted was killed before it had the answer; the job may be there.
             known = observe.mine(record["array_name"], record["comment"])
@@ -367,7 +367,7 @@ class SlurmBackend(Cluster):
 
         terminal = ["--pty"] if streams.terminal else []
         env = {name: value for name, value in os.environ.items() if name != contract.ENV_EXEC}
-        code = foreground.run([*step, *terminal, *inside, *own], streams, env, interrupt)
+        code = process.run([*step, *terminal, *inside, *own], streams, env, interrupt)
         if code:
             observe.look(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
         return code

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lockstep.jobs.spec.section import Section
 from lockstep.jobs.spec.types import (
     AbsolutePath,
     Constraint,
@@ -16,6 +15,7 @@ from lockstep.jobs.spec.types import (
     Licenses,
     Module,
     Mount,
+    Section,
     ShellLine,
     SshHost,
     Values,

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.jobs import foreground, private
-from lockstep.jobs.foreground import Streams
-from lockstep.jobs.lines import Pieces
+from lockstep.jobs import ownership, process
+from lockstep.jobs.logs import Pieces
+from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import SSH_HOST
 from lockstep.jobs.status import EXIT_UNREACHABLE, Disconnected, LoggedOut, Unreachable
@@ -194,7 +194,7 @@ class Login:
         # No word of ssh's own, and every key is the program's.
         quiet = ["-o", "LogLevel=ERROR", "-o", "EscapeChar=none"]
         command = self._command(script, "-tt" if streams.terminal else "-T", *quiet)
-        code = foreground.run(command, streams, interrupt=interrupt)
+        code = process.run(command, streams, interrupt=interrupt)
         if code == SSH_FAILED and self._ended(f"[ -e {note} ] && rm -f -- {note}"):
             raise Disconnected(f"the connection to {self.host} is lost: the command may still run there")
         return code
@@ -305,7 +305,7 @@ def _own_socket() -> list[str]:
     if not os.path.isabs(parent) or len(parent) > 30:  # a socket's name may have 104 bytes, 57 of them are ssh's
         parent = "/tmp"  # noqa: S108 - the folder in it is ours alone, or an error
     name = SOCKETS if parent != "/tmp" else f"{SOCKETS}-{os.geteuid()}"  # noqa: S108
-    folder = private.make(Path(parent) / name)
+    folder = ownership.make(Path(parent) / name)
     return ["ControlMaster=auto", f"ControlPath={folder}/%C", f"ControlPersist={KEPT_SECONDS}"]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.jobs import records
-from lockstep.jobs.lines import Pieces, begin, shares
+from lockstep.jobs.logs import Pieces, begin, shares
 from lockstep.jobs.slurm import observe, render
 from lockstep.jobs.slurm.task import TrainingTask, note
 from lockstep.jobs.spec.model import JobSpec

@@ -1,4 +1,4 @@
-"""Sizes, times and texts as a JobSpec writes them, parsed strictly: a typing error must not become another amount."""
+"""What the settings in job.yaml are made of. They are parsed strictly: a typing error must not become another amount."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
+
+from lockstep.training.config import settings
 
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 SIZE = r"^[1-9][0-9]{0,6}(Ki|Mi|Gi|Ti)$"
@@ -28,6 +30,12 @@ MOUNT = r"^/[A-Za-z0-9._/-]*(:/[A-Za-z0-9._/-]*(:ro)?)?$"
 CONTAINER_IMAGE = r"^[A-Za-z0-9/.][A-Za-z0-9._/:@#+-]{0,511}$"
 SSH_HOST = r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,99}@)?[A-Za-z0-9][A-Za-z0-9_.-]{0,149}(:/[A-Za-z0-9._/+-]{1,249})?$"
 DEVICE = r"^[A-Za-z0-9_^=][A-Za-z0-9_,:.=-]{0,127}$"
+
+
+class Section(settings.Section):
+    """A group of settings: as those of a recipe, and frozen."""
+
+    model_config = ConfigDict(frozen=True)
 
 
 def size_in_bytes(text: str) -> int:

@@ -14,7 +14,7 @@ from tests.processes import PYTHON, ROOT, clean_env
 
 SECTION = """
 from pydantic import Field
-from lockstep.jobs.spec.section import Section
+from lockstep.jobs.spec.types import Section
 
 class Cave(Section):
     depth: int = Field(default=1, ge=1)

@@ -81,7 +81,7 @@ def files_of_code(packed: bytes, identity: str) -> set[str]:
 
 def execute(job_backend: Any, name: str, command: list[str], rank: int, streams: tuple[Any, Any, Any]) -> int:
     """`lockstep exec` with these three files for its streams: the exit code."""
-    from lockstep.jobs.foreground import Streams
+    from lockstep.jobs.process import Streams
 
     code: int = job_backend.execute(name, command, rank, Streams(*(stream.fileno() for stream in streams)))
     return code
@@ -128,7 +128,7 @@ def impatient_kubernetes() -> Any:
 
 def streams(stdin: int, stdout: int, stderr: int) -> Any:
     """Descriptors for a backend's `execute`."""
-    from lockstep.jobs.foreground import Streams
+    from lockstep.jobs.process import Streams
 
     return Streams(stdin, stdout, stderr)
 

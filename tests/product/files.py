@@ -193,7 +193,7 @@ _OPEN: list[Any] = []
 
 def private_folder(folder: Path) -> None:
     """Makes a folder for jobs and looks at it again. Raises `UserError` where somebody else could write there."""
-    from lockstep.jobs import private
+    from lockstep.jobs import ownership
 
-    private.make(folder)
-    private.check(folder)
+    ownership.make(folder)
+    ownership.check(folder)

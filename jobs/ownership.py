@@ -5,10 +5,14 @@ Nobody else may rename on the way there, either. Then what a path names stays wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PurePath
+
+import filelock
 
 from lockstep.training.contract import UserError
 
@@ -123,3 +127,15 @@ def _is_mine(group: int, me: int) -> bool:
     except KeyError:
         return False
     return me != 0 and user.pw_gid == group and named.gr_name == user.pw_name and {*named.gr_mem} <= {user.pw_name}
+
+
+@contextlib.contextmanager
+def locked(folder: Path, seconds: float) -> Iterator[None]:
+    """The folder's lock. Raises `UserError`: another command holds it for longer than that, or nothing can be written there."""
+    try:
+        with filelock.FileLock(make(folder) / ".lock", timeout=seconds):
+            yield
+    except filelock.Timeout:
+        raise UserError(f"{folder} is locked by another lockstep command: wait for it") from None
+    except OSError as error:
+        raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.jobs import lines
-from lockstep.jobs.lines import STAMPED, Pieces
+from lockstep.jobs import logs
+from lockstep.jobs.logs import STAMPED, Pieces
 
 
 @pytest.mark.parametrize("end", ["\n", ""], ids=["ended", "unended"])
 def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """With blocks that end anywhere in a line, and lines that are longer than a block."""
-    monkeypatch.setattr(lines, "BLOCK", 100)
+    monkeypatch.setattr(logs, "BLOCK", 100)
     draw, path = random.Random(7), tmp_path / "log"
     for _ in range(200):
         length = draw.randrange(12)
@@ -24,7 +24,7 @@ def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for mark in ("", "[rank 1] "):
             wanted = [line for line in texts if line.startswith(mark)]
             for count in (0, 1, 2, 5, 100):
-                start, found = lines.begin(path, count, lambda head, mark=mark: head.startswith(mark.encode()))
+                start, found = logs.begin(path, count, lambda head, mark=mark: head.startswith(mark.encode()))
                 rest = text[start:].removesuffix("\n")
                 own = [line for line in (rest.split("\n") if rest else []) if line.startswith(mark)]
                 assert own == (wanted[-count:] if count else []) and found == len(own)
@@ -45,14 +45,14 @@ def test_pieces_of_a_line_begin_as_the_line_does() -> None:
 
 def test_logs_are_merged_by_their_times_and_shares_are_even() -> None:
     first, second = [(f"{n:03}", f"a{n}") for n in range(0, 100, 2)], [(f"{n:03}", f"b{n}") for n in range(1, 20, 2)]
-    assert lines.newest([iter(first), iter(second)], 3) == first[-3:]
-    assert lines.newest([first[:5], second[:5]], 4) == [("006", "a6"), ("007", "b7"), ("008", "a8"), ("009", "b9")]
+    assert logs.newest([iter(first), iter(second)], 3) == first[-3:]
+    assert logs.newest([first[:5], second[:5]], 4) == [("006", "a6"), ("007", "b7"), ("008", "a8"), ("009", "b9")]
     late = [("5", "x"), ("4", "y")]  # written in this order, by two streams
-    assert [text for _, text in lines.newest([late, [("3", "z")]], 9)] == ["z", "x", "y"]
+    assert [text for _, text in logs.newest([late, [("3", "z")]], 9)] == ["z", "x", "y"]
     for lengths, count, wanted in (
         ([10, 10, 10], 8, [3, 3, 2]),
         ([1, 10, 0], 8, [1, 7, 0]),
         ([2, 2], 100, [2, 2]),
         ([5, 5], 0, [0, 0]),
     ):
-        assert lines.shares(lengths, count) == wanted
+        assert logs.shares(lengths, count) == wanted
