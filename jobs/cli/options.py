@@ -81,7 +81,7 @@ class Job:
 
         Args:
             backend: whose flags `--namespace`, `--context` and `--host` may be.
-            more: further settings; None is none.
+            more: further settings; those that are None do not count.
 
         Raises:
             UserError: a flag of another backend, or what is no job.

@@ -337,7 +337,7 @@ class KubernetesBackend(Cluster):
         return next(iter(found), None)
 
     def _of_each_kind(self, ask: Callable[[str], Answer]) -> Iterator[Answer]:
-        """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where that is none."""
+        """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is no answer."""
         refused: Errors = []
         for kind in KINDS:
             try:
