@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import threading
@@ -28,7 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -37,6 +38,8 @@ from lockstep.training import files
 from lockstep.training.checkpoint.score import KeepBest, Rule
 from lockstep.training.contract import UserError, checkpoint_name
 from lockstep.training.parallel.exchange import DTYPE_NAMES, join, split
+
+R = TypeVar("R")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -136,6 +139,46 @@ class SaveResult:
     bytes: int
 
 
+class _Worker:
+    """A thread that does one thing after the other, for as long as the process lives.
+
+    CPython 3.11 hangs in a forked process if another thread started or ended while it forked: `_PyEval_ReInitThreads` waits for a
+    lock whose holder is not there. A loader forks its workers at the beginning of an epoch, as the last one is saved, so no save
+    starts or ends a thread. A daemon: the process can end also where the disk never answers; `Writer.wait` is for every other end.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._process: int | None = None
+
+    def begin(self) -> None:
+        """Starts the thread, once in a process: a forked one has none of its parent's."""
+        if self._process != os.getpid():
+            self._process, self._calls = os.getpid(), queue.SimpleQueue[Callable[[], None]]()
+            threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True).start()
+
+    def run(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
+        self.begin()
+        future = Future[R]()
+
+        def answer() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - `Future.result` raises it again
+                future.set_exception(error)
+
+        self._calls.put(answer)
+        return future
+
+    @staticmethod
+    def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            calls.get()()
+
+
+_WRITING, _HASHING = _Worker("checkpoint"), _Worker("checkpoint-hash")
+
+
 class Writer:
     """Saves checkpoints of one run in the background, one at a time, and prunes old ones.
 
@@ -150,6 +193,8 @@ class Writer:
         self._rule = Rule.of(keep_best)
         self._buffers: list[torch.Tensor] = []
         self._pending: Future[SaveResult] | None = None
+        _WRITING.begin()
+        _HASHING.begin()
 
     def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
         """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
@@ -164,17 +209,8 @@ class Writer:
         self.wait()
         plain, tensors = split(state, _Names())
         self._snapshot(list(tensors.values()))
-        self._pending = future = Future[SaveResult]()
-        arguments = (future, step, plain, dict(zip(tensors, self._buffers)), score)
-        # A daemon: the process can end also where the disk never answers. `wait` is for every other end.
-        threading.Thread(target=self._answer, args=arguments, name="checkpoint", daemon=True).start()
-        return future
-
-    def _answer(self, future: Future[SaveResult], *arguments: Any) -> None:
-        try:
-            future.set_result(self._write(*arguments))
-        except BaseException as error:  # noqa: BLE001 - `Future.result` raises it again
-            future.set_exception(error)
+        self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
+        return self._pending
 
     def wait(self) -> None:
         """Returns when nothing is being written. Does not raise: the future does."""
@@ -286,8 +322,7 @@ def _write_file(path: Path, pieces: Sequence[Any]) -> dict[str, Any]:
         for piece in pieces:
             digest.update(piece)
 
-    hasher = threading.Thread(target=hash_all, name="checkpoint-hash")
-    hasher.start()
+    hashed = _HASHING.run(hash_all)
     size = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -299,7 +334,7 @@ def _write_file(path: Path, pieces: Sequence[Any]) -> dict[str, Any]:
         files.fsync(descriptor)
     finally:
         os.close(descriptor)
-        hasher.join()
+        hashed.result()
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ def writer(tmp_path: Path) -> Any:
     made = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
     yield made
     made.wait()
+
+
+def test_a_save_starts_and_ends_no_thread(writer: Writer) -> None:
+    """A process that a loader forks meanwhile could hang for ever (CPython 3.11)."""
+    before = {thread.ident for thread in threading.enumerate()}
+    for step in (1, 2):
+        seen = []
+        pending = writer.save(step, _state(step))
+        while not pending.done():
+            seen.append({thread.ident for thread in threading.enumerate()})
+        assert seen and all(each == before for each in seen), "while it is written"
+        pending.result()
+    assert {thread.ident for thread in threading.enumerate()} == before
 
 
 @given(trees)
