@@ -23,7 +23,7 @@ MEANT = {
 IMAGES = re.compile(
     r"(lockstep(-cuda|-cpu)?(:[\w.-]+)?"  # what `make image` builds on this machine; Docker Hub's own namespace, where it is not
     r"|registry\.example(\.com)?[/:].+|registry/name.*|localhost.+|127\.0\.0\.1.+"  # nobody's, by RFC 2606
-    r"|python[:@].+|prom/prometheus:.+|grafana/grafana:.+|[A-Za-z]+)$"  # a single word is a stage of the same Dockerfile
+    r"|python[:@].+|prom/prometheus:.+|grafana/grafana:.+|[A-Za-z]+(-\$\{FLAVOUR\})?)$"  # a single word is a stage of the same Dockerfile
 )
 VALUED = r"--(?:find-links|group|target|python|extra)\b"
 INSTALL = re.compile(  # the first word that is a name: no option, path, file, or NAME to be filled in
