@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import IO, Any, ClassVar
 
+from typing_extensions import NotRequired, TypedDict
+
 from lockstep.jobs import command as commands
 from lockstep.jobs import ownership, process, records
 from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
@@ -36,6 +38,8 @@ from lockstep.jobs.terminal import warn
 from lockstep.training import contract
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
+
+Rows = list[Listed]  # named here, because `list` is a method below
 
 
 class SlurmBackend(Cluster):
@@ -76,7 +80,7 @@ class SlurmBackend(Cluster):
         if host is None:
             found = cls._rendered(spec, len(runs), Place.of_this_machine())
         else:
-            found = Login(host).ask("render", specs=[without_host(one) for one in (spec, *runs)])
+            found = Login(host).ask("render", _Rendered, specs=[without_host(one) for one in (spec, *runs)])
         return found["script"], found
 
     @staticmethod
@@ -95,7 +99,7 @@ class SlurmBackend(Cluster):
         found = (
             cls._prepared(spec, Place.of_this_machine())
             if host is None
-            else Login(host).ask("preparation", specs=[spec])
+            else Login(host).ask("preparation", _Rendered, specs=[spec])
         )
         return found["script"], found
 
@@ -110,10 +114,10 @@ class SlurmBackend(Cluster):
         if host is None:
             return checks.check(spec, Place.of_this_machine())
         try:
-            found = Login(host).ask("doctor", 900, specs=[without_host(spec)] if spec is not None else [])
+            found = Login(host).ask("doctor", _Doctor, 900, specs=[without_host(spec)] if spec is not None else [])
         except UserError as error:
             return [Check("connection", "missing", str(error))]
-        return [Check("connection", "ok", f"{host}, {found['place']}"), *(Check(**row) for row in found["checks"])]
+        return [Check("connection", "ok", f"{host}, {found['place']}"), *found["checks"]]
 
     def with_code(self, specs: Specs) -> Specs:
         return super().with_code([without_host(spec) for spec in specs])
@@ -474,6 +478,21 @@ class SlurmBackend(Cluster):
         raise UserError(f"unknown request {request['do']!r}")
 
 
+class _Rendered(TypedDict):
+    script: str
+    parameters: NotRequired[dict[str, Any]]
+
+
+class _Doctor(TypedDict):
+    place: str
+    checks: list[Check]
+
+
+class _Look(TypedDict):
+    record: records.SlurmJob
+    status: Status
+
+
 class FromLaptop(SlurmBackend):
     """The same over ssh: Lockstep on the login node answers.
 
@@ -488,14 +507,15 @@ class FromLaptop(SlurmBackend):
     def find(self, name: str) -> Found | None:
         """With its status, for `observe`."""
         check_name(name)
-        told = self.login.ask("look", name=name)
+        told = self.login.ask("look", _Look | None, name=name)
         if told is None:
             return None
         record = told["record"]
         return Found(name, record["hash"], record["spec"], {**record, "status": told["status"]})
 
     def observe(self, found: Found) -> Status:
-        return _status(found.record["status"])
+        status: Status = found.record["status"]
+        return status
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         return self._send_off("submit", [spec], mode=mode)[0]
@@ -511,18 +531,19 @@ class FromLaptop(SlurmBackend):
         secrets = {name: os.environ[name] for spec in specs for name in spec.secrets if name in os.environ}
         code = store.packed(commands.identity(specs[0])) if specs[0].code is not None else b""
         try:
-            told = self.login.ask(do, 900, code, specs, secrets=secrets, **values)
+            sent: Sent = self.login.ask(do, list[Submitted], 900, code, specs, secrets=secrets, **values)
         except Disconnected as error:
             raise Disconnected(f"{error}: submit again, what is there already is not submitted twice") from None
-        return [Submitted(**sent) for sent in told]
+        return sent
 
     def drift(self, spec: JobSpec) -> Lines:
         spec, _ = store.pinned(spec)
-        lines: Lines = self.login.ask("diff", specs=[without_host(spec)])
+        lines: Lines = self.login.ask("diff", Lines, specs=[without_host(spec)])
         return lines
 
     def stop(self, found: Found) -> Status:
-        return _status(self.login.ask("cancel", 7200, name=found.name))
+        status: Status = self.login.ask("cancel", Status, 7200, name=found.name)
+        return status
 
     def _lines(
         self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None  # noqa: ARG002
@@ -535,15 +556,12 @@ class FromLaptop(SlurmBackend):
         return self.login.attach(["exec", "slurm", found.name, "--rank", str(rank), "--", *command], streams)
 
     def summary(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.login.ask("summary", name=name)
+        found: dict[str, Any] = self.login.ask("summary", dict[str, Any], name=name)
         return found
 
     def list(self) -> list[Listed]:
-        return [Listed(**row) for row in self.login.ask("list", 300)]
-
-
-def _status(plain: dict[str, Any]) -> Status:
-    return Status(**{**plain, "ranks": [Part(**part) for part in plain["ranks"]]})
+        rows: Rows = self.login.ask("list", Rows, 300)
+        return rows
 
 
 def _submitit(spec: JobSpec, place: Place) -> PurePath:

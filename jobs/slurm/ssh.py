@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter
+
 from lockstep.jobs import ownership, process
 from lockstep.jobs.logs import Pieces
 from lockstep.jobs.process import Streams
@@ -105,11 +107,12 @@ class Login:
         self._options: list[str] | None = None
 
     def ask(
-        self, do: str, seconds: float = 120, code: bytes = b"", specs: Sequence[JobSpec] = (), **values: Any
+        self, do: str, shape: Any, seconds: float = 120, code: bytes = b"", specs: Sequence[JobSpec] = (), **values: Any
     ) -> Any:
         """The answer to one request of `SlurmBackend.serve`. What Lockstep says on standard error there is said here.
 
         Args:
+            shape: the type of the answer, which is checked.
             seconds: without the whole answer by then, it counts as lost.
             code: the archive of the jobs' code.
 
@@ -145,8 +148,8 @@ class Login:
                     thread.join()
         said = out.behind(tag)
         if process.returncode == EXIT_DONE:
-            with contextlib.suppress(ValueError):
-                answer = json.loads(said)
+            with contextlib.suppress(ValueError):  # pydantic's among them
+                answer = TypeAdapter(shape).validate_python(json.loads(said))
                 for line in err.behind(tag).splitlines():
                     to_stderr(printable(line)[:1000])
                 return answer

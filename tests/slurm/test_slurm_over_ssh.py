@@ -101,6 +101,7 @@ def test_a_request_that_came_in_part_changes_nothing(laptop: Site, part: int) ->
         ("exec tr -d x < /dev/zero", 69, "did not answer as Lockstep does"),
         ("exec yes >&2", 69, "did not answer as Lockstep does"),
         ("echo garbage; exit 0", 69, "did not answer as Lockstep does"),
+        ("echo '[{\"name\": 7}]'; exit 0", 69, "did not answer as Lockstep does"),
         ("echo 'ssh: connect to host x: No route to host' >&2; exit 255", 69, "is lost (ssh: ssh: connect to host x"),
         ("echo 'root@x: Permission denied (publickey).' >&2; exit 255", 69, "does not let us in"),
         ("exit 3", 2, "does not run Lockstep"),
