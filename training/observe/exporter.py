@@ -256,11 +256,13 @@ class _Server:
             oldest.transport.abort()
         self._open += 1
         self._silent[writer] = None
-        with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._talk(reader, writer), REQUEST_SECONDS)
-        self._silent.pop(writer, None)
-        writer.transport.abort()
-        self._open -= 1
+        try:
+            with contextlib.suppress(Exception):  # whatever a client sends: its place is free again
+                await asyncio.wait_for(self._talk(reader, writer), REQUEST_SECONDS)
+        finally:
+            self._silent.pop(writer, None)
+            writer.transport.abort()
+            self._open -= 1
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request, *fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

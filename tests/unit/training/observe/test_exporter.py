@@ -188,6 +188,18 @@ def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
         assert silent[0].recv(1) == b""
 
 
+def test_a_question_that_cannot_be_answered_takes_no_place(tmp_path: Path) -> None:
+    """A version of OpenMetrics that is none, more often than there are places."""
+    question = b"GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text; version=x\r\n\r\n"
+    with _serving(tmp_path):
+        port = _endpoint(tmp_path)["port"]
+        for _ in range(17):
+            with socket.create_connection(("127.0.0.1", port), 10) as client, contextlib.suppress(ConnectionError):
+                client.sendall(question)
+                assert client.recv(1) == b""
+        assert _get(port, "/healthz")[0] == 200
+
+
 def test_a_periodic_textfile_does_not_overtake_the_last_one(tmp_path: Path) -> None:
     with _serving(tmp_path, textfile_seconds=0) as made:
         made.begin()
