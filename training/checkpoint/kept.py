@@ -21,13 +21,17 @@ class Stateful(Protocol):
 class Values(UserDict[str, Any]):
     """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, values: Mapping[str, Any] | None = None, name: str = "run.values") -> None:
         self._name = name
+        super().__init__(values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_tree(value, f"{self._name}[{name!r}]")
         super().__setitem__(name, value)
+
+    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]  # UserDict's checks nothing
+        self.update(other)
+        return self
 
 
 class Kept:
@@ -41,15 +45,14 @@ class Kept:
         """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
         self.rank_objects: dict[str, Stateful] = {}
         """Different on each rank: each rank's state is saved, and that rank gets it back."""
-        self.values = Values("run.values")
+        self.values = Values()
         """The same on every rank."""
-        self.summary = Values("run.summary")
+        self.summary = Values(name="run.summary")
         """What the script has to say in summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
         self.data: dict[str, Any] = {}
-        """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division. None: a
-        checkpoint that does not say it."""
+        """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division."""
         self.logged: dict[str, float] = {}
         """What the script has logged last, by name."""
         self.logged_in_epoch: dict[str, float] = {}

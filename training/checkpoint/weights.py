@@ -166,7 +166,7 @@ def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any
             plain = {name: tensor.clone() for name, tensor in weights.items()}
             if path.suffix == SAFETENSORS:
                 tensors = {name: tensor.contiguous() for name, tensor in plain.items()}
-                file.write(safetensors.torch.save(tensors, {"format": "pt", **_metadata(values or {})}))
+                file.write(safetensors.torch.save(tensors, {**_metadata(values or {}), "format": "pt"}))
             else:
                 torch.save(plain, file)
             file.flush()
@@ -179,6 +179,8 @@ def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any
 def _metadata(values: Mapping[str, Any]) -> dict[str, str]:
     texts = {}
     for name, value in values.items():
-        with contextlib.suppress(TypeError, ValueError):  # a tensor, a set, a tree that holds one
-            texts[name] = json.dumps(value, ensure_ascii=False)
+        with contextlib.suppress(TypeError, ValueError):  # a tensor, a set, half a character, a number as name
+            text = json.dumps(value, ensure_ascii=False)
+            (name + text).encode()
+            texts[name] = text
     return texts

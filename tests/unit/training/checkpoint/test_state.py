@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lockstep.training.checkpoint.kept import Kept
+from lockstep.training.checkpoint.kept import Kept, Values
 from lockstep.training.checkpoint.state import checked
 
 
@@ -24,3 +24,11 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
     for history in ({"train_loss": "x"}, {"class_accuracy": torch.zeros(2)}, {"class_accuracy": ["cat"]}):
         with pytest.raises(ValueError, match="history"):
             checked({"shared": {**shared, "history": history}, "ranks": [rank]})
+
+
+def test_values_are_joined_like_mappings_and_looked_at() -> None:
+    values = Values({"a": 1})
+    assert dict(values | {"b": 2}) == {"a": 1, "b": 2} == dict({"b": 2} | values)
+    with pytest.raises(TypeError, match=r"run\.values\['b'\]"):
+        values |= {"b": object()}
+    assert dict(values) == {"a": 1}

@@ -33,6 +33,9 @@ def test_weight_files(tmp_path: Path) -> None:
     for read in (weights.read, safetensors.torch.load_file):  # ours, and anybody's
         found = read(tmp_path / "w.safetensors")
         assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+    weights.write(plain, tmp_path / "v.safetensors", {"width": 64, "half": "\ud800", "\ud800": 1, 2: 3, "format": "x"})  # type: ignore[dict-item]
+    with safetensors.safe_open(tmp_path / "v.safetensors", "pt") as file:
+        assert file.metadata() == {"width": "64", "format": "pt"}
     torch.save([1], path)
     with pytest.raises(UserError, match="does not hold a state dict"):
         weights.read(path)
