@@ -290,10 +290,15 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     Without a world, this process's environment says who it is, and it gets its share of the node's cores.
 
     Raises:
-        UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun.
+        UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun, or has joined already.
         torch.distributed.DistError: the ranks did not meet.
     """
     _refuse_spawned_by_a_rank()
+    if dist.is_initialized():
+        raise UserError(
+            "this process has joined a process group already: remove init_process_group(), or leave the group with "
+            "torch.distributed.destroy_process_group() before"
+        )
     if world is None:
         world = detect(os.environ)
         set_threads(world, 0, os.environ)
@@ -326,7 +331,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         except Exception as error:
             # gloo takes addresses and their lengths from the store, to which whoever reaches its port may write: what it cannot
             # make of them is a MemoryError or another plain exception of C++.
-            raise dist.DistError(f"no address of a rank in the store can be used: {error}") from error
+            raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         yield dataclasses.replace(world, device=chosen)
     except BaseException as error:

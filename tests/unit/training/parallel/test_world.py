@@ -133,5 +133,7 @@ def test_a_second_group_of_one_process_is_told_the_same(monkeypatch: pytest.Monk
         with joined() as world:
             assert (world.launcher, world.local_rank) == ("Open MPI", 0)
             assert os.environ["RANK"] == "0"
+            with pytest.raises(UserError, match="has joined a process group already"), joined():
+                pass
         changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
         assert changed <= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
