@@ -137,7 +137,8 @@ def cifar10(root: Path, download: bool) -> Raw:
 
 def cifar10_files(root: Path) -> list[Path]:
     """The files below `root` that `cifar10` reads; none where they are not there."""
-    return sorted((_cifar10_folder(root) or root).glob("*_batch*"))
+    folder = _cifar10_folder(root)
+    return [] if folder is None else sorted(folder.glob("*_batch*"))
 
 
 def _cifar10_folder(root: Path) -> Path | None:
