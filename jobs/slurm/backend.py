@@ -186,7 +186,10 @@ class SlurmBackend(Cluster):
         record = submission.read(folder)
         if record is None:
             return None
-        ownership.check(folder)
+        try:
+            ownership.check(folder)
+        except FileNotFoundError:  # another command is replacing it
+            return None
         if record["job_id"] is None:
             # The command that submitted was killed before it had the answer; the job may be there.
             known = observe.mine(record["array_name"], record["comment"])
@@ -444,7 +447,7 @@ class SlurmBackend(Cluster):
             for recipe, text in request["recipes"].items():
                 archive.check_path(recipe)
                 Path(recipe).parent.mkdir(parents=True, exist_ok=True)
-                Path(recipe).write_text(text)
+                Path(recipe).write_text(text, encoding="utf-8")
             return cls(place)._served(request, specs)
 
     def _served(self, request: dict[str, Any], specs: Specs) -> object:

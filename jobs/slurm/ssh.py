@@ -45,6 +45,8 @@ MOST = 64 << 20
 MOST_NOISE = 1 << 20
 """Bytes of what a login shell says before it."""
 CHUNK = 1 << 16
+REST_SECONDS = 2.0
+"""For what ssh has written when it ends. An older one's shared connection holds standard error open for as long as it is kept."""
 _DENIED = re.compile(r"Permission denied|Too many authentication failures|No more authentication methods", re.I)
 _TOLD = re.compile(
     r"ssh: |Host key|REMOTE HOST|Permission|Connection|timed out|refused|resolve|reset|closed|denied", re.I
@@ -145,10 +147,10 @@ class Login:
             finally:
                 process.kill()
                 for thread in (out, err, writer):
-                    thread.join()
+                    thread.join(REST_SECONDS)
         said = out.behind(tag)
         if process.returncode == EXIT_DONE:
-            with contextlib.suppress(ValueError):  # pydantic's among them
+            with contextlib.suppress(ValueError, RecursionError):  # pydantic's among them
                 answer = TypeAdapter(shape).validate_python(json.loads(said))
                 for line in err.behind(tag).splitlines():
                     to_stderr(printable(line)[:1000])
@@ -175,9 +177,11 @@ class Login:
                 if begun and (rest := pieces.rest()):
                     yield rest.decode(errors="replace")
                 process.wait(CONNECT_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise Disconnected(f"{self.host} has closed its output, and does not end") from None
             finally:
                 process.kill()
-                err.join()
+                err.join(REST_SECONDS)
         if process.returncode != EXIT_DONE:
             raise self._failure(process.returncode, "", err, tag)
 

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from lockstep.jobs import records
@@ -148,7 +148,9 @@ def send(
         # Whoever interrupts this command waits: a submission is not cut in two.
         with signals_held_back():
             with _in_place(jobs, spec.name, written, script, payloads) as whole:
-                number = _sbatch(program, spec.name, comment, whole / SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}")
+                number = _sbatch(
+                    program, spec.name, comment, whole / SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}", place.here
+                )
             adopt(whole / SUBMITIT, number)
             for (name, record), end in zip(written.items(), ends, strict=True):
                 write(jobs / name, {**record, "job_id": f"{number}{end}"})
@@ -201,8 +203,8 @@ class _InDoubt(Unreachable):
     """The controller may have taken the job before it fell silent: the record stays, without a number."""
 
 
-def _sbatch(program: str, name: str, comment: str, script: Path) -> str:
-    """The job's number. Raises `UserError`, `Unreachable`."""
+def _sbatch(program: str, name: str, comment: str, script: Path, here: PurePath) -> str:
+    """The job's number. The ranks start in `here`. Raises `UserError`, `Unreachable`."""
     env = {
         name: value for name, value in os.environ.items()
         if name in _OF_THE_CLUSTER or (name not in OF_A_JOB and not name.startswith(("SBATCH_", "SLURM_")))
@@ -213,6 +215,7 @@ def _sbatch(program: str, name: str, comment: str, script: Path) -> str:
             told = subprocess.run(
                 [program, f"--comment={comment}", str(script)], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 errors="replace", timeout=SECONDS, check=False, start_new_session=True, pass_fds=[lock.fileno()],
+                cwd=here,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             told = observe.Told([program], 1, "", f"timed out after {SECONDS:g} s")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,14 @@ def job(site: Site, **values: object) -> str:
 
 
 def test_a_login_shell_that_greets_and_a_run_below_the_home_folder_there(laptop: Site) -> None:
+    laptop.does("sbatch", 'echo "$OLDPWD" > started; echo Submitted batch job 8')
     there(laptop, 'printf \'Welcome!\\nlockstep-0 0\\n{"state": "failed"}\'; printf "it\'s" >&2')
     done = laptop.run("submit", "slurm", job(laptop))
     assert done.returncode == 0 and "mine: submitted (SLURM job 8, logs in" in done.stdout, done
     record = json.loads((laptop.kept / "job.json").read_text())
     assert record["run_dir"] == str(laptop.folder / "there/runs/mine") and record["spec"]["slurm"]["host"] is None
+    started = (laptop.folder / "bin/started").read_text()
+    assert started == f"{laptop.folder}/there\n", "SLURM starts the ranks where sbatch was started"
     sent = (laptop.kept / "submitit/8_submission.sh").read_text()
     assert laptop.run("render", "slurm", laptop.file).stdout == sent
     laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
@@ -116,6 +121,23 @@ def test_what_is_no_answer_is_one_line(laptop: Site, said: str, code: int, line:
     done = laptop.run("doctor", "slurm", laptop.file, "--json")
     (row,) = json.loads(done.stdout)
     assert (done.returncode, row["name"], row["result"]) == (1, "connection", "missing") and line in row["detail"], done
+
+
+@pytest.mark.parametrize(
+    ("said", "code"), [("echo '[{\"name\": 7}]'", 69), ("yes '[' | head -n 100000", 69), ("echo '[]'", 0)]
+)
+def test_an_answer_is_checked_and_nobody_waits_for_the_connection(laptop: Site, said: str, code: int) -> None:
+    """The shared connection of an older ssh holds standard error open for as long as it is kept."""
+    python = laptop.folder / "odd"
+    python.write_text(f"#!/bin/sh\ncat > /dev/null\n{said}\n")
+    python.chmod(0o755)
+    laptop.env["LOCKSTEP_SLURM_HOST"] = f"login.example:{python}"
+    there(laptop, "sleep 40 < /dev/null > /dev/null & echo $! > kept")
+    began = time.monotonic()
+    done = laptop.run("list", "slurm")
+    os.kill(int((laptop.folder / "kept").read_text()), signal.SIGKILL)
+    assert done.returncode == code and time.monotonic() - began < 30, done
+    assert ("did not answer as Lockstep does" in done.stderr) == bool(code) and "Traceback" not in done.stderr, done
 
 
 def test_another_version_and_no_lockstep_at_all(laptop: Site) -> None:
