@@ -37,7 +37,7 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]
-        if len(rows) > 1 and rows:
+        if len(rows) > 1:
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
     raise typer.Exit(EXIT_TIMED_OUT if waited and found.unfinished else found.code)
 

@@ -119,9 +119,11 @@ class KubernetesBackend(Cluster):
         return self.find(found.name)
 
     def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        if found.hash == spec.hash():  # else its pods have another label, which this policy does not select
+        # By its own hash: its pods have that label. The same job may have another one, by settings of other backends.
+        own = next((one for one in (spec, found.spec) if one is not None and one.hash() == found.hash), None)
+        if own is not None:
             with explained(self.api.host):
-                submission.complete(self.api, self.namespace, spec, found.record, found.spec)
+                submission.complete(self.api, self.namespace, own, found.record)
         return super().attach(found, spec)
 
     def create(self, spec: JobSpec, old: Found | None) -> Submitted:

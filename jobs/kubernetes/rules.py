@@ -27,12 +27,14 @@ _CONTEXT = "opens what the pod's security context closes"
 # What a patch may not add → the values of it that are harmless, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     r".*\.(hostNetwork|hostPID|hostIPC)": ((False,), _HOST),
+    r".*\.hostPort": ((), _HOST),
     r".*\.hostPath": ((), f"{_HOST}: use a claim"),
     r".*\.serviceAccountToken": ((), "gives the job a token of the cluster"),
     r".*\.(privileged|allowPrivilegeEscalation)": ((False,), _CONTEXT),
     r".*\.(readOnlyRootFilesystem|runAsNonRoot)": ((True,), _CONTEXT),
     r".*\.capabilities\.add": (([],), _CONTEXT),
-    r".*\.seccompProfile\.type": (("RuntimeDefault", "Localhost"), _CONTEXT),
+    r".*\.(seccompProfile|appArmorProfile)\.type": (("RuntimeDefault", "Localhost"), _CONTEXT),
+    r".*\.seLinuxOptions\.(type|user|role)|.*\.annotations\.container\.apparmor\..*": ((), _CONTEXT),
     r".*\.(procMount|sysctls|windowsOptions|ephemeralContainers)": ((), _CONTEXT),
     r".*\.readinessProbe": ((), "delays the DNS name that the workers wait for"),
     r".*\.template\.spec\.restartPolicy": ((), "is overwritten by the operator"),

@@ -18,8 +18,8 @@ from lockstep.jobs.kubernetes import render
 from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError
 from lockstep.jobs.kubernetes.observe import INCOMPLETE
 from lockstep.jobs.kubernetes.pod import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
-from lockstep.jobs.kubernetes.section import KINDS, KUEUE_QUEUE, k8s
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge
+from lockstep.jobs.kubernetes.section import KINDS, KUEUE_QUEUE
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError
@@ -54,7 +54,7 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
         raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
     made = submission_of(live) == submission
     try:
-        complete(api, namespace, spec, live, spec)
+        complete(api, namespace, spec, live)
     except (ApiError, UserError) as error:
         if made and not isinstance(error, Unreachable):  # else the next submission finishes it
             with contextlib.suppress(ApiError, UserError):
@@ -63,11 +63,11 @@ def create(api: Api, namespace: str, spec: JobSpec, find: Callable[[], Manifest 
     return live, made
 
 
-def complete(api: Api, namespace: str, spec: JobSpec, live: Manifest, own: JobSpec | None) -> None:
+def complete(api: Api, namespace: str, spec: JobSpec, live: Manifest) -> None:
     """Brings what belongs to a job and is not there, and lets a job run that was waiting for it.
 
     Args:
-        own: the spec that the job was made from, which says how its code was packed.
+        spec: of the job's own hash. How its code was packed says the one that it was made from.
     """
     submission = submission_of(live) or RENDERED
     policy, job = render.manifests(spec, submission)
@@ -84,15 +84,15 @@ def complete(api: Api, namespace: str, spec: JobSpec, live: Manifest, own: JobSp
             get(item, "metadata", "name") for item in api.pages(maps, labelSelector=selector, accept=METADATA_LIST)
         }
         missing = [item for item in render.code_maps(spec, submission, packed) if item["metadata"]["name"] not in there]
-        if missing and (own is None or own.code is None or own.code.packed != len(packed)):
+        if missing and get(spec_in(get(live, "metadata", "annotations")), "code", "packed") != len(packed):
             raise UserError(
                 f"the code of {spec.name} is not in the cluster, and was packed on another machine: cancel the job and submit it again"
             )
         for item in missing:
             _bring(api, maps, merge(item, {"metadata": owned}))
     if get(live, "metadata", "annotations", INCOMPLETE) is not None:
-        # Where there is a queue, Kueue lets the job run.
-        queue = k8s(spec).queue
+        # Where there is a queue (a patch may name it), Kueue lets the job run.
+        queue = get(job, "metadata", "labels", KUEUE_QUEUE)
         marks: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
         run = (
             {"metadata": {**marks, "labels": {KUEUE_QUEUE: queue}}}

@@ -27,6 +27,8 @@ def annotated(annotations: dict[str, str] | None) -> dict[str, Any]:
     return replica(template={"metadata": {"annotations": annotations}})
 
 
+CLOSED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+OWN = {"name": "own", "image": "a", "securityContext": CLOSED}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS001", {"name": "a" * 60}),
     ("LJ005", {"image": None}),
@@ -75,18 +77,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS028", {"volume": {"name": "x", "hostPath": {"path": "/"}}}),
     ("LS028", {"volume": {"name": "x", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}}),
     ("LS028", {"container": {"securityContext": {"privileged": True}}}),
+    ("LS028", {"container": {"securityContext": {"appArmorProfile": {"type": "Unconfined"}}}}),
+    ("LS028", {"patch": annotated({"container.apparmor.security.beta.kubernetes.io/pytorch": "unconfined"})}),
+    ("LS028", {"patch": replica({"securityContext": {"seLinuxOptions": {"type": "spc_t"}}})}),
+    ("LS028", {"patch": replica({"initContainers": [{**OWN, "ports": [{"hostPort": 1}]}]})}),
     ("LS028", {"container": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}),
     ("LS028", {"container": {"readinessProbe": {"tcpSocket": {"port": 23456}}}}),
     ("LS028", {"container": {"command": ["python", "train.py"]}}),
     ("LS028", {"container": {"args": ["--ranks", "1"]}}),
     ("LS028", {"container": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}),
 ]  # fmt: skip
-CLOSED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 ADDED: list[dict[str, Any]] = [
     {"patch": {"spec": {"runPolicy": {"suspend": True, "schedulingPolicy": {"minAvailable": 2}}}}},
     {"patch": {"metadata": {"annotations": {"example.com/team": "vision"}}}},
     {"patch": replica({"schedulerName": "volcano", "affinity": {"nodeAffinity": {}}})},
-    {"patch": replica({"initContainers": [{"name": "own", "image": "a", "securityContext": CLOSED}]})},
+    {"patch": replica({"initContainers": [OWN]})},
     {"patch": annotated({"karpenter.sh/do-not-disrupt": "true"})},
     {"volume": {"name": "x", "configMap": {"name": "settings"}}},
     {"container": {"lifecycle": {"preStop": {"exec": {"command": ["true"]}}}}},

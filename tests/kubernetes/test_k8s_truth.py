@@ -20,6 +20,7 @@ SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
 OTHER = SPEC.model_copy(update={"nodes": 3})
+QUEUE = "kueue.x-k8s.io/queue-name"
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-truth")]
 """Everything here is done with the rights of deploy/k8s/base alone."""
 
@@ -157,14 +158,18 @@ def test_no_pod_runs_before_what_belongs_to_the_job_is_there(
     found = backend.status("smoke")
     assert found.state == "pending" and "submit it again to finish it" in found.reason and not cluster.all("pods")
     assert [row.state for row in backend.list()] == ["pending"]
-    assert not backend.submit(SPEC).created
+    again = JobSpec.of({**SPEC.plain(), "slurm": {"partition": "gpu"}})  # the same job here, with another hash
+    assert not backend.submit(again).created
     operator.round()
     assert kept(cluster) and backend.status("smoke").state == "running"
 
 
-def test_with_a_queue_kueue_lets_the_job_run(backend: Any, cluster: Cluster, operator: Operator) -> None:
+@pytest.mark.parametrize("own", [{"queue": "gpu"}, {"patch": {"metadata": {"labels": {QUEUE: "gpu"}}}}], ids=str)
+def test_with_a_queue_kueue_lets_the_job_run(
+    backend: Any, cluster: Cluster, operator: Operator, own: dict[str, Any]
+) -> None:
     """The label comes when all is there; before it Kueue would admit the job."""
-    queued = JobSpec.of({**SPEC.plain(), "k8s": {"queue": "gpu"}})
+    queued = JobSpec.of({**SPEC.plain(), "k8s": own})
     labels: list[Any] = []
     before(
         cluster,
@@ -174,10 +179,7 @@ def test_with_a_queue_kueue_lets_the_job_run(backend: Any, cluster: Cluster, ope
     )
     backend.submit(queued)
     live = cluster.get("pytorchjobs", "smoke")
-    assert (
-        not any("kueue" in key for key in labels[0])
-        and live["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu"
-    )
+    assert not any("kueue" in key for key in labels[0]) and live["metadata"]["labels"][QUEUE] == "gpu"
     operator.round()
     found = backend.status("smoke")
     assert waits(live) and found.state == "queued" and "queue gpu has not seen it yet: is Kueue there?" in found.reason
@@ -269,11 +271,11 @@ def test_settings_of_another_backend_make_no_other_job_and_no_policy_that_select
     old = JobSpec.of({**PLAIN, "slurm": {"wckey": "lockstep"}})
     (_, job), _ = product.manifests("k8s", old)
     cluster.put("pytorchjobs", job)
-    assert not backend.submit(JobSpec.of(PLAIN)).created
-    assert policies(cluster) == [], "one by another hash would select none of its pods"
-    assert not backend.submit(old).created and policies(cluster) == [f"old-{old.hash()}"], (
-        "it had none, and got it back"
-    )
+    for spec in (JobSpec.of(PLAIN), old):
+        assert not backend.submit(spec).created
+        assert policies(cluster) == [f"old-{old.hash()}"], (
+            "it had none; one by another hash would select none of its pods"
+        )
 
 
 def test_a_job_of_another_version_is_shown_and_not_taken_for_the_same(backend: Any, cluster: Cluster) -> None:
