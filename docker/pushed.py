@@ -49,6 +49,7 @@ def docker(*words: str) -> str:
 
 def push(name: str, revision: str) -> None:
     """Pushes the flavours that were built of this revision, prints and notes their digests. Raises `UserError`."""
+    name = name.removeprefix("docker.io/")  # as the engine lists it
     built = docker("image", "ls", "--format", "{{.Tag}}", name).split()
     flavours = [flavour for flavour, end in FLAVOURS.items() if revision + end in built]
     if not flavours:
@@ -57,7 +58,12 @@ def push(name: str, revision: str) -> None:
         tag = f"{name}:{revision}{FLAVOURS[flavour]}"
         docker("push", "--quiet", tag)
         digests = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", tag))
-        (digest,) = [one for one in digests if one.startswith(f"{name}@sha256:")]
+        found = [one for one in digests or () if one.startswith(f"{name}@sha256:")]
+        if len(found) != 1:
+            raise UserError(
+                f"{tag} is pushed, but the engine tells {len(found)} digests of it, not one: take the registry's"
+            )
+        digest = found[0]
         known = notes()
         known.setdefault(revision, {})[flavour] = digest
         NOTES.parent.mkdir(exist_ok=True)

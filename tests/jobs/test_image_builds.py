@@ -107,6 +107,32 @@ def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path:
     assert found == [f"--image {other}", f"--image {one}"]
 
 
+ENGINE = """#!/bin/sh
+for last; do :; done
+case "$*" in
+  "image ls "*) [ "$last" != me/lockstep ] || echo abc-cpu ;;
+  "image inspect "*) cat "$(dirname "$0")/digests" ;;
+esac
+"""
+
+
+def test_a_push_to_docker_hub_and_what_an_engine_tells_of_it(tmp_path: Path) -> None:
+    """An engine lists `docker.io/me/lockstep` as `me/lockstep`."""
+    here = copy_to(tmp_path / "lockstep")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/docker").write_text(ENGINE)
+    (tmp_path / "bin/docker").chmod(0o755)
+    env = environment(here, tmp_path / "home")
+    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
+    one, other = (f"me/lockstep@sha256:{digit * 64}" for digit in "12")
+    words = [sys.executable, "docker/pushed.py", "push", "docker.io/me/lockstep", "abc"]
+    for digests, code in (([one], 0), ([], 2), (None, 2), ([one, other], 2)):
+        (tmp_path / "bin/digests").write_text(json.dumps(digests))
+        done = run(words, env, cwd=here)
+        assert done.code == code and "Traceback" not in done.output and ("digests" in done.output) == bool(code), done
+    assert json.loads((here / "build/images.json").read_text()) == {"abc": {"cpu": one}}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
