@@ -142,3 +142,15 @@ def test_a_schedule_that_no_checkpoint_has_is_warned_of(tmp_path: Path) -> None:
         code = CODE.replace("    run.keep(", made + kept)
         done = script(2, code, tmp_path / f"kept-{warned}", "plain")
         assert done.code == 0 and done.output.count("run.keep(schedule=") == warned, done.output
+
+
+@pytest.mark.promise("session-resume")
+def test_a_schedule_may_come_between_two_starts(tmp_path: Path) -> None:
+    """It keeps numbers of its own in the optimizer's groups, which those of the checkpoint do not have."""
+    made = "    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)\n    run.keep("
+    steps = "scaler=scaler, clip=1.0)\n"
+    later = CODE.replace("    run.keep(", made).replace(steps, f"{steps}            schedule.step()\n")
+    for code, kind in ((CODE, "steps:4"), (later, "steps:6")):
+        done = script(1, code, tmp_path / "run", kind)
+        assert done.code == 0, done.output
+    assert "Resuming at step 4" in done.output

@@ -227,12 +227,18 @@ _MAY_BE_NULL = ("foreach", "fused")
 """Settings of torch's optimizers that are true, false or left to torch; any other switch is on or off."""
 
 
-def _check_settings(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Raises `ValueError` for a setting of the saved groups of parameters that is of another kind than that of `optimizer`."""
-    for number, (old, new) in enumerate(zip(saved, optimizer.state_dict()["param_groups"])):
+def _completed(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The saved groups of parameters; a setting that they do not have is that of `optimizer`: its schedule, say, is new.
+
+    Raises:
+        ValueError: a setting is of another kind than that of `optimizer`.
+    """
+    live = optimizer.state_dict()["param_groups"]
+    for number, (old, new) in enumerate(zip(saved, live)):
         for name in new.keys() & old.keys() - {"params"}:
             empty = old[name] is None and new[name] is not None and name not in _MAY_BE_NULL
             _expect(not empty and _kind(old[name]) == _kind(new[name]), f"{name} of the optimizer's group {number}")
+    return [{**new, **old} for old, new in zip(saved, live)]
 
 
 def _kind(value: Any) -> Any:
@@ -274,8 +280,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
     _check_moments(shared["optimizer"], state.optimizer, {tensor.shape for tensor in shared["model"].values()})
     saved = _by_number(shared["optimizer"], _names(state))
-    _check_settings(saved["param_groups"], state.optimizer)
-    state.sync.load_optimizer_state(state.optimizer, saved)
+    groups = _completed(saved["param_groups"], state.optimizer)
+    state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = shared["trained_seconds"]
     state.history.update(shared["history"])
