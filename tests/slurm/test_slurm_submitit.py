@@ -84,7 +84,7 @@ def test_a_driver_of_ten_lines_is_preempted_and_resumed(bench: Bench, driver: st
     (bench.folder / "job.yaml").write_text(json.dumps(spec.plain()))
     with started([PYTHON, "-c", driver], dict(os.environ), cwd=bench.folder) as process:
         assert process.stdout is not None
-        job_id = process.stdout.readline().strip()
+        job_id = next(line for line in process.stdout if not line.startswith("warning: ")).strip()
         hold.reached()
         bench.cluster.ask("scancel", "--signal=USR2", job_id)
         poll(lambda: events(path, "preempted"), 60, "the signal and the checkpoint")
