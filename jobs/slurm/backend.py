@@ -434,7 +434,6 @@ class SlurmBackend(Cluster):
         request, packed = received(source)
         os.chdir(Path.home())  # what a relative path is relative to
         place = Place.of_this_machine()
-        os.environ["LOCKSTEP_HOME"] = str(place.lockstep)  # it may be relative, too
         specs = [JobSpec.recorded("the job", plain) for plain in request["specs"]]
         for name in {name for spec in specs for name in spec.secrets}:
             os.environ.pop(name, None)

@@ -200,7 +200,7 @@ def _folder(spec: JobSpec | None, place: Place) -> Iterator[Check]:
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
         told = ask("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
-            *options, *command, *map(str, files), seconds=bound,
+            f"--chdir={place.here}", *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:
         yield Check("node", "cannot tell", f"no node was free, or answered, within {bound} s")

@@ -57,10 +57,11 @@ if ! command -v sbatch > /dev/null 2>&1 && [ -r /etc/profile ]; then
   lockstep_said=$( {{ . /etc/profile; }} < /dev/null > /dev/null 2>&1; printf %s "$PATH")
   [ -z "$lockstep_said" ] || PATH=$lockstep_said
 fi
+case ${{LOCKSTEP_HOME:-/}} in /*) ;; *) LOCKSTEP_HOME=$HOME/$LOCKSTEP_HOME ;; esac
 cd /
 """
 """Where SLURM's commands are is often said for login shells alone. That machine is the host, whatever its user's files name as one.
-No file of the home folder is taken for a module."""
+No file of the home folder is taken for a module; where jobs are kept may be said from there."""
 _FOLLOWED = """
 exec 3<&0
 {words} < /dev/null & child=$!

@@ -71,6 +71,15 @@ def test_a_login_shell_that_greets_and_a_run_below_the_home_folder_there(laptop:
     assert done.returncode == 69 and done.stderr.startswith("error: the SLURM controller does not answer"), done
 
 
+def test_where_jobs_are_kept_may_be_said_from_the_home_folder_there(laptop: Site) -> None:
+    there(laptop, "export LOCKSTEP_HOME=own")
+    assert laptop.run("submit", "slurm", job(laptop)).returncode == 0
+    assert (laptop.folder / "there/own/slurm/mine/job.json").exists()
+    laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    done = laptop.run("logs", "slurm", "mine")
+    assert (done.returncode, done.stdout) == (0, ""), done
+
+
 def test_a_secret_is_the_laptops_and_lies_nowhere(laptop: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     laptop.does("sbatch", 'echo "got $KEY" >&2; exit 1')
     there(laptop, "export KEY='of the login node'")
