@@ -132,7 +132,7 @@ def prepare(data: Data) -> Manifest:
         raise UserError(
             f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
         )
-    lock = directory.with_suffix(".lock")
+    lock = directory.with_name(f"{directory.name}.lock")  # a function's name has dots
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
