@@ -150,16 +150,18 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._process: int | None = None
+        self._last: Future[Any] | None = None
 
     def begin(self) -> None:
-        """Starts the thread, once in a process: a forked one has none of its parent's."""
-        if self._process != os.getpid():
-            self._process, self._calls = os.getpid(), queue.SimpleQueue[Callable[[], None]]()
+        """Starts the thread, once in a process: a forked one has none of its parent's. Another one where a disk holds it for ever."""
+        held = self._last is not None and not self._last.done()
+        if self._process != os.getpid() or held:
+            self._process, self._calls, self._last = os.getpid(), queue.SimpleQueue[Callable[[], None]](), None
             threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True).start()
 
     def run(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
         self.begin()
-        future = Future[R]()
+        self._last = future = Future[R]()
 
         def answer() -> None:
             try:

@@ -51,6 +51,24 @@ def test_a_save_starts_and_ends_no_thread(writer: Writer) -> None:
     assert {thread.ident for thread in threading.enumerate()} == before
 
 
+def test_a_disk_that_hangs_keeps_no_other_run_of_the_process_waiting(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, forced = threading.Event(), files.fsync
+
+    def fsync(descriptor: int) -> None:
+        if str(tmp_path / "gone") in os.readlink(f"/proc/self/fd/{descriptor}"):
+            assert answers.wait(60)
+        forced(descriptor)
+
+    monkeypatch.setattr(files, "fsync", fsync)
+    hanging = Writer(tmp_path / "gone", keep=2, keep_best=False).save(1, _state(1))
+    following = Writer(tmp_path / "there", keep=2, keep_best=False)
+    assert following.save(2, _state(2)).result(30).path.exists() and not hanging.done()
+    answers.set()
+    hanging.result(30)
+
+
 @given(trees)
 def test_every_tree_can_be_saved_and_read(tree: Any) -> None:
     """Whatever its keys make of the tensors' names: a key may hold a slash, and two places of a tree the same text."""
