@@ -360,7 +360,7 @@ def received(source: IO[bytes]) -> tuple[dict[str, Any], bytes]:
     try:
         request = json.loads(source.readline(MOST))
         theirs, host, size = request["lockstep"], request["host"], int(request["bytes"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError("serve answers `lockstep` of a laptop, and this is no request of it") from None
     if theirs != VERSION:
         raise UserError(f"{host} has Lockstep {VERSION}, and this machine has {theirs}: use the same version on both")
