@@ -515,6 +515,9 @@ class FromLaptop(SlurmBackend):
         record = told["record"]
         return Found(name, record["hash"], record["spec"], {**record, "status": told["status"]})
 
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return self.login.within(seconds)
+
     def observe(self, found: Found) -> Status:
         status: Status = found.record["status"]
         return status

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -108,6 +109,16 @@ class Login:
         self.host, _, python = host.partition(":")
         self.python = python or "python3"
         self._options: list[str] | None = None
+        self._bound = math.inf
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Requests in the block end after so many seconds, or after those that a connection takes."""
+        before, self._bound = self._bound, min(self._bound, max(seconds, CONNECT_SECONDS))
+        try:
+            yield
+        finally:
+            self._bound = before
 
     def ask(
         self, do: str, shape: Any, seconds: float = 120, code: bytes = b"", specs: Sequence[JobSpec] = (), **values: Any
@@ -132,6 +143,7 @@ class Login:
             "lockstep": VERSION, "host": self.host, "do": do, "bytes": len(code), "specs": [spec.record() for spec in specs],
             "recipes": recipes, "secrets": {}, **values,
         }  # fmt: skip
+        seconds = min(seconds, self._bound)
         tag = _tag()
         script = _marked(tag, f"exec {self._words(['serve', 'slurm'])}")
         with self._started(script) as process:

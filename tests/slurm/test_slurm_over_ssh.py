@@ -71,6 +71,14 @@ def test_a_login_shell_that_greets_and_a_run_below_the_home_folder_there(laptop:
     assert done.returncode == 69 and done.stderr.startswith("error: the SLURM controller does not answer"), done
 
 
+def test_a_wait_ends_although_the_login_node_hangs(laptop: Site) -> None:
+    assert laptop.run("submit", "slurm", job(laptop)).returncode == 0
+    there(laptop, "sleep 100")
+    began = time.monotonic()
+    done = laptop.run("wait", "slurm", "mine", "--timeout", "3")
+    assert done.returncode == 69 and "did not answer for 15 s" in done.stderr and time.monotonic() - began < 60, done
+
+
 def test_where_jobs_are_kept_may_be_said_from_the_home_folder_there(laptop: Site) -> None:
     there(laptop, "export LOCKSTEP_HOME=own")
     assert laptop.run("submit", "slurm", job(laptop)).returncode == 0
