@@ -88,8 +88,9 @@ class Meetings:
     def __init__(
         self, world: World, moves: Callable[[], int], steps: Callable[[], int], say: Callable[[str], None]
     ) -> None:
-        self._world, self._moves, self._steps, self._say = world, moves, steps, say
-        self._met = 0
+        self._world, self._steps, self._say = world, steps, say
+        self._met = self._collectives = 0
+        self._moves: Callable[[], int] = lambda: moves() + 2 * self._collectives
         self._waiting: _Waiting | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
         self._key = f"lockstep/loop/{next(_ATTEMPTS)}"  # a process may have several runs over one store
@@ -106,9 +107,11 @@ class Meetings:
         self._waiting = _Waiting(self._met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
 
     def go_on(self) -> None:
-        """Before a collective that is called in the loop and after it: `meet`, where the loop was left."""
+        """Before a collective that is called in the loop and after it: `meet`, where the loop was left. In the loop it counts as a move."""
         if self._waiting is not None:
             self.meet(Place.LEFT)
+        else:
+            self._collectives += 1
 
     def meet(self, place: Place) -> None:
         """Waits for the other ranks. Ends the process with a sentence where they are elsewhere. Collective, unless it is over."""
