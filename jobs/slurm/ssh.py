@@ -113,7 +113,7 @@ class Login:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Requests in the block end after so many seconds, or after those that a connection takes."""
+        """Requests in the block end after this many seconds, or after those that a connection takes."""
         before, self._bound = self._bound, min(self._bound, max(seconds, CONNECT_SECONDS))
         try:
             yield
