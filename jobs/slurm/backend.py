@@ -533,6 +533,12 @@ class FromLaptop(SlurmBackend):
 
     def _send_off(self, do: str, specs: Specs, **values: str) -> Sent:
         specs = self.with_code(specs)
+        for recipe in {spec.recipe or "" for spec in specs if spec.code is None}:
+            if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
+                raise UserError(
+                    f"recipe {recipe} is a file of this machine, which the ranks cannot read: send it with the job (code: .), or give "
+                    "its absolute path there"
+                )
         secrets = {name: os.environ[name] for spec in specs for name in spec.secrets if name in os.environ}
         code = store.packed(commands.identity(specs[0])) if specs[0].code is not None else b""
         try:

@@ -71,6 +71,14 @@ def test_a_login_shell_that_greets_and_a_run_below_the_home_folder_there(laptop:
     assert done.returncode == 69 and done.stderr.startswith("error: the SLURM controller does not answer"), done
 
 
+def test_a_recipe_that_does_not_travel_is_refused_on_the_laptop(laptop: Site) -> None:
+    (laptop.folder / "mine.yaml").write_text("batch_size: 8\n")
+    Path(laptop.file).write_text(f"name: mine\nrecipe: mine.yaml\nslurm: {{host: '{AT}'}}\n")
+    done = laptop.run("submit", "slurm", laptop.file)
+    assert done.returncode == 2 and "recipe mine.yaml is a file of this machine" in done.stderr, done
+    assert not laptop.called("sbatch")
+
+
 def test_a_wait_ends_although_the_login_node_hangs(laptop: Site) -> None:
     assert laptop.run("submit", "slurm", job(laptop)).returncode == 0
     there(laptop, "sleep 100")
