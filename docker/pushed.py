@@ -7,12 +7,12 @@ python docker/pushed.py find REVISION job.yaml [GPUS]      # prints --image NAME
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lockstep.jobs.compose.engine import docker
 from lockstep.jobs.lint import documentation
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.terminal import warn
@@ -23,6 +23,7 @@ from lockstep.training.contract import UserError, user_errors
 NOTES = Path(__file__).parents[1] / "build/images.json"
 FLAVOURS = {"cuda": "", "cpu": "-cpu"}
 """What an image was built for → what its tag ends with behind the revision."""
+PUSH_SECONDS = 3600.0
 
 
 def notes() -> dict[str, dict[str, str]]:
@@ -36,17 +37,6 @@ def notes() -> dict[str, dict[str, str]]:
     }
 
 
-def docker(*words: str) -> str:
-    """What docker prints; what it complains of goes to standard error. Raises `UserError` where it fails or is missing."""
-    try:
-        done = subprocess.run(["docker", *words], stdout=subprocess.PIPE, text=True)
-    except OSError as error:
-        raise UserError(f"cannot start docker: {error.strerror}") from None
-    if done.returncode:
-        raise UserError(f"docker {' '.join(words[:2])} ended with {done.returncode}")
-    return done.stdout
-
-
 def push(name: str, revision: str) -> None:
     """Pushes the flavours that were built of this revision, prints and notes their digests. Raises `UserError`."""
     name = name.removeprefix("docker.io/")  # as the engine lists it
@@ -56,7 +46,7 @@ def push(name: str, revision: str) -> None:
         raise UserError(f"there is no {name}:{revision} yet: make image IMAGE={name}, or make image-cpu IMAGE={name}")
     for flavour in flavours:
         tag = f"{name}:{revision}{FLAVOURS[flavour]}"
-        docker("push", "--quiet", tag)
+        docker("push", "--quiet", tag, timeout=PUSH_SECONDS)
         digests = json.loads(docker("image", "inspect", "--format", "{{json .RepoDigests}}", tag))
         found = [one for one in digests or () if one.startswith(f"{name}@sha256:")]
         if len(found) != 1:

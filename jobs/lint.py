@@ -133,11 +133,15 @@ def documented_registry(subject: Subject) -> Iterator[str]:
         )
 
 
+def tag_of(image: str) -> str:
+    """The image's tag; "" where it has none."""
+    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+
+
 @COMMON.rule("LJ002")
 def cpu_image(subject: Subject) -> Iterator[str]:
     """In the CPU image torch finds no GPU."""
-    tag = (subject.image or "").partition("@")[0].rpartition("/")[2].partition(":")[2]
-    if subject.spec.gpus and re.fullmatch(r"(.*-)?cpu", tag):
+    if subject.spec.gpus and re.fullmatch(r"(.*-)?cpu", tag_of(subject.image or "")):
         yield (
             f"image {subject.image} is built for CPUs, and the job asks for {subject.spec.gpus} GPUs a node: "
             "take the CUDA image (make image), or --gpus 0"

@@ -133,7 +133,7 @@ class Submitted:
         return f"{self.name}: {'submitted' if self.created else f'is there already, with the same spec{again}'} ({self.where})"
 
     def plain(self) -> dict[str, Any]:
-        return {**asdict(self), "restarted": [*self.restarted]}
+        return asdict(self)
 
 
 Observer = Callable[[Status], None]

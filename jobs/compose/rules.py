@@ -10,6 +10,7 @@ from lockstep.jobs import lint
 from lockstep.jobs.compose import render
 from lockstep.jobs.compose.render import IMAGE_FOLDERS
 from lockstep.jobs.compose.section import Compose
+from lockstep.jobs.lint import tag_of
 from lockstep.jobs.manifest import changes, get
 
 HOST_PATHS = ("/", ".", "~", "$")
@@ -110,7 +111,7 @@ def owner(subject: Subject) -> Iterator[str]:
 def image_tag(subject: Subject) -> Iterator[str]:
     """A name without a tag means another image tomorrow."""
     name = subject.spec.image or ""
-    if name and "@sha256:" not in name and (":" not in name.rsplit("/", 1)[-1] or name.endswith(":latest")):
+    if name and "@sha256:" not in name and tag_of(name) in ("", "latest"):
         yield f"image {name} has no fixed tag: use a tag, or better a digest (name@sha256:…)"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.jobs import lint
 from lockstep.jobs.kubernetes import pod, render
 from lockstep.jobs.kubernetes.section import CONTAINERS, k8s
-from lockstep.jobs.lint import volume_of
+from lockstep.jobs.lint import tag_of, volume_of
 from lockstep.jobs.manifest import Manifest, changes, get, mappings
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import size_in_bytes
@@ -105,7 +105,7 @@ def image_tag(subject: Subject) -> Iterator[str]:
     """A tag can move while the job restarts; a digest cannot."""
     image = subject.spec.image or ""
     if image and "@sha256:" not in image:
-        loose = ":" not in image.rsplit("/", 1)[-1] or image.endswith(":latest")
+        loose = tag_of(image) in ("", "latest")
         yield f"image {image} {'has no fixed tag' if loose else 'is a tag, which can move'}: use a digest (name@sha256:…)"
 
 

@@ -355,16 +355,9 @@ class SlurmBackend(Cluster):
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
         # Its mark says whose ranks it looks for; that of a laptop's command (`FromLaptop.exec`) is not this one's.
-        inside = [
-            *words,
-            "env",
-            "-u",
-            contract.ENV_LAUNCHER,
-            "-u",
-            contract.ENV_EXEC,
-            f"{contract.ENV_JOB}={record['job']}",
-        ]
-        flags = _places(spec, rank) if slurm(spec).container is not None else []
+        cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
+        inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record['job']}"]
+        flags = render.places(spec, rank) if slurm(spec).container is not None else []
         own = commands.execute(python, rank, command, str(record["run_dir"]), "--token", token, *flags)
 
         def interrupt(number: int) -> None:
@@ -581,15 +574,6 @@ def _submitit(spec: JobSpec, place: Place) -> PurePath:
 
 def _where(record: dict[str, Any]) -> str:
     return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
-
-
-def _places(spec: JobSpec, rank: int) -> Lines:
-    """In a container of its own the rank's process may not be looked at: then this is what is known of it."""
-    values = {
-        "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
-        "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
-    }  # fmt: skip
-    return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
 
 
 @contextlib.contextmanager

@@ -64,7 +64,9 @@ def ask(*command: str, seconds: float = SECONDS) -> Told:
 
 
 def missing(program: str) -> UserError:
-    return UserError(f"{program} is not installed here: submit from a node of a SLURM cluster, or set slurm.host")
+    return UserError(
+        f"{program} is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`, or set slurm.host"
+    )
 
 
 def answer(*command: str) -> str:

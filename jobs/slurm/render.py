@@ -207,6 +207,15 @@ def container(spec: JobSpec, folder: PurePath, place: Place | None = None) -> tu
     return [], []
 
 
+def places(spec: JobSpec, rank: int) -> list[str]:
+    """In a container of its own the rank's process may not be looked at: then this is what is known of it."""
+    values = {
+        "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
+        "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
+    }  # fmt: skip
+    return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
+
+
 def script(
     spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1, place: Place | None = None
 ) -> str:

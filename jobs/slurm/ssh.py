@@ -205,7 +205,7 @@ class Login:
             Disconnected: the connection was lost. The command may go on.
         """
         token = secrets.token_hex(16)
-        note = f"/tmp/lockstep-exec-{token}"  # noqa: S108 - nobody else knows the name, and what is there is not overwritten
+        note = f"/tmp/lockstep-exec-{token}"  # noqa: S108 - what is there is not overwritten, and only its owner removes it
         script = _ATTACHED.format(words=f"{ENV_EXEC}={token} {self._words(words)}", note=note)
 
         def interrupt(number: int) -> None:
@@ -251,17 +251,9 @@ class Login:
     def _all_options(self) -> list[str]:
         """Host keys are checked as the user's own configuration says; nobody is asked for anything."""
         if self._options is None:
-            values = [
-                "BatchMode=yes",
-                f"ConnectTimeout={CONNECT_SECONDS}",
-                f"ServerAliveInterval={CONNECT_SECONDS // 3}",
-            ]
-            values += [
-                "ServerAliveCountMax=3",
-                "ClearAllForwardings=yes",
-                "RemoteCommand=none",
-                "PermitLocalCommand=no",
-            ]
+            alive = f"ServerAliveInterval={CONNECT_SECONDS // 3}"
+            values = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", alive, "ServerAliveCountMax=3"]
+            values += ["ClearAllForwardings=yes", "RemoteCommand=none", "PermitLocalCommand=no"]
             values += [] if self._shares_already() else _own_socket()
             self._options = ["-a", "-x", *(word for value in values for word in ("-o", value))]
         return self._options

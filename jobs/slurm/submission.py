@@ -58,7 +58,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 def write(folder: Path, record: dict[str, Any]) -> None:
     """Raises `OSError`."""
-    _write(folder / JOB, record)
+    files.replace_json(folder / JOB, record)
 
 
 def read_end(folder: Path) -> dict[str, Any] | None:
@@ -69,11 +69,7 @@ def read_end(folder: Path) -> dict[str, Any] | None:
 
 def write_end(folder: Path, plain: dict[str, Any]) -> None:
     """Raises `OSError`."""
-    _write(folder / ENDED, plain)
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    files.replace(path, (files.json_text(value, indent=1) + "\n").encode())
+    files.replace_json(folder / ENDED, plain)
 
 
 class Notes:
@@ -135,9 +131,7 @@ def send(
     """
     program = shutil.which("sbatch")
     if program is None:
-        raise UserError(
-            "sbatch is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`, or set slurm.host"
-        )
+        raise observe.missing("sbatch")
     script = render.script(spec, jobs / spec.name / SUBMITIT, after, len(tasks), place)
     ends = [""] if len(tasks) == 1 else [f"_{element}" for element in range(len(tasks))]
     payloads = {

@@ -93,7 +93,8 @@ class _Part(BaseModel):
     """What a part of a gathered state must have. What only its owner knows may be anything: the settings of the optimizer's groups,
     which `scatter` compares with those of the current optimizer, and the states of a strategy and of what a script keeps."""
 
-    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="allow")
+    # Only a resume looks at a state: what checks it is not built before.
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="allow", defer_build=True)
 
 
 def _is_generators(states: Any) -> Any:

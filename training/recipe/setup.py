@@ -114,9 +114,8 @@ def _batches(config: Config, world: World, manifest: Manifest, global_batch: int
 
 
 def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
-    generators.seed(
-        config.seed + world.rank
-    )  # rank 0's draw counts; the others differ, so that a missing broadcast shows
+    # Rank 0's draw counts; the others differ, so that a missing broadcast shows.
+    generators.seed(config.seed + world.rank)
     model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")

@@ -311,9 +311,8 @@ class Fsdp(GradientSync):
         new |= {id(p): nn.Parameter(parameter(p.detach()), p.requires_grad) for p in module.parameters()}
         old = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
         places = [*self._plain.named_parameters(), *self._plain.named_buffers()]
-        made: dict[int, Any] = {
-            id(place): new[id(old[name])] for name, place in places
-        }  # `deepcopy` takes these for copies
+        # `deepcopy` takes these for the copies that it has made.
+        made: dict[int, Any] = {id(place): new[id(old[name])] for name, place in places}
         return copy.deepcopy(self._plain, made).train(module.training)
 
     def full_parameters(self, module: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
