@@ -16,7 +16,7 @@ from lockstep.jobs.cluster import Checks, Cluster, Manifests
 from lockstep.jobs.kubernetes import render, rules, submission
 from lockstep.jobs.kubernetes.answers import ApiError, Gone, Listing, explained
 from lockstep.jobs.kubernetes.observe import belongs, brief, explain, hosts, newest, orphaned, seen_at, slim
-from lockstep.jobs.kubernetes.pod import RENDERED
+from lockstep.jobs.kubernetes.render import RENDERED
 from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, k8s
 from lockstep.jobs.lint import Rules
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import base64
 import json
+from typing import Any
 
 from lockstep.jobs import command as commands
-from lockstep.jobs.kubernetes import pod
-from lockstep.jobs.kubernetes.pod import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
+from lockstep.jobs.command import GRACE_MARGIN
 from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE_QUEUE, k8s
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge, without_none
-from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
 from lockstep.jobs.spec.types import seconds
-from lockstep.training.contract import UserError
+from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT, UserError
+
+RENDEZVOUS_PORT = 23456
+CODE_PART_BYTES = 900 << 10
+"""Of a ConfigMap's binaryData. A server takes 1 MiB, with everything else that is in the object."""
+CODE_KEY = "part"
+CODE_VOLUME = "code"
+SUBMISSION = "lockstep/submission"
+"""Label of a ConfigMap and annotation of a job: which submission made it, and so which ones are the job's."""
+RENDERED = "rendered"
+"""In place of a submission's word, where nothing is submitted."""
+LINGER_SECONDS = 30
+"""The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
+it has seen rank 0's pod."""
 
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
@@ -37,13 +50,13 @@ def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
 
 
 def _metadata(spec: JobSpec, submission: str) -> Manifest:
-    labels = pod.labels(spec)
+    marks = labels(spec)
     if queue := k8s(spec).queue:
-        labels[KUEUE_QUEUE] = queue
+        marks[KUEUE_QUEUE] = queue
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
     return without_none(
-        {"name": spec.name, "namespace": k8s(spec).namespace, "labels": labels, "annotations": annotations}
+        {"name": spec.name, "namespace": k8s(spec).namespace, "labels": marks, "annotations": annotations}
     )
 
 
@@ -65,7 +78,7 @@ def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
 def _elastic(spec: JobSpec) -> Manifest:
     low, high = (spec.elastic.min_nodes, spec.elastic.max_nodes) if spec.elastic else (spec.nodes, spec.nodes)
     return {
-        "rdzvBackend": "c10d", "rdzvId": f"{spec.name}-{spec.hash()}", "rdzvPort": pod.RENDEZVOUS_PORT,
+        "rdzvBackend": "c10d", "rdzvId": f"{spec.name}-{spec.hash()}", "rdzvPort": RENDEZVOUS_PORT,
         "minReplicas": low, "maxReplicas": high,
     }  # fmt: skip
 
@@ -76,28 +89,28 @@ def _workers(spec: JobSpec, submission: str) -> Manifest:
         # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
         "restartPolicy": "ExitCode",
         "template": {
-            "metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)},
-            "spec": pod.pod_spec(spec, submission),
+            "metadata": {"labels": labels(spec), "annotations": pod_annotations(spec)},
+            "spec": pod_spec(spec, submission),
         },
     }
 
 
 def _trainjob(spec: JobSpec, submission: str) -> Manifest:
     """The runtime injects PET_*; the pod's own parts (volumes, security, affinity) travel in a `runtimePatch`."""
-    container = pod.container(spec)
-    template = pod.pod_spec(spec, submission)
+    node = container(spec)
+    template = pod_spec(spec, submission)
     own = {
         "name": CONTAINERS["TrainJob"],
-        "volumeMounts": container["volumeMounts"],
-        "securityContext": container["securityContext"],
+        "volumeMounts": node["volumeMounts"],
+        "securityContext": node["securityContext"],
     }
     allowed = (
         "serviceAccountName", "nodeSelector", "affinity", "tolerations", "volumes", "imagePullSecrets",
         "securityContext", "terminationGracePeriodSeconds",
     )  # fmt: skip
     pod_patch = {key: template[key] for key in allowed if key in template} | {"containers": [own]}
-    patch = {"metadata": {"labels": pod.labels(spec), "annotations": pod.pod_annotations(spec)}, "spec": pod_patch}
-    node = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
+    patch = {"metadata": {"labels": labels(spec), "annotations": pod_annotations(spec)}, "spec": pod_patch}
+    replicated = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
     return {
         "runtimeRef": {
             "name": k8s(spec).runtime,
@@ -107,16 +120,191 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
         "activeDeadlineSeconds": spec.deadline_seconds,
         "trainer": {
             "image": spec.image,
-            "command": container["command"],
+            "command": node["command"],
             "numNodes": spec.nodes,
             "numProcPerNode": spec.ranks,
-            "resourcesPerNode": container["resources"],
-            "env": container["env"],
+            "resourcesPerNode": node["resources"],
+            "env": node["env"],
         },
         "runtimePatches": [
-            {"manager": "lockstep", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
+            {"manager": "lockstep", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
         ],
     }
+
+
+def labels(spec: JobSpec) -> dict[str, str]:
+    return {JOB: spec.name, HASH: spec.hash(), **MANAGED}
+
+
+def pod_annotations(spec: JobSpec) -> dict[str, str]:
+    found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
+    if k8s(spec).topology:
+        found[f"kueue.x-k8s.io/podset-{k8s(spec).topology}-topology"] = k8s(spec).topology_level
+    return found
+
+
+def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
+    settings = k8s(spec)
+    return without_none(
+        {
+            "serviceAccountName": settings.service_account,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
+            "priorityClassName": settings.priority_class,
+            "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
+            "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
+            "affinity": _affinity(spec),
+            "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": settings.run_as_user,
+                "runAsGroup": settings.fs_group,
+                "fsGroup": settings.fs_group,
+                "fsGroupChangePolicy": "OnRootMismatch" if settings.fs_group is not None else None,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container(spec)],
+            "volumes": _volumes(spec, submission),
+        }
+    )
+
+
+def container(spec: JobSpec) -> Manifest:
+    ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
+    ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
+    return {
+        "name": CONTAINERS["PyTorchJob"],
+        "image": spec.image,
+        "imagePullPolicy": k8s(spec).image_pull_policy,
+        "command": [_literal(word) for word in _command(spec)],
+        "env": environment(spec),
+        "ports": ports,
+        "resources": resources(spec),
+        "volumeMounts": _mounts(spec),
+        "workingDir": "/tmp",  # noqa: S108 - the pod's own, and the only place that is always writable
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {
+                "drop": ["ALL"]
+            },  # RDMA needs none: what may be pinned is the container runtime's memlock limit
+        },
+    }
+
+
+def _command(spec: JobSpec) -> list[str]:
+    linger = LINGER_SECONDS if k8s(spec).kind == "PyTorchJob" else 0
+    return commands.launch(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
+
+
+def environment(spec: JobSpec) -> list[Manifest]:
+    """The variables of the job. The operator appends its own after them, so that its values win."""
+    values = {
+        "HOME": "/tmp",  # noqa: S108 - the root is read-only
+        "PYTHONUNBUFFERED": "1",
+        ENV_METRICS_PORT: str(spec.metrics_port) if spec.metrics_port != METRICS_PORT else None,
+        # The image shows all GPUs to whoever starts it by hand. Where nvidia's runtime is the default, this job would see them.
+        "NVIDIA_VISIBLE_DEVICES": None if spec.gpus else "void",
+        "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
+    }
+    if spec.gpus:
+        values["NCCL_DEBUG"] = k8s(spec).nccl_debug
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+        values["NCCL_SOCKET_IFNAME"] = k8s(spec).socket_interface
+        values["NCCL_IB_HCA"] = k8s(spec).ib_hca
+        if any(name.endswith("/efa") for name in k8s(spec).rdma):
+            values["FI_PROVIDER"] = "efa"
+    values["GLOO_SOCKET_IFNAME"] = k8s(spec).socket_interface  # tensors of the CPU go by gloo, in a job with GPUs, too
+    values |= spec.env
+    items: list[Manifest] = [
+        {"name": name, "value": _literal(value)}
+        for name, value in sorted(values.items())
+        if value is not None and name not in spec.secrets
+    ]
+    return items + [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
+        for name, source in sorted(spec.secrets.items())
+    ]
+
+
+def resources(spec: JobSpec) -> Manifest:
+    """Requests equal limits (Guaranteed): a training rank that is throttled or evicted stops all the others."""
+    amounts: dict[str, Any] = {"cpu": cpu(spec.cpus), "memory": spec.memory}
+    if spec.gpus:
+        amounts[k8s(spec).gpu_resource] = str(spec.gpus)
+    for name, count in sorted(k8s(spec).rdma.items()):
+        amounts[name] = str(count)
+    if k8s(spec).hugepages:
+        amounts["hugepages-2Mi"] = k8s(spec).hugepages
+    return {"requests": amounts, "limits": amounts}
+
+
+def cpu(cores: float) -> str:
+    return str(int(cores)) if cores == int(cores) else f"{max(1, round(cores * 1000))}m"
+
+
+def _affinity(spec: JobSpec) -> Manifest | None:
+    if k8s(spec).spread == "none" or (spec.nodes == 1 and not spec.elastic):
+        return None
+    term = {"labelSelector": {"matchLabels": {JOB: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
+    if k8s(spec).spread == "required":
+        return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    soft = {"weight": 100, "podAffinityTerm": term}
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
+
+
+def _volumes(spec: JobSpec, submission: str) -> list[Manifest]:
+    volumes: list[Manifest] = [
+        {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
+        volumes.append({"name": "run", "emptyDir": {}})
+    claims = dict(zip(_claim_names(spec), (volume.claim for volume in spec.volumes)))
+    volumes += [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, claim in claims.items()]
+    return volumes + ([_code_volume(spec, submission)] if spec.code is not None else [])
+
+
+def _claim_names(spec: JobSpec) -> list[str]:
+    """The pod's volume of each of the job's. A TrainJob's mounts are keyed by it, so there a claim that is mounted twice is two."""
+    claims = [volume.claim for volume in spec.volumes]
+    names = [f"claim-{list(dict.fromkeys(claims)).index(claim)}" for claim in claims]
+    twice = [k8s(spec).kind == "TrainJob" and name in names[:index] for index, name in enumerate(names)]
+    return [f"{name}-{index}" if again else name for index, (name, again) in enumerate(zip(names, twice))]
+
+
+def _mounts(spec: JobSpec) -> list[Manifest]:
+    mounts: list[Manifest] = [{"name": "dshm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108
+    if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
+        mounts.append({"name": "run", "mountPath": spec.run_directory})
+    for name, volume in zip(_claim_names(spec), spec.volumes):
+        mount: Manifest = {"name": name, "mountPath": volume.path}
+        mounts.append({**mount, "readOnly": True} if volume.read_only else mount)
+    return mounts + (
+        [{"name": CODE_VOLUME, "mountPath": CODE_PARTS, "readOnly": True}] if spec.code is not None else []
+    )
+
+
+def code_map_names(spec: JobSpec, submission: str) -> list[str]:
+    """Of the ConfigMaps with the job's code, in the order of the archive's pieces."""
+    assert spec.code is not None
+    parts = max(1, -(-spec.code.packed // CODE_PART_BYTES))
+    return [f"{spec.name}-{commands.identity(spec)[:12]}-{submission}-{index}" for index in range(parts)]
+
+
+def _code_volume(spec: JobSpec, submission: str) -> Manifest:
+    """All pieces of the code, in one folder."""
+    sources = [
+        {"configMap": {"name": name, "items": [{"key": CODE_KEY, "path": f"{CODE_KEY}-{index:03d}"}]}}
+        for index, name in enumerate(code_map_names(spec, submission))
+    ]
+    return {"name": CODE_VOLUME, "projected": {"defaultMode": 0o444, "sources": sources}}
+
+
+def _literal(text: str) -> str:
+    """The kubelet expands `$(NAME)` in commands and values; `$$` is a dollar sign."""
+    return text.replace("$", "$$")
 
 
 def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -131,7 +319,7 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
             {
                 "name": f"{spec.name}-{spec.hash() if submission == RENDERED else submission}",
                 "namespace": k8s(spec).namespace,
-                "labels": pod.labels(spec),
+                "labels": labels(spec),
             }
         ),
         "spec": {
@@ -147,11 +335,11 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
 
 def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
     """The ConfigMaps that hold the archive `packed`. They cannot be changed, only deleted."""
-    labels = {JOB: spec.name, "lockstep/role": "code", SUBMISSION: submission, **MANAGED}
+    marks = {JOB: spec.name, "lockstep/role": "code", SUBMISSION: submission, **MANAGED}
     found = []
-    for index, name in enumerate(pod.code_map_names(spec, submission)):
+    for index, name in enumerate(code_map_names(spec, submission)):
         piece = packed[index * CODE_PART_BYTES : (index + 1) * CODE_PART_BYTES]
-        metadata = without_none({"name": name, "namespace": k8s(spec).namespace, "labels": labels})
+        metadata = without_none({"name": name, "namespace": k8s(spec).namespace, "labels": marks})
         data = {CODE_KEY: base64.b64encode(piece).decode()}
         found.append(
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
@@ -179,18 +367,18 @@ def preparation(spec: JobSpec) -> Manifest:
             "k8s": k8s(spec).model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
         }
     )  # fmt: skip
-    template = pod.pod_spec(writable)
-    container = {**template["containers"][0], "command": commands.shard(spec)}
-    container.pop("ports")
-    labels = {**pod.labels(spec), "lockstep/role": "prepare"}
+    template = pod_spec(writable)
+    shards = {**template["containers"][0], "command": commands.shard(spec)}
+    shards.pop("ports")
+    marks = {**labels(spec), "lockstep/role": "prepare"}
     # Not the job's own label: `logs` and the NetworkPolicy must not take this pod for one of its nodes.
-    labels["lockstep/job"] = f"{spec.name}-prepare"[:63].rstrip("-")
+    marks["lockstep/job"] = f"{spec.name}-prepare"[:63].rstrip("-")
     name = f"{spec.name[:50].rstrip('-')}-prepare"
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": without_none(
-            {"name": name, "namespace": k8s(spec).namespace, "labels": {**labels, HASH: spec.hash()}}
+            {"name": name, "namespace": k8s(spec).namespace, "labels": {**marks, HASH: spec.hash()}}
         ),
         "spec": {
             "backoffLimit": 2,
@@ -206,8 +394,8 @@ def preparation(spec: JobSpec) -> Manifest:
                 ]
             },
             "template": {
-                "metadata": {"labels": labels, "annotations": {"sidecar.istio.io/inject": "false"}},
-                "spec": {**template, "restartPolicy": "Never", "containers": [container]},
+                "metadata": {"labels": marks, "annotations": {"sidecar.istio.io/inject": "false"}},
+                "spec": {**template, "restartPolicy": "Never", "containers": [shards]},
             },
         },
     }

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lockstep.jobs import lint
-from lockstep.jobs.kubernetes import pod, render
+from lockstep.jobs.kubernetes import render
 from lockstep.jobs.kubernetes.section import CONTAINERS, k8s
 from lockstep.jobs.lint import tag_of, volume_of
 from lockstep.jobs.manifest import Manifest, changes, get, mappings
@@ -126,8 +126,8 @@ def shared_run(subject: Subject) -> Iterator[str]:
 @rule("LS024", kinds=PYTORCHJOB)
 def ports(subject: Subject) -> Iterator[str]:
     """There is one metrics port a rank, beside the operator's."""
-    if subject.spec.metrics_port <= pod.RENDEZVOUS_PORT < subject.spec.metrics_port + subject.spec.ranks:
-        yield f"two ports have one number: move metrics_port away from {pod.RENDEZVOUS_PORT}"
+    if subject.spec.metrics_port <= render.RENDEZVOUS_PORT < subject.spec.metrics_port + subject.spec.ranks:
+        yield f"two ports have one number: move metrics_port away from {render.RENDEZVOUS_PORT}"
 
 
 @rule("LS025")

@@ -17,7 +17,7 @@ from lockstep.jobs.command import identity
 from lockstep.jobs.kubernetes import render
 from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError
 from lockstep.jobs.kubernetes.observe import INCOMPLETE
-from lockstep.jobs.kubernetes.pod import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
+from lockstep.jobs.kubernetes.render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
 from lockstep.jobs.kubernetes.section import KINDS, KUEUE_QUEUE
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from lockstep.jobs.spec.model import JobSpec

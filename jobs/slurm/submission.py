@@ -39,8 +39,6 @@ SENDING = ".sbatch"
 """It is locked for as long as sbatch is at work, which goes on where the command that submits is killed."""
 SECONDS = 300.0
 """For sbatch, which tries for minutes where the controller is busy."""
-MAX_FILE = 4 << 20
-"""Bytes of a record or note; a larger file is not read as one."""
 CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
 NOISE = r"submitit [A-Z]+ \([0-9]{4}-"
