@@ -46,7 +46,9 @@ class Page(Reader):
 
     def own(self, text: str) -> str:
         table = {"registry.example": REGISTRY}  # the reader's to fill in
-        if self.runs_pods:
+        if not self.runs_pods:
+            table |= {"lockstep:cpu": "lockstep:cuda"}  # these pages ask for GPUs
+        else:
             runs = self.folder / "runs"  # a pod is a process of this machine, so the volume is a folder of the test
             table |= {
                 "\nmemory: 2Gi": "\ncpus: 1\nmemory: 2Gi",  # both pods share this machine's cores
