@@ -49,6 +49,7 @@ class Place(Reader):
             r"(?<![\w/.-])lockstep:cpu": f"{NAME}:cpu",  # what make image-cpu builds here
             r"registry\.example/team": f"{registry}/team",  # a real registry, with a password
             r"(?<=login )registry\.example": registry,
+            r"registry\.example/python": "localhost:5000/python",
             r"(?<=inspect )python:": f"{registry}/python:",
             r"python@sha256:…": f"{registry}/python@{self.digest}",  # what the command before it has printed
             r"WHEELS=wheels": f"WHEELS={os.environ.get('WHEELS')}",  # downloaded already
@@ -58,7 +59,7 @@ class Place(Reader):
             r"lockstep-rehearsal-node": f"lockstep-rehearsal{suffix}-node",
             r"(?<=claim: )(lockstep-\w+)": rf"\1{suffix}",
             # Long enough for a node to be killed in the middle; short where the end is waited for.
-            r"(?m)^overrides: \{epochs: 1\}$": "overrides: {epochs: 5}",
+            r"(?m)^overrides: \{epochs: 1\}$": "overrides: {epochs: 20}",
             r"(?m)^recipe: smoke\nimage:": "recipe: smoke\noverrides: {epochs: 1}\nimage:",
             r"config\.epochs: 6": "config.epochs: 2",
         }
@@ -145,7 +146,17 @@ class Place(Reader):
 
         poll(trains, 180, "a checkpoint")
         assert self.run(self.own(kill)).code == 0
-        poll(lambda: "node-1 was killed" in self.run(f"lockstep status compose {job}").output, 60, "the node is named")
+        said = ""
+
+        def named() -> bool:
+            nonlocal said
+            said = self.run(f"lockstep status compose {job}").output
+            return "node-1 was killed" in said
+
+        try:
+            poll(named, 60, "the node is named")
+        except AssertionError as error:
+            raise AssertionError(said) from error
         again = self.run("lockstep submit compose rehearsal.yaml")
         assert again.code == 0, again.output
 
@@ -216,7 +227,7 @@ def test_what_the_page_prints_works_in_the_engine(page: str, place: Place) -> No
     commands = marked(Place.MARKER, page)
     (place.folder / "pip.conf").write_text("[global]\nretries = 5\n")
     (place.folder / "proxy.pem").write_text("# no proxy here\n")
-    if any("localhost:5000/python" in command for command in commands):
+    if any("registry.example/python" in command for command in commands):
         require(os.environ.get("WHEELS"), "WHEELS names no folder of packages")
         docker("tag", BASE, "localhost:5000/python:3.11-slim-bookworm")  # as if it had been carried there
     if "docker login registry.example" not in commands:
