@@ -18,8 +18,8 @@ from pydantic_core import PydanticUndefined
 
 from docsite import ROOT
 from lockstep.jobs import registry
+from lockstep.jobs.backend import Cluster
 from lockstep.jobs.cli.main import app
-from lockstep.jobs.cluster import Cluster
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.cli import COMMANDS, INSIDE
 from lockstep.training.config import Config, OwnSettings, recipes

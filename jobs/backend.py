@@ -1,8 +1,8 @@
 """What happens to a job from `submit` to its end, the same on every backend, and what a backend supplies for it.
 
 The flow owns: secrets, the state machine of a name (attach, replace, new), waiting with a bound, the filter of ranks. A
-backend supplies find, create, observe, stream, stop and list, and where it can tail and exec; one that hands a manifest to a cluster is a
-`lockstep.jobs.cluster.Cluster`. One contract test holds all of them to it.
+backend supplies find, create, observe, stream, stop and list, and where it can connect, attach and exec; one that hands a manifest to a
+cluster is a `Cluster`. One contract test holds all of them to it.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
     backend.status("smoke")              # Status(state, reason, ranks, exit_code)
@@ -13,23 +13,37 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
+import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from lockstep.jobs import logs
+from lockstep.jobs import ownership
 from lockstep.jobs.code import store
-from lockstep.jobs.manifest import differences
+from lockstep.jobs.lint import Finding, Rules, errors
+from lockstep.jobs.manifest import Manifest, differences, to_yaml
 from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import GOES_ON, Disconnected, Listed, LoggedOut, Observer, Status, Submitted, Unreachable
+from lockstep.jobs.status import (
+    GOES_ON,
+    Check,
+    Disconnected,
+    Listed,
+    LoggedOut,
+    Observer,
+    Status,
+    Submitted,
+    Unreachable,
+    answered_within,
+)
 from lockstep.jobs.terminal import warn
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
@@ -39,11 +53,16 @@ Mode = Literal["attach", "replace", "new"]
 Lines = list[str]  # these are named here, because `list` is a method of every backend
 Specs = list[JobSpec]
 Sent = list[Submitted]
+Manifests = list[Manifest]
+Checks = list[Check]
+Findings = list[Finding]
 LOOK_SECONDS = 2.0
 """What a last look may take, after the end of a wait."""
+SUMMARY_LINES = 1000
+"""Of rank 0's last lines, among which a run says what it has reached."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
     """A job that a backend knows."""
 
@@ -54,8 +73,14 @@ class Found:
     """That spec, as plain values."""
     record: Any
     """What the backend itself knows it by."""
+    where: str
+    """Where it is to be found, for people."""
+    nodes: int | None = None
+    """How many it has; None: as many as the spec says."""
+    run_dir: str | None = None
+    """Its run directory, where this machine sees it."""
 
-    @property
+    @functools.cached_property
     def spec(self) -> JobSpec | None:
         """None where the record is damaged, or of another version."""
         try:
@@ -63,12 +88,35 @@ class Found:
         except UserError:
             return None
 
-    def beside(self, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Its spec and another one, as plain values that can be compared."""
-        own = self.spec
-        if own is None:
-            return self.plain, spec.record()
-        return own.comparable(), spec.comparable()
+    @property
+    def world_size(self) -> int:
+        """Number of ranks. Raises `UserError` where nothing says so."""
+        if self.nodes is not None:
+            return self.nodes * (self.spec.ranks if self.spec is not None else 1)
+        spec = JobSpec.recorded(self.name, self.plain)
+        return spec.nodes * spec.ranks
+
+    def same(self, spec: JobSpec, backend: str) -> bool:
+        """Whether it is that job. By its settings, where they can be read: defaults may have changed, and the hash knows only what
+        was set."""
+        return self.hash == spec.hash() if self.spec is None else self.spec.same_job(spec, backend)
+
+    def differences(self, spec: JobSpec) -> Lines:
+        """`setting: submitted → spec`."""
+        if self.spec is None:
+            return differences(self.plain, spec.record())
+        return differences(self.spec.comparable(), spec.comparable())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that was read, checked, rendered and linted, and is sent as it is here."""
+
+    spec: JobSpec
+    runs: Sequence[JobSpec] = ()
+    """The elements of an array; of a single job there are none."""
+    manifests: Manifests = field(default_factory=list)
+    findings: Findings = field(default_factory=list)
 
 
 class Backend(abc.ABC):
@@ -81,6 +129,12 @@ class Backend(abc.ABC):
     """Where the values of `secrets` come from, as advice; None where the cluster keeps them."""
     carries_code: ClassVar[bool] = False
     """Whether `create` brings the spec's code to the ranks."""
+    arrays: ClassVar[bool] = False
+    """Whether `create` takes all runs of a sweep as one."""
+    lock: tuple[Path, float] | None = None
+    """A folder that is locked while a job is submitted, and the seconds that another command is waited for."""
+    scope: str = ""
+    """What of the cluster its jobs are in, as the end of "there is no job NAME"."""
     interval: float = 1.0
     """Seconds between two looks."""
     lost_after: float = 0.0
@@ -96,41 +150,30 @@ class Backend(abc.ABC):
         return cls()
 
     @abc.abstractmethod
-    def find(self, name: str) -> Found | None:
-        """The job of that name; None where there is none. Raises `UserError` where its record is damaged."""
+    def find(self, name: str, submitting: bool = False) -> Found | None:
+        """The job of that name; None where there is none. Raises `UserError` where its record is damaged.
+
+        Args:
+            submitting: for who holds the lock, so that nobody else is submitting. One that somebody is taking away is waited for.
+        """
 
     @abc.abstractmethod
-    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
+    def create(self, job: Prepared, old: Found | None) -> Submitted:
         """Starts the job. `old`: the finished one of this name whose place it takes."""
+
+    def attach(self, job: Prepared, found: Found) -> Submitted:
+        """The same job is under way: brings what is missing of it."""
+        return Submitted(job.spec.name, False, found.where)
 
     @abc.abstractmethod
     def observe(self, found: Found) -> Status:
         """Where it stands now. Raises `Unreachable`, `UserError`."""
 
     @abc.abstractmethod
-    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
-        """Its lines: of one rank, or of all with `[rank 5] ` before each."""
+    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: from so many before the end on."""
 
-    @abc.abstractmethod
-    def stop(self, found: Found) -> Status:
-        """Ends it with its grace, so that it can save."""
-
-    @abc.abstractmethod
-    def list(self) -> list[Listed]: ...
-
-    @abc.abstractmethod
-    def where(self, found: Found) -> str:
-        """Where it is to be found, for people."""
-
-    # What a backend may do otherwise.
-
-    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        """`stream`, beginning `count` lines before the end."""
-        if follow:
-            raise UserError(f"the {self.name} backend follows a job from its first line: leave out --tail, or --follow")
-        return logs.last(self.stream(found, spec, rank, False), count)
-
-    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
         """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
 
         Raises:
@@ -139,93 +182,88 @@ class Backend(abc.ABC):
         """
         raise UserError(f"the {self.name} backend cannot run a command beside a rank")
 
-    def refuse(self, spec: JobSpec) -> None:  # noqa: B027 - where any job can run there is nothing to refuse
-        """Raises `UserError` for a job that could not run there."""
+    @abc.abstractmethod
+    def stop(self, found: Found) -> Status:
+        """Ends it with its grace, so that it can save."""
 
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Held while a job is submitted."""
-        return contextlib.nullcontext()
-
-    def no_such(self, name: str) -> UserError:
-        return UserError(f"there is no {self.name} job {name}: see `lockstep list {self.name}`")
-
-    def taken(self) -> set[str]:
-        """Names that a new job cannot have."""
-        return {row.name for row in self.list()}
-
-    def settled(self, found: Found) -> Found | None:
-        """The job of that name, once nobody is taking it away any more."""
-        return found
-
-    def standing(self, found: Found) -> Status:
-        """`observe` for who holds `exclusive`: nobody else is submitting."""
-        return self.observe(found)
-
-    def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        """The same job is there already. Raises `UserError` where it cannot be gone on with."""
-        return Submitted(spec.name, False, self.where(found))
-
-    def gone_on(self, found: Found, spec: JobSpec) -> Found:  # noqa: ARG002 - most can go on from anywhere
-        """The job that ended with its state saved, and is submitted again. Raises `UserError` where it cannot go on."""
-        return found
-
-    def world(self, found: Found, spec: JobSpec | None) -> int:
-        """Number of ranks."""
-        spec = spec or JobSpec.recorded(found.name, found.plain)
-        return spec.nodes * spec.ranks
-
-    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - for one that asks a network
-        """Inside it, a question to the cluster fails after this many seconds without an answer."""
-        return contextlib.nullcontext()
-
-    def pause(self, found: Found | None, seconds: float) -> None:  # noqa: ARG002 - for a backend that can watch it
-        """Until the job may have changed, at most `seconds`."""
-        time.sleep(min(self.interval, seconds))
-
-    def trouble(self, status: Status) -> str:  # noqa: ARG002 - most believe what they are told
-        """What keeps the status from being believed."""
-        return ""
-
-    def changes(self, found: Found, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
-        """What somebody has changed in the submitted job since: `place: submitted → live`."""
-        return []
-
-    @classmethod
-    def serve(cls, source: IO[bytes]) -> object:  # noqa: ARG003 - for one that is reached through another machine
-        """The answer to a request from elsewhere, as plain values. Raises `UserError`."""
-        raise UserError(f"the {cls.name} backend is not asked from elsewhere")
+    @abc.abstractmethod
+    def list(self) -> list[Listed]: ...
 
     # The flow.
 
+    @classmethod
+    def place(cls, spec: JobSpec | None, **flags: str | None) -> dict[str, str | None]:
+        """What `connect` takes: where the flags say, or else the spec."""
+
+        def said(setting: str) -> Any:
+            return functools.reduce(getattr, setting.split("."), spec) if spec is not None else None
+
+        return {flag: flags.get(flag) or said(setting) for flag, setting in cls.places.items()}
+
+    @classmethod
+    def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
+        return cls.connect(**cls.place(spec, **flags))
+
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
-        (spec,) = self.with_code([spec])
-        self.refuse(spec)
-        return self._submit(spec, mode)
+        (spec,) = self._with_code([spec])
+        job = self.prepared(spec)
+        refuse([job], self.name)
+        return self._submit(job, mode)
 
-    def with_code(self, specs: Specs) -> Specs:
+    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
+        """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
+
+        Raises:
+            UserError: before the first.
+        """
+        specs = self._with_code(specs)
+        if not self.arrays:
+            jobs = [self.prepared(spec) for spec in specs]
+            refuse(jobs, self.name)
+            return [self._submit(job, mode) for job in jobs]
+        whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
+        refuse([whole], self.name)
+        with self.exclusive():
+            if self.find(name) is not None:
+                raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
+            placed = [self._decide(Prepared(spec), mode) for spec in specs]
+            there = [item for item in placed if isinstance(item, Submitted)]
+            if len(there) == len(specs):
+                return there
+            if there:
+                raise UserError(
+                    f"{there[0].name} of this sweep is running already: wait for it, or choose another --name"
+                )
+            self.check_secrets(whole.spec)
+            self.create(whole, None)
+            return [Submitted(spec.name, True, self.require(spec.name).where) for spec in specs]
+
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
+        """The job as it is to be sent. `spec`: of the whole array, where there are `runs`."""
+        return Prepared(spec, runs)
+
+    def _with_code(self, specs: Specs) -> Specs:
         """The specs with what their folders of code hold now, of which a copy is kept. Raises `UserError`."""
-        if not self.carries_code and any(spec.code is not None for spec in specs):
+        if all(spec.code is None for spec in specs):
+            return specs
+        if not self.carries_code:
             raise UserError(
                 f"the {self.name} backend does not carry code to the ranks: put the code into an image, and remove `code` from the job"
             )
         return store.all_kept(specs)
 
-    def _submit(self, spec: JobSpec, mode: Mode) -> Submitted:
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Held while a job is submitted."""
+        return contextlib.nullcontext() if self.lock is None else ownership.locked(*self.lock)
+
+    def _submit(self, job: Prepared, mode: Mode) -> Submitted:
         with self.exclusive():
-            placed = self.place(spec, mode)
+            placed = self._decide(job, mode)
             if isinstance(placed, Submitted):
                 return placed
-            self.check_secrets(spec)
+            self.check_secrets(job.spec)
             return self.create(*placed)
-
-    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
-        """Submits the runs of a sweep, one by one where the backend has no arrays. Raises `UserError` before the first."""
-        del name
-        specs = self.with_code(specs)
-        for spec in specs:
-            self.refuse(spec)
-        return [self._submit(spec, mode) for spec in specs]
 
     def check_secrets(self, spec: JobSpec) -> None:
         """Raises `UserError` where the value of a secret cannot be had."""
@@ -233,47 +271,51 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
+    def _decide(self, job: Prepared, mode: Mode) -> tuple[Prepared, Found | None] | Submitted:
         """What is to be created, and in whose place; or the same job, where it is there already."""
-        found = self.find(spec.name)
+        spec = job.spec
+        found = self.find(spec.name, submitting=True)
         if found is None:
-            return spec, None
+            return job, None
         if mode == "new":
-            return spec.model_copy(update={"name": next_name(spec.name, self.taken()), "run_dir": None}), None
-        settled = self.settled(found)
-        if settled is None:
-            return spec, None
-        found = settled
+            name = next_name(spec.name, self._taken)
+            return self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None
         if found.hash is None:
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
-        status = self.standing(found)
+        status = self.observe(found)
         if mode == "replace" and status.final:
-            return spec, found
+            return job, found
         started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
-        own = found.spec
-        # Where it can be read, by its settings: defaults may have changed since, and the hash knows only what was set.
-        same = found.hash == spec.hash() if own is None else own.same_job(spec, self.name)
-        if not same or started_over:
-            changed = "; ".join(differences(*found.beside(spec))[:8]) or "an earlier version of the same settings"
+        if not found.same(spec, self.name) or started_over:
+            changed = "; ".join(found.differences(spec)[:8]) or "an earlier version of the same settings"
             raise UserError(
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
                 "or cancel it and submit with --replace"
             )
         if not status.final:
-            return self.attach(found, spec)
+            return self.attach(job, found)
         if status.state not in GOES_ON:
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(
                 f"{spec.name} has already finished: {status.state}{why}: "
                 "--replace submits it again under this name (its run directory stays), --new under a numbered one"
             )
-        return spec, self.gone_on(found, spec)
+        return job, found
+
+    def _taken(self, name: str) -> bool:
+        """Whether a new job cannot have that name."""
+        try:
+            return self.find(name, submitting=True) is not None
+        except Unreachable:
+            raise
+        except UserError:
+            return True
 
     def require(self, name: str) -> Found:
         """The job of that name. Raises `UserError` where there is none."""
         found = self.find(name)
         if found is None:
-            raise self.no_such(name)
+            raise UserError(f"there is no {self.name} job {name}{self.scope}: see `lockstep list {self.name}`")
         return found
 
     def status(self, name: str) -> Status:
@@ -286,18 +328,8 @@ class Backend(abc.ABC):
             last: begin this many lines before the end: of that rank's, or of all ranks' together.
         """
         found = self.require(name)
-        spec = self._spec_with(found, rank)
-        if last is not None:
-            return self.tail(found, spec, rank, follow, last)
-        return self.stream(found, spec, rank, follow)
-
-    def _spec_with(self, found: Found, rank: int | None) -> JobSpec | None:
-        """The job's spec. Raises `UserError` where it has no such rank."""
-        spec = found.spec
-        total = self.world(found, spec)
-        if rank is not None and not 0 <= rank < total:
-            raise UserError(f"{found.name} has the ranks 0 … {total - 1}, got {rank}")
-        return spec
+        _check_rank(found, rank)
+        return self.stream(found, rank, follow, last)
 
     def execute(self, name: str, command: Lines, rank: int = 0, streams: Streams | None = None) -> int:
         """Runs a command beside a rank of a job that runs, and returns its exit code.
@@ -306,14 +338,12 @@ class Backend(abc.ABC):
             UserError: no such job or rank, one that is not ours, has not started or has ended.
             Unreachable: the connection was lost.
         """
-        found = self.require(name)
-        if found.hash is None:
-            raise UserError(f"lockstep did not make {name}, and leaves it alone")
-        spec = self._spec_with(found, rank)
+        found = self._ours(name)
+        _check_rank(found, rank)
         absent = self.observe(found).absent(rank)
         if absent:
             raise UserError(f"{name} {absent}")
-        return self.exec(found, spec, rank, command, streams or Streams())
+        return self.exec(found, rank, command, streams or Streams())
 
     def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
         """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
@@ -321,20 +351,19 @@ class Backend(abc.ABC):
         What does not answer, is gone or is not to be believed for `lost_after` seconds is lost.
         """
         deadline = time.monotonic() + timeout
-        known: Found | None = None
+        known = False
         status: Status | None = None
         bad_since: float | None = None
         while True:
             problem, way = "", None
             try:
-                with self.within(max(deadline - time.monotonic(), LOOK_SECONDS)):
-                    job = self.find(name)
+                with answered_within(max(deadline - time.monotonic(), LOOK_SECONDS)):
+                    # A name that never was is the caller's mistake, not a lost job.
+                    job = self.find(name) if known and self.lost_after else self.require(name)
                     if job is not None:
-                        known = job
+                        known = True
                         status = self.observe(job)
-                        problem = "" if status.final else self.trouble(status)
-                    elif known is None or not self.lost_after:
-                        raise self.no_such(name)  # a name that never was is the caller's mistake, not a lost job
+                        problem = "" if status.final else status.silent
                     else:
                         problem = "it is gone from the cluster"
             except self.survived as error:
@@ -348,10 +377,11 @@ class Backend(abc.ABC):
             now = time.monotonic()
             bad_since = (bad_since or now) if problem else None
             lost = bad_since is not None and now - bad_since >= self.lost_after
-            if known is None:
-                if lost or now >= deadline:
+            left = deadline - now
+            if not known:
+                if lost or left <= 0:
                     raise way or Unreachable(problem)
-                self.pause(known, deadline - now)
+                time.sleep(min(self.interval, left))
                 continue
             status = status or Status("running", "")  # it was submitted, and nobody says otherwise
             if lost and way is not None:
@@ -362,34 +392,125 @@ class Backend(abc.ABC):
                 status = replace(status, reason=problem)
             if seen is not None:
                 seen(status)
-            left = deadline - now
             if status.final or left <= 0:
                 return status
-            with self.within(left):
-                self.pause(known, left)
+            time.sleep(min(self.interval, left))
 
     def cancel(self, name: str) -> Status:
         """Ends a job with its grace, so that it can save. A finished one is left as it is."""
-        found = self.require(name)
-        if found.hash is None:
-            raise UserError(f"lockstep did not make {name}, and leaves it alone")
+        found = self._ours(name)
         status = self.observe(found)
         return status if status.final else self.stop(found)
 
+    def _ours(self, name: str) -> Found:
+        found = self.require(name)
+        if found.hash is None:
+            raise UserError(f"lockstep did not make {name}, and leaves it alone")
+        return found
+
     def drift(self, spec: JobSpec) -> Lines:
-        """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
-        found = self.require(spec.name)
-        spec, _ = store.pinned(spec)
-        return differences(*found.beside(spec)) or self.changes(found, spec)
+        """`setting: submitted → now` of the job of that name."""
+        return self.require(spec.name).differences(store.pinned(spec)[0])
 
     def summary(self, name: str) -> dict[str, Any]:
-        """`summary.json` of the finished run. Raises `UserError` where there is none yet."""
+        """`summary.json` of the finished run; where this machine does not see it, rank 0 has printed the same.
+
+        Raises:
+            UserError: there is none yet.
+        """
         found = self.require(name)
-        path = Path(found.record["run_dir"]) / contract.SUMMARY_FILE
-        value = files.read_json(path)
+        value = files.read_json(Path(found.run_dir) / contract.SUMMARY_FILE) if found.run_dir else self._printed(found)
         if not isinstance(value, dict):
-            raise UserError(f"{path} is not there yet: {name} is {self.observe(found).state}")
+            place = f"in {found.run_dir}" if found.run_dir else "that its logs still have"
+            raise UserError(f"{name} has not written a summary {place}: it is {self.observe(found).state}")
         return value
+
+    def _printed(self, found: Found) -> dict[str, Any] | None:
+        last = None
+        for line in self.stream(found, 0, False, SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
+            if '"done"' in line:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    last = event if isinstance(event, dict) and event.get("event") == "done" else last
+        return last and {key: item for key, item in last.items() if key not in ("event", "time", "attempt")}
+
+
+class Cluster(Backend):
+    """A backend that hands a manifest to a cluster. The class methods ask none: same spec, same bytes."""
+
+    @classmethod
+    @abc.abstractmethod
+    def manifests(cls, spec: JobSpec) -> Manifests:
+        """What `lockstep render` prints, in order; lint reads it."""
+
+    @classmethod
+    @abc.abstractmethod
+    def rules(cls) -> Rules[Any]:
+        """The lint rules that read `manifests`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
+        """What `lockstep prepare --dry-run` prints: as text, and as plain values. Raises `UserError`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+        """What would keep a job from running there."""
+
+    @abc.abstractmethod
+    def prepare(self, spec: JobSpec) -> Submitted:
+        """Writes the recipe's shards, or submits what does. Raises `UserError`."""
+
+    @classmethod
+    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - for a backend with arrays
+        """What `lockstep render` prints of a job, or of the runs of a sweep: as text, and as plain values."""
+        found = [manifest for run in runs for manifest in cls.manifests(run)]
+        return to_yaml(found), found
+
+    @classmethod
+    def code_manifests(cls, spec: JobSpec, packed: bytes) -> Manifests:  # noqa: ARG003 - for a backend that sends it
+        """The objects that carry the archive of the job's code to a cluster. Raises `UserError` where there are none."""
+        raise UserError(
+            f"render {cls.name} has no code to write: --with-code is for backends that send code as objects (k8s)"
+        )
+
+    @classmethod
+    def lint(cls, spec: JobSpec) -> Findings:
+        """What is wrong with a job, before it is submitted."""
+        spec, _ = store.pinned(spec)
+        return cls.rules().apply(spec, cls.manifests(spec))
+
+    def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - for a backend with arrays
+        """`manifests` as this submission sends them."""
+        return self.manifests(spec)
+
+    def changes(self, found: Found, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
+        """What somebody has changed in the submitted job since: `place: submitted → live`."""
+        return []
+
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
+        manifests = self.sent(spec, runs)
+        return Prepared(spec, runs, manifests, self.rules().apply(spec, manifests))
+
+    def drift(self, spec: JobSpec) -> Lines:
+        """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
+        found, spec = self.require(spec.name), store.pinned(spec)[0]
+        return found.differences(spec) or self.changes(found, spec)
+
+
+def refuse(jobs: Sequence[Prepared], backend: str) -> None:
+    """Prints the warnings, each once for all runs of a sweep. Raises `UserError` for the first error."""
+    warned = set()
+    for job in jobs:
+        for item in job.findings:
+            alike = re.sub(r"\d+", "N", item.message)
+            if item.level == "warning" and alike not in warned:
+                warned.add(alike)
+                warn(f"{item.id}: {item.message}")
+        if found := errors(job.findings):
+            more = f" (and {len(found) - 1} more: see `lockstep lint --backend {backend}`)" if len(found) > 1 else ""
+            raise UserError(f"{job.spec.name}: {found[0]}{more}")
 
 
 def check_name(name: str) -> None:
@@ -398,8 +519,13 @@ def check_name(name: str) -> None:
         raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
-def next_name(name: str, taken: set[str]) -> str:
+def _check_rank(found: Found, rank: int | None) -> None:
+    if rank is not None and not 0 <= rank < found.world_size:
+        raise UserError(f"{found.name} has the ranks 0 … {found.world_size - 1}, got {rank}")
+
+
+def next_name(name: str, taken: Callable[[str], bool]) -> str:
     """`name-v2`, or the first number that is free. `name-2` is what a sweep calls one of its runs."""
     versions = (f"-v{number}" for number in itertools.count(2))
     free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
-    return next(found for found in free if found not in taken)
+    return next(found for found in free if not taken(found))

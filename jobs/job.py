@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.jobs import connect
+from lockstep.jobs import registry
 from lockstep.jobs.backend import Backend, Mode
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Observer, Status, Submitted
+from lockstep.jobs.status import Observer, Status
 from lockstep.training import extras
 
 
@@ -42,25 +42,9 @@ class Job:
         return self.backend.summary(self.name)
 
 
+@extras.explained()
 def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach") -> Job:
     """Submits the job, or attaches to the same one. Raises `UserError`: lint errors, a name in use, no answer from the cluster."""
-    return start(spec, backend, mode)[0]
-
-
-@extras.explained()
-def start(spec: JobSpec, backend: str | Backend, mode: Mode) -> tuple[Job, Submitted]:
-    """`submit`, with the result of the submission."""
     spec.check_training(spec.name)
-    opened = _open(spec, backend)
-    done = opened.submit(spec, mode)
-    return Job(done.name, opened), done
-
-
-@extras.explained()
-def compare(spec: JobSpec, backend: str | Backend) -> list[str]:
-    """`name: submitted → file` for every setting that differs; where none does, what was changed in the live object."""
-    return _open(spec, backend).drift(spec)
-
-
-def _open(spec: JobSpec, backend: str | Backend) -> Backend:
-    return connect.connect(backend, spec) if isinstance(backend, str) else backend
+    opened = registry.backend(backend).at(spec) if isinstance(backend, str) else backend
+    return Job(opened.submit(spec, mode).name, opened)

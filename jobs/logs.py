@@ -29,13 +29,11 @@ class Pieces(Generic[AnyStr]):
     Args:
         newline: what ends a line, as text or as bytes.
         head: what every piece of a line is to begin with, as the line does: whose it is, and when it was written.
-        longest: of a piece; None where a line is wanted whole.
     """
 
-    def __init__(self, newline: AnyStr, head: re.Pattern[AnyStr] | None = None, longest: int | None = LONGEST) -> None:
+    def __init__(self, newline: AnyStr, head: re.Pattern[AnyStr] | None = None) -> None:
         self._newline: AnyStr = newline
         self._head: re.Pattern[AnyStr] | None = head
-        self._longest = longest
         self._kept: list[AnyStr] = []
         self._size = 0
 
@@ -47,7 +45,7 @@ class Pieces(Generic[AnyStr]):
             yield self.rest()
         self._kept.append(lines[-1])
         self._size += len(lines[-1])
-        if self._longest is not None and self._size > self._longest:
+        if self._size > LONGEST:
             piece = self.rest()
             found = self._head.match(piece) if self._head is not None else None
             if found is not None:
@@ -123,9 +121,9 @@ def shares(there: list[int], count: int) -> list[int]:
     return found
 
 
-def last(lines: Iterator[str], count: int) -> Iterator[str]:
-    """The last `count` lines of an iterator, read to its end."""
-    yield from deque(lines, count)
+def last(lines: Iterable[str], count: int | None) -> Iterator[str]:
+    """The last `count` of lines, which are read to their end; all as they come, without a count."""
+    yield from lines if count is None else deque(lines, count)
 
 
 def _time(item: Stamped) -> str:

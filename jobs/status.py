@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -83,6 +87,11 @@ class Status:
         """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
         return not self.final and self.state != "unschedulable"
 
+    @property
+    def silent(self) -> str:
+        """Why it may be otherwise by now: a node that does not answer; "" where all do."""
+        return next((part.reason for part in self.ranks if part.state == "unknown"), "")
+
     def line(self, name: str) -> str:
         """For people, one line."""
         return f"{name}: {self.state}{f' – {self.reason}' if self.reason else ''}"
@@ -150,3 +159,21 @@ class LoggedOut(Unreachable):
 
 class Disconnected(Unreachable):
     """The way to who knows is broken, which says nothing of the job: however long that lasts, it is not lost."""
+
+
+_ANSWER_BY: ContextVar[float] = ContextVar("answer_by", default=math.inf)
+
+
+@contextlib.contextmanager
+def answered_within(seconds: float) -> Iterator[None]:
+    """A question to a cluster that begins in the block ends by then, its retries included. It holds for this thread."""
+    token = _ANSWER_BY.set(min(_ANSWER_BY.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _ANSWER_BY.reset(token)
+
+
+def seconds_to_answer() -> float:
+    """What is left of them."""
+    return _ANSWER_BY.get() - time.monotonic()

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lockstep.jobs import connect
+from lockstep.jobs import registry
 from lockstep.jobs.backend import Mode
 from lockstep.jobs.job import Job
 from lockstep.jobs.spec.model import JobSpec
@@ -66,5 +66,5 @@ def _among(value: Any, others: list[Any]) -> bool:
 @extras.explained()
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mode = "attach") -> list[Job]:
     """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
-    opened = connect.connect(backend, spec)
+    opened = registry.backend(backend).at(spec)
     return [Job(done.name, opened) for done in opened.sweep(spec.name, specs, mode)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.jobs.cli.options import Backend, Job, Json, Sweep, flat
+from lockstep.jobs.cli.options import Backend, Job, Json, Sweep, cluster, flat
 from lockstep.jobs.terminal import note, say, show, teller, warn
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
@@ -32,12 +32,11 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     if with_code and out is None:
         raise UserError("--with-code needs -o DIR: it writes several files")
-    from lockstep.jobs import connect
     from lockstep.jobs import sweep as sweeps
     from lockstep.jobs.code import store
     from lockstep.jobs.manifest import to_yaml
 
-    found = connect.cluster(backend, "render")
+    found = cluster(backend, "render")
     spec, code = store.pinned(job.spec(backend))
     for line in code.lines() if code is not None else []:
         note(line)
@@ -87,8 +86,8 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
-    from lockstep.jobs import connect, registry
-    from lockstep.jobs.cluster import Cluster
+    from lockstep.jobs import registry
+    from lockstep.jobs.backend import Cluster
     from lockstep.jobs.code import store
     from lockstep.jobs.lint import COMMON, errors
 
@@ -103,7 +102,7 @@ def lint(
         return
     spec = job.spec(backend)
     if backend is not None:
-        found = connect.cluster(backend, "lint").lint(spec)
+        found = cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
         found = COMMON.apply(store.pinned(spec)[0], [])
@@ -138,18 +137,17 @@ def submit(
     if replace and new:
         raise UserError("give --replace or --new, not both")
     replace = replace or (fresh and not new)
-    from lockstep.jobs import job as driver
-    from lockstep.jobs.code import store
-
     # A word that no run was begun with.
-    once = uuid.uuid4().hex[:12] if fresh else None
-    spec = store.kept(job.spec(backend, run_dir=run_dir, fresh=once))
+    spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
     mode: Mode = "replace" if replace else "new" if new else "attach"
     if sweep:
         from lockstep.jobs.cli import sweeps
 
         raise typer.Exit(sweeps.submit(spec, backend, sweep, mode, wait, as_json))
-    started, done = driver.start(spec, backend, mode)
+    from lockstep.jobs.registry import backend as named
+
+    found = named(backend).at(spec)
+    done = found.submit(spec, mode)
     if wait is None:
         if as_json:
             show(done.plain())
@@ -158,7 +156,7 @@ def submit(
         return
     from lockstep.jobs.cli.names import report
 
-    report(done.name, started.wait(wait, teller(done.name)), as_json, waited=True)
+    report(done.name, found.wait(done.name, wait, teller(done.name)), as_json, waited=True)
 
 
 @flat
@@ -169,9 +167,9 @@ def diff(
 ) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
-    from lockstep.jobs import job as driver
+    from lockstep.jobs.registry import backend as named
 
-    changed = driver.compare(spec, backend)
+    changed = named(backend).at(spec).drift(spec)
     if as_json:
         show({"name": spec.name, "same": not changed, "differences": changed})
     else:
@@ -188,9 +186,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the shards of the recipe's data to the data volume, once, before the job runs."""
-    from lockstep.jobs import connect
-
-    found = connect.cluster(backend, "prepare")
+    found = cluster(backend, "prepare")
     spec = job.spec(backend)
     text, objects = found.preparation(spec)
     if dry_run:
@@ -199,7 +195,7 @@ def prepare(
         else:
             print(text, end="")
         return
-    done = found.connect(**connect.where(found, spec)).prepare(spec)
+    done = found.at(spec).prepare(spec)
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:

@@ -154,12 +154,12 @@ app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
 @app.command(hidden=True)
-def serve(backend: Annotated[str, typer.Argument(metavar="BACKEND")]) -> None:
+def serve() -> None:
     """Answer the request of a laptop that comes on standard input."""
-    from lockstep.jobs import registry
+    from lockstep.jobs.slurm.backend import SlurmBackend
     from lockstep.jobs.terminal import show
 
-    show(registry.backend(backend).serve(sys.stdin.buffer))
+    show(SlurmBackend.serve(sys.stdin.buffer))
 
 
 def _inside(command: str, summary: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from lockstep.jobs.cli.options import Backend, File, Image, Job, Json, Name, Place, Profile, flat
+from lockstep.jobs.cli.options import Backend, File, Image, Job, Json, Name, Place, Profile, check_flags, cluster, flat
 from lockstep.jobs.terminal import note, say, show, table, teller
 from lockstep.training.contract import ENV_PROGRAM, EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
@@ -170,15 +170,15 @@ def doctor(
         become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
-    from lockstep.jobs import connect
     from lockstep.jobs.code import store
 
-    found_in = connect.cluster(backend, "doctor")
+    found_in = cluster(backend, "doctor")
     spec = None
     if (file, image, profile) != (None, None, None):
         job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile)
         spec, _ = store.pinned(job.spec(backend))
-    found = found_in.doctor(spec, **connect.where(found_in, spec, **vars(place)))
+    check_flags(found_in, vars(place))
+    found = found_in.doctor(spec, **found_in.place(spec, **vars(place)))
     if as_json:
         show([item.plain() for item in found])
     else:

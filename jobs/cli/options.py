@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -15,6 +15,7 @@ from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend as JobBackend
+    from lockstep.jobs.backend import Cluster
     from lockstep.jobs.spec.model import JobSpec
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
@@ -48,9 +49,11 @@ class Place:
 
     def open(self, backend: str) -> JobBackend:
         """The backend, ready for questions. Raises `UserError`."""
-        from lockstep.jobs import connect  # and pydantic with it: `--help` does without
+        from lockstep.jobs.registry import backend as named  # and pydantic with it: `--help` does without
 
-        return connect.connect(backend, **vars(self))
+        found = named(backend)
+        check_flags(found, vars(self))
+        return found.at(None, **vars(self))
 
 
 @dataclasses.dataclass
@@ -86,7 +89,7 @@ class Job:
         Raises:
             UserError: a flag of another backend, or what is no job.
         """
-        from lockstep.jobs import connect, registry
+        from lockstep.jobs import registry
         from lockstep.jobs.spec import profile as profiles
         from lockstep.jobs.spec.file import place
         from lockstep.jobs.spec.model import JobSpec
@@ -95,7 +98,7 @@ class Job:
         flags = {"namespace": self.namespace, "context": self.context, "host": self.host}
         if backend is not None:
             found = registry.backend(backend)
-            connect.where(found, None, **flags)
+            check_flags(found, flags)
             more |= {found.places[flag]: value for flag, value in flags.items() if flag in found.places}
         elif given := [flag for flag, value in flags.items() if value is not None]:
             raise UserError(f"--{given[0]} is for one backend: say which, with --backend")
@@ -111,6 +114,29 @@ class Job:
         if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
             plain["name"] = Path(plain["recipe"]).stem.replace("_", "-").lower()
         return JobSpec.of(plain, "the flags")
+
+
+def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
+    """Raises `UserError` for a flag that says where another backend's cluster is."""
+    from lockstep.jobs import registry
+
+    for flag in (name for name, value in flags.items() if value is not None and name not in found.places):
+        owner = next(other for name in registry.packages() if flag in (other := registry.backend(name)).places)
+        owned = " and ".join(f"--{name}" for name in owner.places)
+        verb = "is" if len(owner.places) == 1 else "are"
+        raise UserError(f"{owned} {verb} for {owner.name}, not for {found.name}")
+
+
+def cluster(name: str, command: str) -> type[Cluster]:
+    """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
+    from lockstep.jobs import registry
+    from lockstep.jobs.backend import Cluster
+
+    found = registry.backend(name)
+    if not issubclass(found, Cluster):
+        others = [other for other in registry.packages() if issubclass(registry.backend(other), Cluster)]
+        raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
+    return found
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:

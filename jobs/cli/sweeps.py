@@ -7,7 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from lockstep.jobs import connect
+from lockstep.jobs import registry
 from lockstep.jobs import sweep as sweeps
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import WORST
@@ -28,7 +28,7 @@ def submit(spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: floa
     """Submits the runs, as one array where the backend can; with `wait`, to the end and a table. Returns the exit code."""
     if mode == "new":
         raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
-    opened = connect.connect(backend, spec)
+    opened = registry.backend(backend).at(spec)
     values = sweeps.parse(texts)
     specs = sweeps.expand(spec, values)
     done = opened.sweep(spec.name, specs, mode)

@@ -15,12 +15,10 @@ import threading
 import uuid
 from collections.abc import Iterator
 from queue import Queue
-from typing import Any
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import ownership, records
-from lockstep.jobs.backend import Found, Lines, check_name
-from lockstep.jobs.cluster import Checks, Cluster, Manifests
+from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.command import GRACE_MARGIN
 from lockstep.jobs.compose import checks, engine, rules
@@ -33,7 +31,6 @@ from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Listed, Status, Submitted
 from lockstep.training import contract, files
-from lockstep.training.contract import UserError
 
 CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
@@ -56,6 +53,8 @@ class ComposeBackend(Cluster):
 
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
+        # The engine refuses no second container of a job that is being made: `up` takes it for its own.
+        self.lock = (ownership.home() / "compose", engine.UP_SECONDS)
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
@@ -74,44 +73,37 @@ class ComposeBackend(Cluster):
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
         return checks.check(spec)
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - nobody else takes a job away
         check_name(name)
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
             return None
-        return Found(name, get(nodes[0], "Config", "Labels", HASH), spec_in(get(nodes[0], "Config", "Labels")), nodes)
+        labels = get(nodes[0], "Config", "Labels")
+        return Found(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
 
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        # The engine refuses no second container of a job that is being made: `up` takes it for its own.
-        return ownership.locked(ownership.home() / "compose", engine.UP_SECONDS)
-
-    def where(self, found: Found) -> str:
-        return self._where(found.name)
-
-    def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        self.check_secrets(spec)
-        engine.check_built(spec.image)
+    def attach(self, job: Prepared, found: Found) -> Submitted:
+        """A node that was lost comes back."""
+        self.check_secrets(job.spec)
+        engine.check_built(job.spec.image)
         gone = [node for node in found.record if get(node, "State", "Status") in ("exited", "dead")]
-        self._up(spec, found.record)  # brings a node back that was lost
-        return Submitted(
-            spec.name, False, self._where(spec.name), tuple(str(get(node, "Config", "Hostname")) for node in gone)
-        )
+        self._up(job, found.record)
+        return Submitted(found.name, False, found.where, tuple(str(get(node, "Config", "Hostname")) for node in gone))
 
-    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
-        engine.check_built(spec.image)
+    def create(self, job: Prepared, old: Found | None) -> Submitted:
+        name = job.spec.name
+        engine.check_built(job.spec.image)
         if old is not None:
-            self._remove(spec.name)
-        self._remove_code(spec.name)  # a submission that was interrupted leaves some
-        return self._up(spec)
+            self._remove(name)
+        self._remove_code(name)  # a submission that was interrupted leaves some
+        self._up(job)
+        return Submitted(name, True, _where(name))
 
-    def _up(self, spec: JobSpec, there: Nodes | None = None) -> Submitted:
-        file = rendering.render(spec)
+    def _up(self, job: Prepared, there: Nodes | None = None) -> None:
+        (file,) = job.manifests
         self._make_volumes(file)
-        self._bring_code(spec)
-        name = rendering.project(spec.name)
-        engine.compose(name, to_yaml([file]), "up", "--detach", "--no-build", "--no-recreate", "--pull", "missing",
+        self._bring_code(job.spec)
+        engine.compose(str(file["name"]), to_yaml([file]), "up", "--detach", "--no-build", "--no-recreate", "--pull", "missing",
                        env={contract.ENV_SECRET: _secret(there or [])})  # fmt: skip
-        return Submitted(spec.name, True, self._where(spec.name))
 
     @staticmethod
     def _make_volumes(file: Manifest) -> None:
@@ -159,10 +151,8 @@ class ComposeBackend(Cluster):
         return Submitted(str(file["name"]), True, where)
 
     def observe(self, found: Found) -> Status:
-        return self._status(found.name, found.record, found.spec)
-
-    def _status(self, name: str, nodes: Nodes, spec: JobSpec | None) -> Status:
-        cancelled = bool(engine.volumes(f"{CANCELLED}={name}"))
+        nodes, spec = found.record, found.spec
+        cancelled = bool(engine.volumes(f"{CANCELLED}={found.name}"))
         return explain(nodes, spec, self._said(nodes, spec), cancelled)
 
     def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
@@ -172,33 +162,32 @@ class ComposeBackend(Cluster):
         found = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if found is None or found[1] < int(min(map(started, nodes))):  # tar keeps whole seconds
             return None
-        return records.parse(_value(found[0]), records.Said)
+        with contextlib.suppress(ValueError):
+            return records.parse(files.parsed(found[0]), records.Said)
+        return None
 
-    def world(self, found: Found, spec: JobSpec | None) -> int:
-        return len(found.record) * (spec.ranks if spec else 1)
-
-    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
-        return self._lines(found.name, dict.fromkeys(self._ids(found, spec, rank), ""), rank, follow)
-
-    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        ids = self._ids(found, spec, rank)
+    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        ids = self._ids(found, rank)
         seen = dict.fromkeys(ids, "")
+        if last is None:
+            yield from self._lines(found.name, seen, rank, follow)
+            return
 
         def own(id: str) -> Iterator[tuple[str, str]]:
             # The engine knows nothing of ranks: for one of them all lines are looked at.
-            for time, line in engine.log_lines(id, follow=False, last=max(count, 1) if rank is None else None):
+            for time, line in engine.log_lines(id, follow=False, last=max(last, 1) if rank is None else None):
                 seen[id] = max(seen[id], time)
                 if (kept := of_rank(line, rank)) is not None:
                     yield time, kept
 
-        yield from (line for _, line in newest(map(own, ids), count))
+        yield from (line for _, line in newest(map(own, ids), last))
         if follow:
             yield from self._lines(found.name, seen, rank, follow)
 
     @staticmethod
-    def _ids(found: Found, spec: JobSpec | None, rank: int | None) -> Lines:
+    def _ids(found: Found, rank: int | None) -> Lines:
         """The containers that a rank may be in, or all."""
-        nodes = found.record
+        nodes, spec = found.record, found.spec
         if rank is not None and spec is not None and spec.elastic is None:
             nodes = [nodes[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
         return [str(node["Id"]) for node in nodes]
@@ -240,9 +229,9 @@ class ComposeBackend(Cluster):
         except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
             lines.put(error)
 
-    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
-        run_dir = spec.run_directory if spec is not None else ""
-        ids = self._ids(found, spec, rank)
+    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
+        run_dir = found.spec.run_directory if found.spec is not None else ""
+        ids = self._ids(found, rank)
         looks = commands.execute("python", rank, [], "", "--find")
         place = ids[0] if len(ids) == 1 else next((id for id in ids if engine.succeeds("exec", id, *looks)), ids[0])
         token = uuid.uuid4().hex
@@ -278,7 +267,7 @@ class ComposeBackend(Cluster):
         rows = []
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
-            found = Found(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes))
+            found = Found(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
             rows.append(Listed(name, self.observe(found).state, len(nodes), created))
         return rows
 
@@ -292,31 +281,13 @@ class ComposeBackend(Cluster):
             lines += missing_from(limits, live, str(get(node, "Config", "Hostname")))
         return lines
 
-    def summary(self, name: str) -> dict[str, Any]:
-        job = self.require(name)
-        nodes, spec = job.record, job.spec
-        path = f"{spec.run_directory}/{contract.SUMMARY_FILE}" if spec else contract.SUMMARY_FILE
-        found = engine.read_file(str(nodes[0]["Id"]), path)
-        if found is None:
-            raise UserError(f"{path} is not there yet: {name} is {self.observe(job).state}")
-        value = _value(found[0])
-        return value if isinstance(value, dict) else {}
 
-    @staticmethod
-    def _where(name: str) -> str:
-        return f"compose project {rendering.project(name)}"
+def _where(name: str) -> str:
+    return f"compose project {rendering.project(name)}"
 
 
 def _sorted(nodes: Nodes) -> Nodes:
     return sorted(nodes, key=lambda node: int(get(node, "Config", "Labels", rendering.NODE) or 0))
-
-
-def _value(data: bytes) -> Any:
-    """Of a JSON text; None if it is not JSON."""
-    try:
-        return files.parsed(data)
-    except ValueError:
-        return None
 
 
 BACKEND = ComposeBackend

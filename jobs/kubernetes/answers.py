@@ -180,13 +180,6 @@ class Listing(Shape):
     items: list[Item] | None
 
 
-class Event(Shape):
-    """A line of a watch. What has changed is asked for anew."""
-
-    type: str
-    object: Shape
-
-
 def checked(text: bytes | str, shape: type[Shape]) -> dict[str, Any]:
     """An answer as plain values. Raises `ValueError` that says in one line what is wrong with it."""
     try:
@@ -213,7 +206,7 @@ class ApiError(Exception):
 
 
 class Gone(Exception):
-    """410: the resource version of a watch or of a page is too old. List again."""
+    """410: the resource version of a page is too old. List again."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Talking to a Kubernetes API server so that what goes wrong on the way is either mended or said in one line.
 
 The official client brings kubeconfig, credentials and TLS; this adds retries with a bound, one renewal of an expired
-token, pages, and watches. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
+token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import contextlib
 import email.utils
 import json
 import logging
-import math
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +22,10 @@ import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
-from lockstep.jobs.kubernetes.answers import ApiError, Event, Gone, Item, Listing, Shape, checked
+from lockstep.jobs.kubernetes.answers import ApiError, Gone, Item, Listing, Shape, checked
 from lockstep.jobs.logs import STAMPED, Pieces
 from lockstep.jobs.manifest import get
-from lockstep.jobs.status import LoggedOut, Unreachable
+from lockstep.jobs.status import LoggedOut, Unreachable, seconds_to_answer
 from lockstep.training.contract import UserError
 
 RETRIED = (429, 500, 502, 503, 504)
@@ -55,7 +53,6 @@ class Api:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
-        self._bound = threading.local()
         self._ahead = 0.0
         self._client = self._connect()
 
@@ -76,19 +73,6 @@ class Api:
     def client(self) -> kube.ApiClient:
         """The official client, with credentials that have just been good."""
         return self._client
-
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """This thread's requests that begin in the block end by then, retries included."""
-        before = getattr(self._bound, "deadline", math.inf)
-        self._bound.deadline = min(before, time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            self._bound.deadline = before
-
-    def _left(self) -> float:
-        return float(getattr(self._bound, "deadline", math.inf)) - time.monotonic()
 
     def close(self) -> None:
         self._client.close()
@@ -142,7 +126,7 @@ class Api:
         accept: str = "application/json",
     ) -> urllib3.BaseHTTPResponse:
         problem, renewed, attempt, waited = "was given no time to answer", False, 0, 0.0
-        while attempt < self.attempts and (left := min(self._left(), timeout - waited)) > 0:
+        while attempt < self.attempts and (left := min(seconds_to_answer(), timeout - waited)) > 0:
             pause = min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
             attempt += 1
             asked = time.monotonic()
@@ -166,7 +150,7 @@ class Api:
                 response.release_conn()
             waited += time.monotonic() - asked
             if attempt < self.attempts:
-                self._sleep(min(pause, max(0.0, self._left())))
+                self._sleep(min(pause, max(0.0, seconds_to_answer())))
         raise Unreachable(
             f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again"
         )
@@ -225,31 +209,10 @@ class Api:
                 continue
         raise Unreachable(f"{self.host} gave an incomplete list of {path} three times: try again")
 
-    def watch(self, path: str, version: str, seconds: float, **query: Any) -> Iterator[dict[str, Any]]:
-        """Events since a resource version, until the server closes the stream or it falls silent for `seconds`.
-
-        Raises:
-            Gone: the version is too old.
-        """
-        options = {"watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true"}
-        options["timeoutSeconds"] = str(max(1, int(seconds)))
-        for line in self._stream(path, {**query, **options}, seconds + 5, Pieces(b"\n", longest=None)):
-            try:
-                event = checked(line, Event)
-            except ValueError:
-                return  # the stream broke within a line
-            if event["type"] == "ERROR":
-                if event["object"].get("code") == 410:
-                    raise Gone(str(event["object"].get("message")))
-                return
-            yield event
-
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Lines of a container's log. Ends where the stream ends, breaks, or is silent for `seconds`."""
-        yield from self._stream(path, query, seconds, Pieces(b"\n", STAMPED))
-
-    def _stream(self, path: str, query: dict[str, Any], silence: float, pieces: Pieces[bytes]) -> Iterator[str]:
-        response = self._send("GET", path, query, None, silence, stream=True)
+        response = self._send("GET", path, query, None, seconds, stream=True)
+        pieces = Pieces(b"\n", STAMPED)
         try:
             for chunk in response.stream(1 << 16, decode_content=True):
                 yield from (line.decode(errors="replace") for line in pieces.of(chunk))

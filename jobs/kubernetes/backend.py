@@ -1,25 +1,40 @@
-"""The Kubernetes backend: a PyTorchJob or TrainJob, its NetworkPolicy, and what the cluster says about them."""
+"""The Kubernetes backend: a PyTorchJob or TrainJob, what belongs to it, and what the cluster says about them.
+
+A job is made owner first: it is created suspended, then what belongs to it, then one patch lets it run. So no pod runs without its
+NetworkPolicy and its code, and nothing is left without an owner: what belongs to a job goes with it. Names hold a word of the submission,
+so that what is left of an earlier job of the name is in nobody's way. A submission that was cut off leaves a job that says so
+(`INCOMPLETE`): the next `submit` finishes it, `cancel` removes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from typing_extensions import Self
-
-from lockstep.jobs.backend import Found, Lines, check_name
-from lockstep.jobs.cluster import Checks, Cluster, Manifests
-from lockstep.jobs.kubernetes import render, rules, submission
-from lockstep.jobs.kubernetes.answers import ApiError, Gone, Listing, explained
-from lockstep.jobs.kubernetes.observe import belongs, brief, explain, hosts, newest, orphaned, seen_at, slim
-from lockstep.jobs.kubernetes.render import RENDERED
-from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, k8s
+from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Prepared, check_name
+from lockstep.jobs.code import store
+from lockstep.jobs.command import identity
+from lockstep.jobs.kubernetes import render, rules
+from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError, explained
+from lockstep.jobs.kubernetes.observe import (
+    INCOMPLETE,
+    belongs,
+    brief,
+    explain,
+    hosts,
+    newest,
+    orphaned,
+    seen_at,
+    slim,
+)  # fmt: skip
+from lockstep.jobs.kubernetes.render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
+from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE
 from lockstep.jobs.lint import Rules
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
+from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
 from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable
@@ -32,8 +47,6 @@ if TYPE_CHECKING:
 
 DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
-SUMMARY_LINES = 1000
-"""Of rank 0's last lines, among which a run says what it has reached."""
 MOST_ASKED = 3
 """Pods whose own events are asked for: they say why a pod waits, or has gone."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
@@ -47,7 +60,7 @@ class KubernetesBackend(Cluster):
     """See `Backend`.
 
     Args:
-        interval: seconds between two looks where nothing has been announced.
+        interval: seconds between two looks.
         lost_after: seconds of 404, silence or unknown nodes after which a job that was seen counts as lost.
     """
 
@@ -57,11 +70,12 @@ class KubernetesBackend(Cluster):
     secrets_from = None
     survived = (UserError,)  # rights may come back, too
 
-    def __init__(self, api: Api, namespace: str, interval: float = 5.0, lost_after: float = 300.0) -> None:
+    def __init__(self, api: Api, namespace: str, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.api, self.namespace, self.interval, self.lost_after = api, namespace, interval, lost_after
+        self.scope = f" in namespace {namespace}"
 
     @classmethod
-    def connect(cls, **place: str | None) -> Self:
+    def connect(cls, **place: str | None) -> KubernetesBackend:
         """Reads the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
         # The client takes longer to import than to render.
         from lockstep.jobs.kubernetes.api import Api, load_configuration
@@ -97,41 +111,120 @@ class KubernetesBackend(Cluster):
         return checks.check(connected, spec, cls.lint(spec) if spec is not None else None)
 
     def path(self, kind: str, name: str = "") -> str:
-        return submission.job_path(self.namespace, kind, name)
+        """Of the jobs of a kind, or of one."""
+        version, plural = KINDS[kind]
+        return f"/apis/{version}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
 
-    def find(self, name: str) -> Found | None:
+    def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - there are no arrays here
+        return render.manifests(spec, uuid.uuid4().hex[:8])
+
+    def find(self, name: str, submitting: bool = False) -> Found | None:
         check_name(name)
         with explained(self.api.host):
             job = self._find(name)
-        if job is None:
-            return None
-        return Found(name, get(job, "metadata", "labels", HASH), spec_in(get(job, "metadata", "annotations")), job)
+            if job is None:
+                return None
+            plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
+            found = Found(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
+            if not submitting or not get(job, "metadata", "deletionTimestamp"):
+                return found
+            warn(f"{name} is being deleted: waiting until it is gone")
+            self._await_end(job, self._deletion_seconds(found.spec))
+        return self.find(name, submitting)
 
-    def no_such(self, name: str) -> UserError:
-        return UserError(f"there is no job {name} in namespace {self.namespace}: see `lockstep list k8s`")
-
-    def settled(self, found: Found) -> Found | None:
-        if not get(found.record, "metadata", "deletionTimestamp"):
-            return found
-        warn(f"{found.name} is being deleted: waiting until it is gone")
-        with explained(self.api.host):
-            self._await_end(found.record, self._deletion_seconds(found.spec))
-        return self.find(found.name)
-
-    def attach(self, found: Found, spec: JobSpec) -> Submitted:
-        # By its own hash: its pods have that label. The same job may have another one, by settings of other backends.
-        own = next((one for one in (spec, found.spec) if one is not None and one.hash() == found.hash), None)
-        if own is not None:
-            with explained(self.api.host):
-                submission.complete(self.api, self.namespace, own, found.record)
-        return super().attach(found, spec)
-
-    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
-        with explained(self.api.host, k8s(spec).kind):
+    def create(self, job: Prepared, old: Found | None) -> Submitted:
+        """Another command may have sent the same spec at the same time: then that one has made the job."""
+        spec, (policy, rendered) = job.spec, job.manifests
+        submission = render.submission_in(policy, spec)
+        marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
+        with explained(self.api.host, rendered["kind"]):
             if old is not None:
                 self._delete(old.record, self._deletion_seconds(old.spec))
-            live, made = submission.create(self.api, self.namespace, spec, partial(self._find, spec.name))
+            waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
+            try:
+                live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
+            except ApiError as error:
+                if error.status != 409:
+                    raise
+                live = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
+            if live is None or get(live, "metadata", "deletionTimestamp"):
+                raise UserError(f"{spec.name} is being deleted by someone else: submit it again when it is gone")
+            if get(live, "metadata", "labels", HASH) != spec.hash():
+                raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
+            made = submission_of(live) == submission
+            try:
+                self._complete(spec, live, job.manifests if made else None)
+            except (ApiError, UserError) as error:
+                if made and not isinstance(error, Unreachable):  # else the next submission finishes it
+                    with contextlib.suppress(ApiError, UserError):
+                        self.api.delete(self.path(rendered["kind"], spec.name), _deletion(live))
+                raise
         return Submitted(spec.name, made, self._where(live))
+
+    def attach(self, job: Prepared, found: Found) -> Submitted:
+        # By its own hash: its pods have that label. The same job may have another one, by settings of other backends.
+        own = next((one for one in (job.spec, found.spec) if one is not None and one.hash() == found.hash), None)
+        if own is not None:
+            with explained(self.api.host):
+                self._complete(own, found.record)
+        return super().attach(job, found)
+
+    def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
+        """Brings what belongs to a job and is not there, and lets a job run that was waiting for it.
+
+        Args:
+            spec: of the job's own hash. How its code was packed says the one that it was made from.
+            rendered: by the submission that has made it.
+
+        Raises:
+            UserError: the code does not fit, or is not here any more.
+            ApiError: the server refuses.
+        """
+        submission = submission_of(live) or RENDERED
+        policy, job = rendered or render.manifests(spec, submission)
+        owned = {"metadata": {"ownerReferences": [_owner(job, live)]}}
+        policies = f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
+        self._bring(policies, merge(policy, owned))
+        if spec.code is not None:
+            packed, maps = store.packed(identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
+            marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}
+            selector = ",".join(f"{key}={value}" for key, value in marks.items())
+            pages = self.api.pages(maps, labelSelector=selector, accept=METADATA_LIST)
+            there = {get(item, "metadata", "name") for item in pages}
+            pieces = render.code_maps(spec, submission, packed)
+            missing = [item for item in pieces if item["metadata"]["name"] not in there]
+            if missing and get(spec_in(get(live, "metadata", "annotations")), "code", "packed") != len(packed):
+                raise UserError(
+                    f"the code of {spec.name} is not in the cluster, and was packed on another machine: cancel the job and submit it again"
+                )
+            for item in missing:
+                self._bring(maps, merge(item, owned))
+        if get(live, "metadata", "annotations", INCOMPLETE) is not None:
+            # Where there is a queue (a patch may name it), Kueue lets the job run.
+            queue = get(job, "metadata", "labels", KUEUE_QUEUE)
+            done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
+            run = (
+                {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
+                if queue
+                else {"metadata": done, "spec": _suspended(job, None)}
+            )
+            self.api.patch(self.path(job["kind"], spec.name), run)
+
+    def _bring(self, path: str, item: Manifest) -> None:
+        """Makes an object whose name is this submission's alone. Raises `UserError` where it is above the server's limits."""
+        try:
+            self.api.create(path, item)
+        except ApiError as error:
+            if item["kind"] == "ConfigMap" and (
+                error.status == 413 or (error.status == 422 and "too l" in str(error).lower())
+            ):
+                size = len(item["binaryData"][CODE_KEY]) * 3 // 4 >> 10
+                raise UserError(
+                    f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {' '.join(str(error).split())}); a piece of code "
+                    f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
+                ) from None
+            if error.status != 409:
+                raise
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Creates the one-pod Job that writes the shards. Raises `UserError`."""
@@ -206,24 +299,15 @@ class KubernetesBackend(Cluster):
                     raise
         return None
 
-    def trouble(self, status: Status) -> str:
-        return next((part.reason for part in status.ranks if part.state == "unknown"), "")
-
-    def world(self, found: Found, spec: JobSpec | None) -> int:
-        return len(hosts(found.record)) * (spec.ranks if spec else 1)
-
-    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
+    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         with explained(self.api.host):
-            yield from self._reader(found).lines(self._of_rank(found, spec, rank), rank, follow)
-
-    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        with explained(self.api.host):
-            yield from self._reader(found).tail(self._of_rank(found, spec, rank), rank, follow, count)
+            reader, names = self._reader(found), self._of_rank(found, rank)
+            yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
 
     @staticmethod
-    def _of_rank(found: Found, spec: JobSpec | None, rank: int | None) -> Lines:
+    def _of_rank(found: Found, rank: int | None) -> Lines:
         """The hosts that a rank may be on: in an elastic job it may be on any of them, and its prefix tells."""
-        names = hosts(found.record)
+        names, spec = hosts(found.record), found.spec
         return [names[rank // spec.ranks]] if rank is not None and spec is not None and not spec.elastic else names
 
     def _reader(self, found: Found) -> Reader:
@@ -242,41 +326,16 @@ class KubernetesBackend(Cluster):
 
         return Reader(
             self.api, self.namespace, partial(self._pods, found.record), partial(self._pod, found.record), over,
-            min(self.interval, 2.0), CONTAINERS[found.record["kind"]], self.lost_after,
+            self.interval, CONTAINERS[found.record["kind"]], self.lost_after,
         )  # fmt: skip
 
-    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
         from lockstep.jobs.kubernetes.exec import Rank
 
-        place, run_dir = self._of_rank(found, spec, rank), spec.run_directory if spec is not None else ""
+        place, run_dir = self._of_rank(found, rank), found.spec.run_directory if found.spec is not None else ""
         with explained(self.api.host):
             pod, container = partial(self._pod, found.record), CONTAINERS[found.record["kind"]]
             return Rank(self.api, self.namespace, pod, container, place, rank).run(command, run_dir, streams)
-
-    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        return self.api.within(seconds)
-
-    def pause(self, found: Found | None, seconds: float) -> None:
-        if found is None:  # the server has not answered yet
-            time.sleep(min(seconds, self.interval))
-        else:
-            self._await_change(found.name, found.record, min(seconds, self.interval))
-
-    def _await_change(self, name: str, known: Manifest, seconds: float) -> None:
-        """Returns when the job is no longer as `known`, at the latest after `seconds`; a broken watch costs a short pause."""
-        began = time.monotonic()
-        try:
-            path, selector = self.path(str(known["kind"])), f"metadata.name={name}"
-            page = self.api.get(path, Listing, fieldSelector=selector)
-            # Where it has changed since it was read: after the pause, for where reading fails for good.
-            if get(page, "items", 0, "metadata", "resourceVersion") == get(known, "metadata", "resourceVersion"):
-                version = str(get(page, "metadata", "resourceVersion"))
-                for event in self.api.watch(path, version, seconds, fieldSelector=selector):
-                    if event.get("type") != "BOOKMARK":
-                        return
-        except (ApiError, UserError, Gone):
-            pass
-        time.sleep(max(0.0, min(seconds - (time.monotonic() - began), self.interval / 5)))
 
     def stop(self, found: Found) -> Status:
         with explained(self.api.host):
@@ -291,7 +350,7 @@ class KubernetesBackend(Cluster):
     def _delete(self, job: Manifest, timeout: float) -> None:
         """Deletes the job and waits until it and its pods are gone."""
         try:
-            self.api.delete(self.path(str(job["kind"]), str(get(job, "metadata", "name"))), submission.deletion(job))
+            self.api.delete(self.path(str(job["kind"]), str(get(job, "metadata", "name"))), _deletion(job))
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -316,23 +375,9 @@ class KubernetesBackend(Cluster):
             return sorted((_row(job) for found in jobs for job in found), key=lambda row: row.name)
 
     def changes(self, found: Found, spec: JobSpec) -> Lines:
-        _, wanted = render.manifests(spec, submission.submission_of(found.record) or RENDERED)
+        _, wanted = render.manifests(spec, submission_of(found.record) or RENDERED)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
         return missing_from(wanted, found.record)
-
-    def where(self, found: Found) -> str:
-        return self._where(found.record)
-
-    def summary(self, name: str) -> dict[str, Any]:
-        last: dict[str, Any] | None = None
-        for line in self.logs(name, 0, last=SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
-            if '"done"' in line:
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    last = event if isinstance(event, dict) and event.get("event") == "done" else last
-        if last is not None:
-            return {key: value for key, value in last.items() if key not in ("event", "time", "attempt")}
-        raise UserError(f"{name} has not written a summary: it is {self.status(name).state}, or its pods are gone")
 
     def _find(self, name: str) -> Manifest | None:
         found = self._of_each_kind(lambda kind: {**self.api.get(self.path(kind, name)), "kind": kind})
@@ -375,6 +420,32 @@ def _row(job: Manifest) -> Listed:
     nodes = spec_in(get(job, "metadata", "annotations")).get("nodes")
     created = str(get(job, "metadata", "creationTimestamp") or "")
     return Listed(get(job, "metadata", "name"), brief(job), nodes if isinstance(nodes, int) else 1, created)
+
+
+def submission_of(job: Manifest) -> str:
+    """The word of the submission that made a job; "" where lockstep did not submit it."""
+    return str(get(job, "metadata", "annotations", SUBMISSION) or "")
+
+
+def _suspended(job: Manifest, value: bool | None) -> Manifest:
+    """Where a job says whether it waits; None: as it was rendered."""
+    place = job["spec"] if job["kind"] == "TrainJob" else job["spec"]["runPolicy"]
+    found = {"suspend": bool(place.get("suspend")) if value is None else value}
+    return found if job["kind"] == "TrainJob" else {"runPolicy": found}
+
+
+def _deletion(item: Manifest) -> dict[str, Any]:
+    """Of that very object, after all that belongs to it."""
+    conditions = {"uid": get(item, "metadata", "uid")}
+    return {
+        "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground", "preconditions": conditions,
+    }  # fmt: skip
+
+
+def _owner(job: Manifest, live: Manifest) -> dict[str, Any]:
+    """No `blockOwnerDeletion`: that takes rights of its own."""
+    names = {key: get(live, "metadata", key) for key in ("name", "uid")}
+    return {"apiVersion": job["apiVersion"], "kind": job["kind"], **names}
 
 
 BACKEND = KubernetesBackend

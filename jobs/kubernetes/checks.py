@@ -40,7 +40,7 @@ CODE_RIGHTS = tuple((verb, "", "configmaps", "") for verb in ("create", "list"))
 """For a job with code of one's own."""
 EXEC_RIGHTS = (("create", "", "pods", "exec"), ("get", "", "pods", "exec"))
 """For `lockstep exec`, which no job needs."""
-JOB_VERBS = ("create", "get", "list", "watch", "patch", "delete")
+JOB_VERBS = ("create", "get", "list", "patch", "delete")
 CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controller-manager"}
 """Part of the name of each controller's image."""
 

@@ -37,6 +37,12 @@ def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     return [network_policy(spec, submission), merge(job(spec, submission), k8s(spec).patch)]
 
 
+def submission_in(policy: Manifest, spec: JobSpec) -> str:
+    """The word that a job's NetworkPolicy was rendered with."""
+    word = str(policy["metadata"]["name"]).removeprefix(f"{spec.name}-")
+    return RENDERED if word == spec.hash() else word
+
+
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """The job without `patch`."""
     kind = k8s(spec).kind

@@ -147,7 +147,10 @@ def topology(subject: Subject) -> Iterator[str]:
 @rule("LS028")
 def patched(subject: Subject) -> Iterator[str]:
     """A patch adds what has no setting. What is rendered keeps its place: Lockstep finds the job by it, and it closes doors."""
-    for change in changes(render.job(subject.spec), subject.job):
+    if not k8s(subject.spec).patch:
+        return
+    policy = next(item for item in subject.objects if item.get("kind") == "NetworkPolicy")
+    for change in changes(render.job(subject.spec, render.submission_in(policy, subject.spec)), subject.job):
         if change.ours:
             yield f"the patch changes {change.path}, which is made of the job's settings: change those, and leave it out of k8s.patch"
             continue

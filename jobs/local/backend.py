@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import ownership, records
-from lockstep.jobs.backend import Backend, Found, Lines, check_name
+from lockstep.jobs.backend import Backend, Found, Lines, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.local import processes
 from lockstep.jobs.local.processes import Looks, alive, living, start_ticks
@@ -48,11 +48,9 @@ class LocalBackend(Backend):
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or ownership.home() / "local"
+        self.lock = (self.folder, 30)
 
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return ownership.locked(self.folder, 30)
-
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - no job is taken away by others
         check_name(name)
         return self._found(name) if self._is_there() else None
 
@@ -79,19 +77,13 @@ class LocalBackend(Backend):
         record = records.parse(plain, records.LocalJob)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")
-        return Found(name, record["hash"], record["spec"], record)
+        return Found(
+            name, record["hash"], record["spec"], record, str(self.folder / name), run_dir=record["run_dir"]
+        )  # fmt: skip
 
-    def taken(self) -> set[str]:
-        return {entry.name for entry in self.folder.iterdir()}
-
-    def where(self, found: Found) -> str:
-        return str(self.folder / found.name)
-
-    def refuse(self, spec: JobSpec) -> None:  # noqa: ARG002 - the launcher, which needs torch, starts a `command:`, too
-        extras.require("torch")
-
-    def create(self, spec: JobSpec, old: Found | None) -> Submitted:
-        folder = self.folder / spec.name
+    def create(self, job: Prepared, old: Found | None) -> Submitted:
+        extras.require("torch")  # the launcher needs it, also for a `command:`
+        spec, folder = job.spec, self.folder / job.spec.name
         if spec.code is not None:
             store.unpacked(commands.identity(spec))
         if old is not None:
@@ -150,7 +142,7 @@ class LocalBackend(Backend):
     def _answer(self, found: Found, being_submitted: bool, supervised: bool, looks: Looks) -> Status:
         """Its status. `looks` begin behind `_before`, so that what has begun or ended meanwhile shows in them."""
         record, folder = found.record, self.folder / found.name
-        total = self.world(found, found.spec)
+        total = found.world_size
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], looks=looks)))
         ended = records.read(folder / ENDED, records.Ended)
@@ -228,22 +220,14 @@ class LocalBackend(Backend):
         found = [line for line in lines if "error" in line.lower()]
         return found[-1][:300] if found else ""
 
-    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:  # noqa: ARG002
-        return self._lines(found, rank, follow, 0)
-
-    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:  # noqa: ARG002
-        mark = f"[rank {rank}] ".encode() if rank is not None else b""
-        with files.reading(self._log(found)):
-            start, _ = begin(self._log(found), count, lambda head: head.startswith(mark))
-        return self._lines(found, rank, follow, start)
-
-    def _log(self, found: Found) -> Path:
-        return self.folder / found.name / "log.txt"
-
-    def _lines(self, found: Found, rank: int | None, follow: bool, start: int) -> Iterator[str]:
-        """The log from a byte on at which a line begins."""
-        with files.reading(self._log(found)):
-            log = files.regular(self._log(found))
+    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        """The log, from a byte on at which a line begins."""
+        path, start = self.folder / found.name / "log.txt", 0
+        with files.reading(path):
+            if last is not None:
+                mark = f"[rank {rank}] ".encode() if rank is not None else b""
+                start, _ = begin(path, last, lambda head: head.startswith(mark))
+            log = files.regular(path)
         with io.TextIOWrapper(log, encoding="utf-8", errors="replace") as file:
             file.seek(start)
             pieces = Pieces("\n", PREFIX)
@@ -257,7 +241,7 @@ class LocalBackend(Backend):
             if (rest := pieces.rest()) and (kept := of_rank(rest, rank)) is not None:
                 yield kept
 
-    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
         record = found.record
         if record["host"] != here():
             raise UserError(f"{found.name} runs on {record['host'].partition(' ')[0]}: run the command there")

@@ -13,8 +13,8 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path, PurePath
 from typing import IO, Any, ClassVar
 
@@ -22,16 +22,15 @@ from typing_extensions import NotRequired, TypedDict
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import ownership, process, records
-from lockstep.jobs.backend import Found, Lines, Mode, Sent, Specs, check_name
-from lockstep.jobs.cluster import Checks, Cluster, Findings, Manifests
+from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.lint import Rules
 from lockstep.jobs.process import Streams
 from lockstep.jobs.slurm import checks, observe, render, rules, submission
 from lockstep.jobs.slurm.observe import Look
 from lockstep.jobs.slurm.render import Place
-from lockstep.jobs.slurm.section import slurm, without_host
-from lockstep.jobs.slurm.ssh import Login, chosen, received
+from lockstep.jobs.slurm.section import VARIABLE, slurm
+from lockstep.jobs.slurm.ssh import Login, received
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable
 from lockstep.jobs.terminal import warn
@@ -54,11 +53,13 @@ class SlurmBackend(Cluster):
     name = "slurm"
     places: ClassVar = {"host": "slurm.host"}
     carries_code = True
+    arrays = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, place: Place | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
-        self.cluster, self.interval, self.lost_after = place or Place.of_this_machine(), interval, lost_after
-        self.folder = Path(self.cluster.jobs)
+        self._place_of_jobs, self.interval, self.lost_after = place, interval, lost_after
+        self.folder = Path(place.jobs) if place is not None else ownership.home().absolute() / "slurm"
+        self.lock = (self.folder, 60)  # the cluster's: whoever submits there, from wherever, waits for it
 
     @classmethod
     def connect(cls, **place: str | None) -> SlurmBackend:
@@ -80,14 +81,13 @@ class SlurmBackend(Cluster):
         if host is None:
             found = cls._rendered(spec, len(runs), Place.of_this_machine())
         else:
-            found = Login(host).ask("render", _Rendered, specs=[without_host(one) for one in (spec, *runs)])
+            found = Login(host).ask("render", _Rendered, specs=[spec, *runs])
         return found["script"], found
 
     @staticmethod
     def _rendered(spec: JobSpec, elements: int, place: Place) -> dict[str, Any]:
-        folder = _submitit(spec, place)
-        text = render.script(spec, folder, elements=elements, place=place)
-        return {"script": text, "parameters": render.parameters(spec, folder, place=place)}
+        (found,) = render.manifests(spec, _submitit(spec, place), place, elements=elements)
+        return {"script": found["script"], "parameters": found["parameters"]}
 
     @classmethod
     def rules(cls) -> Rules[rules.Subject]:
@@ -95,7 +95,7 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        host, spec = chosen(slurm(spec).host), without_host(spec)
+        host = chosen(slurm(spec).host)
         found = (
             cls._prepared(spec, Place.of_this_machine())
             if host is None
@@ -114,27 +114,53 @@ class SlurmBackend(Cluster):
         if host is None:
             return checks.check(spec, Place.of_this_machine())
         try:
-            found = Login(host).ask("doctor", _Doctor, 900, specs=[without_host(spec)] if spec is not None else [])
+            found = Login(host).ask("doctor", _Doctor, 900, specs=[spec] if spec is not None else [])
         except UserError as error:
             return [Check("connection", "missing", str(error))]
         return [Check("connection", "ok", f"{host}, {found['place']}"), *found["checks"]]
 
-    def with_code(self, specs: Specs) -> Specs:
-        return super().with_code([without_host(spec) for spec in specs])
+    @property
+    def cluster(self) -> Place:
+        """Its folders."""
+        return self._place_of_jobs or Place.of_this_machine()
 
-    def drift(self, spec: JobSpec) -> Lines:
-        return super().drift(without_host(spec))
+    def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:
+        place, after = self.cluster, self._preparation(spec)
+        return render.manifests(
+            spec, _submitit(spec, place), place, rules.look(spec, place), after, max(1, len(runs))
+        )  # fmt: skip
 
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """The folder's lock, which is the cluster's: whoever submits there, from wherever, waits for it."""
-        return ownership.locked(self.folder, 60)
-
-    def findings(self, spec: JobSpec) -> Findings:
-        place = self.cluster
-        return self.rules().apply(spec, render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place)))
-
-    def create(self, spec: JobSpec, old: Found | None) -> Submitted:  # noqa: ARG002 - its folder goes when SLURM has the new one
-        return self._send(spec, [spec])[0]
+    def create(self, job: Prepared, old: Found | None) -> Submitted:
+        """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
+        whole, runs, (sent,) = job.spec, job.runs or [job.spec], job.manifests
+        if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
+            raise UserError(
+                f"{whole.name} has run in {old.run_dir}: submit it from the folder it was submitted from to resume it, or "
+                "with --new to start over here"
+            )
+        if whole.code is not None:
+            store.unpacked(commands.identity(whole))
+        place, submitit = self.cluster, str(_submitit(whole, self.cluster))
+        written: dict[str, dict[str, Any]] = {}
+        comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
+        for element, spec in enumerate(runs):
+            written[spec.name] = {
+                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, place),
+                "submitit": submitit, "job_id": None,
+                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "since": time.time(), "comment": comment, "array_name": whole.name,
+                "element": element if len(runs) > 1 else None, "job": records.identity(spec.name),
+            }  # fmt: skip
+        with _keeping(self.folder):  # a container mounts the folders above the runs
+            for record in written.values():
+                Path(record["run_dir"]).parent.mkdir(parents=True, exist_ok=True)
+        tasks = [
+            render.training_task(spec, sent["after"] is not None, str(written[spec.name]["job"]), place)
+            for spec in runs
+        ]
+        minutes = render.minutes(whole)
+        job_id, *_ = submission.send(whole.name, sent["script"], minutes, place, self.folder, written, comment, tasks)
+        return Submitted(whole.name, True, _where({"job_id": job_id, "submitit": submitit}))
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
@@ -148,43 +174,18 @@ class SlurmBackend(Cluster):
         if spec.recipe is None or spec.shards is None:
             return None
         own = render.preparation(spec, self.cluster)
-        folder = self.folder / own.name
-        if submission.read(folder) is None or submission.read_end(folder) is not None:
+        if observe.ended(self.folder / own.name) is not None:
             return None
-        found = self.require(own.name)
-        return None if self.standing(found).final else str(found.record["job_id"])
+        found = self.find(own.name, submitting=True)
+        return None if found is None or self.observe(found).final else str(found.record["job_id"])
 
-    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
-        """Submits the runs of a sweep as one job array. All of them must be new, or all the same as before."""
-        specs = self.with_code(specs)
-        whole = specs[0].model_copy(update={"name": name})
-        self.refuse(whole)
-        with self.exclusive():
-            if submission.read(self.folder / name) is not None:
-                raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
-            placed = [self.place(spec, mode) for spec in specs]
-            new = [item[0] for item in placed if not isinstance(item, Submitted)]
-            there = [item for item in placed if isinstance(item, Submitted)]
-            if new and there:
-                raise UserError(
-                    f"{there[0].name} of this sweep is running already: wait for it, or choose another --name"
-                )
-            if not new:
-                return there
-            self.check_secrets(whole)
-            return self._send(whole, new)
-
-    def place(self, spec: JobSpec, mode: Mode) -> tuple[JobSpec, Found | None] | Submitted:
-        folder = self.folder / spec.name
-        if folder.exists() and submission.read(folder) is None:
-            raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
-        return super().place(spec, mode)
-
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> Found | None:
         check_name(name)
         folder = self.folder / name
-        record = submission.read(folder)
+        record = observe.submitted(folder)
         if record is None:
+            if submitting and folder.exists():
+                raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
             return None
         try:
             ownership.check(folder)
@@ -197,58 +198,12 @@ class SlurmBackend(Cluster):
                 with _keeping(self.folder):
                     submission.adopt(Path(record["submitit"]), known)
                     record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
-                    submission.write(folder, record)
-        return Found(name, record["hash"], record["spec"], record)
-
-    def taken(self) -> set[str]:
-        return {path.name for path in self.folder.iterdir()}
-
-    def where(self, found: Found) -> str:
-        return _where(found.record)
-
-    def standing(self, found: Found) -> Status:
-        record = found.record
-        if record["job_id"] is not None:
-            return self.observe(found)
-        if submission.under_way(self.folder / record["array_name"]):
-            raise Unreachable(f"{found.name} is being submitted at this moment: try again in a minute")
-        return observe.BROKEN_OFF
-
-    def gone_on(self, found: Found, spec: JobSpec) -> Found:
-        if found.record["run_dir"] != render.run_directory(spec, self.cluster):
-            raise UserError(
-                f"{spec.name} has run in {found.record['run_dir']}: submit it from the folder it was submitted from, to "
-                "resume it, or with --replace to start over here"
-            )
-        return found
-
-    def _send(self, whole: JobSpec, specs: Specs) -> Sent:
-        """One sbatch for all of them: a job, or an array."""
-        if whole.code is not None:
-            store.unpacked(commands.identity(whole))
-        written: dict[str, dict[str, Any]] = {}
-        comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
-        for element, spec in enumerate(specs):
-            written[spec.name] = {
-                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, self.cluster),
-                "submitit": str(_submitit(whole, self.cluster)), "job_id": None,
-                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "since": time.time(), "comment": comment, "array_name": whole.name,
-                "element": element if len(specs) > 1 else None, "job": records.identity(spec.name),
-            }  # fmt: skip
-        with _keeping(self.folder):  # a container mounts the folders above the runs
-            for record in written.values():
-                Path(record["run_dir"]).parent.mkdir(parents=True, exist_ok=True)
-        after = self._preparation(whole)
-        tasks = [
-            render.training_task(spec, after is not None, str(written[spec.name]["job"]), self.cluster)
-            for spec in specs
-        ]
-        ids = submission.send(whole, self.cluster, self.folder, written, comment, tasks, after)
-        return [
-            Submitted(name, True, _where({**record, "job_id": job_id}))
-            for (name, record), job_id in zip(written.items(), ids)
-        ]
+                    observe.write(folder, record)
+        if record["job_id"] is None and submitting:
+            if submission.under_way(self.folder / record["array_name"]):
+                raise Unreachable(f"{name} is being submitted at this moment: try again in a minute")
+            record["since"] = 0.0  # who holds the lock knows that nobody else is about to submit it
+        return _found(name, record)
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
@@ -268,7 +223,7 @@ class SlurmBackend(Cluster):
             known = look(str(record["job_id"]))
         except observe.Forgotten as error:  # what it has left may say how it ended
             known, forgotten = None, error
-        notes, before = submission.Notes(record), submission.read_end(folder)
+        notes, before = observe.Notes(record), observe.ended(folder)
         parts = [Part(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
         if known is None:
@@ -285,24 +240,24 @@ class SlurmBackend(Cluster):
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError):
             if before is not None and not told.final:
-                (folder / submission.ENDED).unlink()  # somebody had SLURM run it again
+                (folder / observe.ENDED).unlink()  # somebody had SLURM run it again
             elif told.final and before != plain:
                 # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
-                submission.write_end(folder, plain)
+                observe.write_end(folder, plain)
         return told
 
     def stop(self, found: Found) -> Status:
         name = found.name
         if found.record["job_id"] is None:
             with self.exclusive():  # a submission that is under way has its number then
-                found = self.require(name)
-                status = self.standing(found)
+                found = self.find(name, submitting=True) or self.require(name)
+                status = self.observe(found)
             if status.final:
                 return status
         record = found.record
         job_id = str(record["job_id"])
         try:
-            submission.cancelled(record).touch()  # from here on no rank asks for a requeue
+            observe.cancelled(record).touch()  # from here on no rank asks for a requeue
         except OSError as error:
             warn(
                 f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may still ask for a requeue"
@@ -325,26 +280,18 @@ class SlurmBackend(Cluster):
             observe.order("scancel", job_id)
         return self.wait(name, 120)
 
-    def stream(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool) -> Iterator[str]:
-        return self._lines(found, spec, rank, follow)
-
-    def tail(self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        return self._lines(found, spec, rank, follow, count)
-
-    def _lines(
-        self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None
-    ) -> Iterator[str]:
-        ranks = [rank] if rank is not None else list(range(self.world(found, spec)))
+    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        ranks = [rank] if rank is not None else list(range(found.world_size))
         return submission.lines(
             found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final, min(self.interval, 1.0), last
         )  # fmt: skip
 
-    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
         """A step of the same job, on the rank's node, with no resources of its own.
 
         In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
         """
-        spec, record = spec or JobSpec.recorded(found.name, found.plain), found.record
+        spec, record = JobSpec.recorded(found.name, found.plain), found.record
         job_id, hosts = observe.nodes(str(record["job_id"]))
         python = render.interpreter(spec, self.cluster)
         if rank // spec.ranks >= len(hosts):
@@ -373,9 +320,9 @@ class SlurmBackend(Cluster):
         return code
 
     def list(self) -> list[Listed]:
-        entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{submission.JOB}"))
-        found = {entry: submission.read(entry) for entry in entries}
-        ends = {entry: submission.read_end(entry) for entry in entries}
+        entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{observe.JOB}"))
+        found = {entry: observe.submitted(entry) for entry in entries}
+        ends = {entry: observe.ended(entry) for entry in entries}
         open_ids = [
             str(record["job_id"]) for entry, record in found.items() if record is not None and ends[entry] is None
         ]
@@ -383,10 +330,10 @@ class SlurmBackend(Cluster):
         rows = []
         for entry, record in found.items():
             if record is None:
-                warn(f"{entry / submission.JOB} is damaged, or of another version: remove its folder")
+                warn(f"{entry / observe.JOB} is damaged, or of another version: remove its folder")
                 continue
             try:
-                state = self._listed(Found(entry.name, record["hash"], record["spec"], record), ends[entry], look)
+                state = self._listed(_found(entry.name, record), ends[entry], look)
             except Unreachable:
                 raise
             except UserError as error:
@@ -458,8 +405,6 @@ class SlurmBackend(Cluster):
                 return self.drift(specs[0])
             case "cancel":
                 return asdict(self.cancel(name))
-            case "summary":
-                return self.summary(name)
             case "list":
                 return [row.plain() for row in self.list()]
             case "render":
@@ -489,7 +434,7 @@ class _Look(TypedDict):
 
 
 class FromLaptop(SlurmBackend):
-    """The same over ssh: Lockstep on the login node answers.
+    """The same over ssh: Lockstep on the login node answers, and has the flow of a submission, too.
 
     Args:
         interval: seconds between two looks at a job that is waited for; each starts a Python there.
@@ -499,17 +444,14 @@ class FromLaptop(SlurmBackend):
         super().__init__(render.ELSEWHERE, interval, lost_after)
         self.login = login
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - nothing is submitted from here
         """With its status, for `observe`."""
         check_name(name)
         told = self.login.ask("look", _Look | None, name=name)
         if told is None:
             return None
-        record = told["record"]
-        return Found(name, record["hash"], record["spec"], {**record, "status": told["status"]})
-
-    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        return self.login.within(seconds)
+        found = _found(name, {**told["record"], "status": told["status"]})
+        return replace(found, run_dir=None)
 
     def observe(self, found: Found) -> Status:
         status: Status = found.record["status"]
@@ -525,7 +467,7 @@ class FromLaptop(SlurmBackend):
         return self._send_off("prepare", [spec])[0]
 
     def _send_off(self, do: str, specs: Specs, **values: str) -> Sent:
-        specs = self.with_code(specs)
+        specs = store.all_kept(specs)
         for recipe in {spec.recipe or "" for spec in specs if spec.code is None}:
             if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
                 raise UserError(
@@ -541,35 +483,37 @@ class FromLaptop(SlurmBackend):
         return sent
 
     def drift(self, spec: JobSpec) -> Lines:
-        spec, _ = store.pinned(spec)
-        lines: Lines = self.login.ask("diff", Lines, specs=[without_host(spec)])
+        lines: Lines = self.login.ask("diff", Lines, specs=[store.pinned(spec)[0]])
         return lines
 
     def stop(self, found: Found) -> Status:
         status: Status = self.login.ask("cancel", Status, 7200, name=found.name)
         return status
 
-    def _lines(
-        self, found: Found, spec: JobSpec | None, rank: int | None, follow: bool, last: int | None = None  # noqa: ARG002
-    ) -> Iterator[str]:  # fmt: skip
+    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         words = ["logs", "slurm", found.name, *(["--follow"] if follow else [])]
         words += ["--rank", str(rank)] if rank is not None else []
         return self.login.follow([*words, *(["--tail", str(last)] if last is not None else [])])
 
-    def exec(self, found: Found, spec: JobSpec | None, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
         return self.login.attach(["exec", "slurm", found.name, "--rank", str(rank), "--", *command], streams)
-
-    def summary(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.login.ask("summary", dict[str, Any], name=name)
-        return found
 
     def list(self) -> list[Listed]:
         rows: Rows = self.login.ask("list", Rows, 300)
         return rows
 
 
+def chosen(host: str | None) -> str | None:
+    """The host to go to; None where this machine is one of the cluster."""
+    return host or os.environ.get(VARIABLE) or None
+
+
+def _found(name: str, record: dict[str, Any]) -> Found:
+    return Found(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
+
+
 def _submitit(spec: JobSpec, place: Place) -> PurePath:
-    return place.jobs / spec.name / submission.SUBMITIT
+    return place.jobs / spec.name / observe.SUBMITIT
 
 
 def _where(record: dict[str, Any]) -> str:

@@ -12,14 +12,20 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lockstep.jobs import records
 from lockstep.jobs.records import Note, Said
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Part, State, Status, Unreachable
+from lockstep.training import files
 from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, UserError
 from lockstep.wire import submitit_api
 
+JOB = "job.json"
+ENDED = "ended.json"
+SUBMITIT = "submitit"
 SECONDS = 60.0
 """How long an answer may take by default."""
 Told = subprocess.CompletedProcess[str]
@@ -236,6 +242,67 @@ def one_line(text: str) -> str:
 
 def _number(text: str) -> int:
     return int(text) if re.fullmatch(r"\d{1,12}", text) else 0
+
+
+def submitted(folder: Path) -> dict[str, Any] | None:
+    """job.json; its `job_id` is None until sbatch has answered. None where there is none, or it is damaged."""
+    record = records.read(folder / JOB, records.SlurmJob)
+    return None if record is None else {"element": None, **record}
+
+
+def write(folder: Path, record: dict[str, Any]) -> None:
+    """Raises `OSError`."""
+    files.replace_json(folder / JOB, record)
+
+
+def ended(folder: Path) -> dict[str, Any] | None:
+    """ended.json: how the job has ended, once that is known."""
+    ending = records.read(folder / ENDED, records.SlurmEnded)
+    return None if ending is None else {**ending}
+
+
+def write_end(folder: Path, plain: dict[str, Any]) -> None:
+    """Raises `OSError`."""
+    files.replace_json(folder / ENDED, plain)
+
+
+class Notes:
+    """What the ranks and their tasks have left of one job."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self._record, self._job_id, self._folder = record, str(record["job_id"]), Path(record["submitit"])
+
+    @property
+    def said(self) -> records.Said | None:
+        """status.json of this very job, which is trusted above exit codes; not one of another run in the same folder."""
+        return records.said(Path(self._record["run_dir"]), self._record["job"])
+
+    @property
+    def ends(self) -> dict[int, records.Note]:
+        """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
+        found: dict[int, records.Note] = {}
+        for path in self._folder.glob(f"{self._job_id}_*_end.json"):
+            match = re.fullmatch(rf"{re.escape(self._job_id)}_(\d+)_end\.json", path.name)
+            end = records.read(path, records.Note) if match else None
+            if match and end is not None:
+                found[int(match[1])] = end
+        return found
+
+    @property
+    def saved(self) -> set[int]:
+        """The starts after which the job had saved and got further: they do not count against `max_restarts`."""
+        mark = f"{self._job_id}_saved_"
+        found = [path.name.removeprefix(mark) for path in self._folder.glob(f"{mark}*")]
+        return {int(number) for number in found if number.isdecimal()}
+
+    @property
+    def cancelled(self) -> bool:
+        return cancelled(self._record).exists()
+
+
+def cancelled(record: dict[str, Any]) -> Path:
+    """The note that somebody has asked lockstep to cancel the job."""
+    return submitit_api.note(Path(record["submitit"]), str(record["job_id"]), "cancelled")
 
 
 SETTLE_SECONDS = 60.0

@@ -220,23 +220,23 @@ def script(
     spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1, place: Place | None = None
 ) -> str:
     """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
-    place = place or Place.of_this_machine()
-    values = parameters(spec, folder, after, place)
-    return submitit_api.batch_script(folder, python(spec, folder, place), values, elements)
+    return str(manifests(spec, folder, place, after=after, elements=elements)[0]["script"])
 
 
 def manifests(
-    spec: JobSpec, folder: PurePath, place: Place | None = None, known: dict[str, str] | None = None
-) -> list[dict[str, Any]]:
+    spec: JobSpec, folder: PurePath, place: Place | None = None, known: dict[str, str] | None = None,
+    after: str | None = None, elements: int = 1,
+) -> list[dict[str, Any]]:  # fmt: skip
     """The script and its parameters as an object, which lint reads. `known`: what the rules know of the cluster's files."""
     place = place or Place.of_this_machine()
-    values, text = parameters(spec, folder, None, place), script(spec, folder, place=place)
+    values = parameters(spec, folder, after, place)
     return [
         {
             "kind": "Slurm",
             "parameters": values,
-            "script": text,
+            "script": submitit_api.batch_script(folder, python(spec, folder, place), values, elements),
             "run_dir": run_directory(spec, place),
+            "after": after,
             "files": known or {},
         }
     ]

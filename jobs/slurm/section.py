@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from lockstep.jobs.spec.model import JobSpec
 
 
+VARIABLE = "LOCKSTEP_SLURM_HOST"
+"""The login node where no flag, job file or profile names one."""
+
+
 class Slurm(Section):
     host: SshHost | None = None
     """Login node that is reached over ssh, as ~/.ssh/config knows it, e.g. `login.example`; paths are then of that side. Its
@@ -91,12 +95,3 @@ SECTION = Slurm
 def slurm(spec: JobSpec) -> Slurm:
     """The section of a spec."""
     return spec.section(Slurm)
-
-
-def without_host(spec: JobSpec) -> JobSpec:
-    """The same job, wherever it is submitted from."""
-    return (
-        spec
-        if slurm(spec).host is None
-        else spec.model_copy(update={"slurm": slurm(spec).model_copy(update={"host": None})})
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import math
 import os
 import re
 import secrets
@@ -25,15 +24,14 @@ from pydantic import TypeAdapter
 from lockstep.jobs import ownership, process
 from lockstep.jobs.logs import Pieces
 from lockstep.jobs.process import Streams
+from lockstep.jobs.slurm.section import VARIABLE, slurm
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import SSH_HOST
-from lockstep.jobs.status import EXIT_UNREACHABLE, Disconnected, LoggedOut, Unreachable
+from lockstep.jobs.status import EXIT_UNREACHABLE, Disconnected, LoggedOut, Unreachable, seconds_to_answer
 from lockstep.training.config import settings
 from lockstep.training.contract import ENV_EXEC, EXIT_DONE, EXIT_USAGE, VERSION, UserError, printable, to_stderr
 from lockstep.wire import archive
 
-VARIABLE = "LOCKSTEP_SLURM_HOST"
-"""The login node where no flag, job file or profile names one."""
 CONNECT_SECONDS = 15
 """Seconds for the connection itself; and seconds that a silent one counts as alive."""
 KEPT_SECONDS = 60
@@ -84,11 +82,6 @@ exit $code
 """A program whose exit code 255, with which ssh itself fails, leaves a note. What the terminal sends is the program's."""
 
 
-def chosen(host: str | None) -> str | None:
-    """The host to go to; None where this machine is one of the cluster."""
-    return host or os.environ.get(VARIABLE) or None
-
-
 class Denied(Disconnected, LoggedOut):
     """The host does not take our key, or has another key than it should."""
 
@@ -109,16 +102,6 @@ class Login:
         self.host, _, python = host.partition(":")
         self.python = python or "python3"
         self._options: list[str] | None = None
-        self._bound = math.inf
-
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Requests in the block end after this many seconds, or after those that a connection takes."""
-        before, self._bound = self._bound, min(self._bound, max(seconds, CONNECT_SECONDS))
-        try:
-            yield
-        finally:
-            self._bound = before
 
     def ask(
         self, do: str, shape: Any, seconds: float = 120, code: bytes = b"", specs: Sequence[JobSpec] = (), **values: Any
@@ -140,12 +123,12 @@ class Login:
         }
         recipes = {str(name): settings.read_text(name) for name in names if not name.is_absolute() and name.is_file()}
         request = {
-            "lockstep": VERSION, "host": self.host, "do": do, "bytes": len(code), "specs": [spec.record() for spec in specs],
+            "lockstep": VERSION, "host": self.host, "do": do, "bytes": len(code), "specs": [_without_host(spec).record() for spec in specs],
             "recipes": recipes, "secrets": {}, **values,
         }  # fmt: skip
-        seconds = min(seconds, self._bound)
+        seconds = min(seconds, max(seconds_to_answer(), CONNECT_SECONDS))
         tag = _tag()
-        script = _marked(tag, f"exec {self._words(['serve', 'slurm'])}")
+        script = _marked(tag, f"exec {self._words(['serve'])}")
         with self._started(script) as process:
             assert process.stdin and process.stdout and process.stderr
             out, err = (_Reader(stream, MOST, process) for stream in (process.stdout, process.stderr))
@@ -309,6 +292,11 @@ class Login:
                 f"{self.host} does not let us in (ssh: {text}): `ssh {self.host}` must work without a question"
             )
         return Disconnected(f"the connection to {self.host} is lost{f' (ssh: {text})' if text else ''}")
+
+
+def _without_host(spec: JobSpec) -> JobSpec:
+    """The same job, wherever it is submitted from."""
+    return spec.model_copy(update={"slurm": slurm(spec).model_copy(update={"host": None})})
 
 
 def _own_socket() -> list[str]:

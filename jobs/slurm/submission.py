@@ -1,4 +1,4 @@
-"""A submission: its folder, how it comes to be there whole or not at all, and what the ranks leave in it.
+"""A submission: its folder, how it comes to be there whole or not at all, and the ranks' logs in it.
 
 $LOCKSTEP_HOME/slurm/NAME/   job.json  ended.json  submitit/{123_submission.sh, 123_submitted.pkl, 123_0_log.out, …}
 
@@ -19,20 +19,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from lockstep.jobs import records
 from lockstep.jobs.logs import Pieces, begin, shares
 from lockstep.jobs.slurm import observe, render
-from lockstep.jobs.slurm.task import TrainingTask, note
-from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.slurm.task import TrainingTask
 from lockstep.jobs.status import Unreachable
 from lockstep.training import files
 from lockstep.training.contract import OF_A_JOB, UserError
 from lockstep.wire import submitit_api
 from lockstep.wire.signals import signals_held_back
 
-JOB = "job.json"
-ENDED = "ended.json"
-SUBMITIT = "submitit"
 NEW = "new"
 """Stands in the names of the files for the job's number until sbatch has given one."""
 SENDING = ".sbatch"
@@ -48,77 +43,17 @@ _IN_DOUBT = re.compile("timed out|zero bytes|receive failure", re.I)
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT")
 
 
-def read(folder: Path) -> dict[str, Any] | None:
-    """job.json; its `job_id` is None until sbatch has answered. None where there is none, or it is damaged."""
-    record = records.read(folder / JOB, records.SlurmJob)
-    return None if record is None else {"element": None, **record}
-
-
-def write(folder: Path, record: dict[str, Any]) -> None:
-    """Raises `OSError`."""
-    files.replace_json(folder / JOB, record)
-
-
-def read_end(folder: Path) -> dict[str, Any] | None:
-    """ended.json: how the job has ended, once that is known."""
-    ending = records.read(folder / ENDED, records.SlurmEnded)
-    return None if ending is None else {**ending}
-
-
-def write_end(folder: Path, plain: dict[str, Any]) -> None:
-    """Raises `OSError`."""
-    files.replace_json(folder / ENDED, plain)
-
-
-class Notes:
-    """What the ranks and their tasks have left of one job."""
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        self._record, self._job_id, self._folder = record, str(record["job_id"]), Path(record["submitit"])
-
-    @property
-    def said(self) -> records.Said | None:
-        """status.json of this very job, which is trusted above exit codes; not one of another run in the same folder."""
-        return records.said(Path(self._record["run_dir"]), self._record["job"])
-
-    @property
-    def ends(self) -> dict[int, records.Note]:
-        """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
-        found: dict[int, records.Note] = {}
-        for path in self._folder.glob(f"{self._job_id}_*_end.json"):
-            match = re.fullmatch(rf"{re.escape(self._job_id)}_(\d+)_end\.json", path.name)
-            end = records.read(path, records.Note) if match else None
-            if match and end is not None:
-                found[int(match[1])] = end
-        return found
-
-    @property
-    def saved(self) -> set[int]:
-        """The starts after which the job had saved and got further: they do not count against `max_restarts`."""
-        mark = f"{self._job_id}_saved_"
-        found = [path.name.removeprefix(mark) for path in self._folder.glob(f"{mark}*")]
-        return {int(number) for number in found if number.isdecimal()}
-
-    @property
-    def cancelled(self) -> bool:
-        return cancelled(self._record).exists()
-
-
-def cancelled(record: dict[str, Any]) -> Path:
-    """The note that somebody has asked lockstep to cancel the job."""
-    return note(Path(record["submitit"]), str(record["job_id"]), "cancelled")
-
-
 def send(
-    spec: JobSpec, place: render.Place, jobs: Path, written: dict[str, dict[str, Any]], comment: str,
-    tasks: list[TrainingTask], after: str | None,
+    name: str, script: str, minutes: int, place: render.Place, jobs: Path, written: dict[str, dict[str, Any]], comment: str,
+    tasks: list[TrainingTask],
 ) -> list[str]:  # fmt: skip
     """Submits, keeps the records, and returns the job's ids, one a task. What had their folders before is gone then.
 
     The caller holds the lock of `jobs`.
 
     Args:
-        spec: of the job, or of the whole array.
+        name: of the job, or of the whole array.
+        minutes: its time limit.
         jobs: the folder of all jobs.
         written: records by name, one a task.
         comment: what SLURM shall know this submission by, in place of the script's, which is the spec's.
@@ -130,22 +65,21 @@ def send(
     program = shutil.which("sbatch")
     if program is None:
         raise observe.missing("sbatch")
-    script = render.script(spec, jobs / spec.name / SUBMITIT, after, len(tasks), place)
     ends = [""] if len(tasks) == 1 else [f"_{element}" for element in range(len(tasks))]
     payloads = {
-        f"{NEW}{end}_{submitit_api.PAYLOAD}": submitit_api.payload(task, render.minutes(spec))
+        f"{NEW}{end}_{submitit_api.PAYLOAD}": submitit_api.payload(task, minutes)
         for end, task in zip(ends, tasks, strict=True)
     }
     try:
         # Whoever interrupts this command waits: a submission is not cut in two.
         with signals_held_back():
-            with _in_place(jobs, spec.name, written, script, payloads) as whole:
+            with _in_place(jobs, name, written, script, payloads) as whole:
                 number = _sbatch(
-                    program, spec.name, comment, whole / SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}", place.here
+                    program, name, comment, whole / observe.SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}", place.here
                 )
-            adopt(whole / SUBMITIT, number)
-            for (name, record), end in zip(written.items(), ends, strict=True):
-                write(jobs / name, {**record, "job_id": f"{number}{end}"})
+            adopt(whole / observe.SUBMITIT, number)
+            for (own, record), end in zip(written.items(), ends, strict=True):
+                observe.write(jobs / own, {**record, "job_id": f"{number}{end}"})
     except OSError as error:
         raise UserError(f"cannot keep the job in {jobs}: {error.strerror}; set LOCKSTEP_HOME") from None
     return [f"{number}{end}" for end in ends]
@@ -164,12 +98,12 @@ def _in_place(
     try:
         for name in names:
             (stage / name).mkdir(0o700)
-        (stage / whole / SUBMITIT).mkdir(0o700)
-        files.replace(stage / whole / SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}", script.encode())
+        (stage / whole / observe.SUBMITIT).mkdir(0o700)
+        files.replace(stage / whole / observe.SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}", script.encode())
         for file, data in payloads.items():
-            files.replace(stage / whole / SUBMITIT / file, data)
+            files.replace(stage / whole / observe.SUBMITIT / file, data)
         for name, record in written.items():
-            write(stage / name, record)
+            observe.write(stage / name, record)
         for name in names:
             put.append(name)
             shutil.rmtree(jobs / f".{name}.replaced", ignore_errors=True)

@@ -20,8 +20,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
-from typing import Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn
 
 from lockstep.training import contract, files
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
@@ -36,13 +36,7 @@ REQUEUE_SECONDS = 300.0
 HOLD_SECONDS = 120.0
 """How long a task waits to be ended by a requeue that was granted."""
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-_F = TypeVar("_F", bound=PurePath)
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def note(folder: _F, job_id: str, what: str) -> _F:
-    """Notes lie beside submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
-    return folder / f"{job_id}_{what}"
 
 
 @dataclass(kw_only=True)
@@ -185,7 +179,7 @@ class TrainingTask:
             "time": time.time(),
         }  # fmt: skip
         try:
-            files.replace_json(note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
+            files.replace_json(submitit_api.note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
         except OSError as error:
             to_stderr(f"warning: cannot note the end of rank {here.rank}: {error.strerror}")
 
@@ -247,23 +241,25 @@ class _Here:
 
     def saved(self, start: int) -> bool:
         """Whether that start ended saved and got further: a preemption, a time limit."""
-        return note(self.folder, self.job_id, f"saved_{start}").exists()
+        return submitit_api.note(self.folder, self.job_id, f"saved_{start}").exists()
 
     def note_saved(self) -> None:
         try:
-            note(self.folder, self.job_id, f"saved_{self.restarts}").touch()
+            submitit_api.note(self.folder, self.job_id, f"saved_{self.restarts}").touch()
         except OSError as error:
             to_stderr(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
 
     @property
     def cancelled(self) -> bool:
-        return note(self.folder, self.job_id, "cancelled").exists()
+        return submitit_api.note(self.folder, self.job_id, "cancelled").exists()
 
 
 def _requeue(here: _Here, code: int) -> None:
     """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
     if shutil.which("scontrol") is None:
-        note(here.folder, here.job_id, f"requeue_{here.restarts}").touch()  # the batch script, outside, asks instead
+        submitit_api.note(
+            here.folder, here.job_id, f"requeue_{here.restarts}"
+        ).touch()  # the batch script, outside, asks instead
         return
     deadline = time.monotonic() + REQUEUE_SECONDS
     while time.monotonic() < deadline:
@@ -279,7 +275,7 @@ def _requeue(here: _Here, code: int) -> None:
                 _hold(HOLD_SECONDS)
                 return
             to_stderr(f"scontrol requeue: {done.stderr.strip()}")
-        if note(here.folder, here.job_id, "cancelled").exists():
+        if submitit_api.note(here.folder, here.job_id, "cancelled").exists():
             return
         time.sleep(1)
 

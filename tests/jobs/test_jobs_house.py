@@ -23,26 +23,26 @@ class Cave(Section):
 SECTION = Cave
 """
 BACKEND = """
+from lockstep.jobs import logs
 from lockstep.jobs.backend import Backend, Found
 from lockstep.jobs.status import Listed, Status, Submitted
 from cave.section import Cave
 
 class CaveBackend(Backend):
     name = "cave"
-    def find(self, name):
-        return Found(name, "0", {"version": 2, "name": name, "recipe": "smoke"}, None) if name == "bear" else None
-    def create(self, spec, old):
-        return Submitted(spec.name, True, f"{spec.section(Cave).depth} m below")
+    def find(self, name, submitting=False):
+        plain = {"version": 2, "name": name, "recipe": "smoke"}
+        return Found(name, "0", plain, None, "below") if name == "bear" else None
+    def create(self, job, old):
+        return Submitted(job.spec.name, True, f"{job.spec.section(Cave).depth} m below")
     def observe(self, found):
         return Status("running", "sleeps")
-    def stream(self, found, spec, rank, follow):
-        yield "snore"
+    def stream(self, found, rank, follow, last):
+        return logs.last(["snore"], last)
     def stop(self, found):
         return Status("cancelled", "awake")
     def list(self):
         return [Listed("bear", "running", 1, "2026-01-01T00:00:00+00:00")]
-    def where(self, found):
-        return "below"
 
 BACKEND = CaveBackend
 """
@@ -74,7 +74,7 @@ def test_a_backend_of_another_package_is_found_by_its_entry_point(tmp_path: Path
         assert (told.returncode, told.stdout) == (0, printed), told
     assert lockstep("list cave").stdout.splitlines()[1].startswith("bear")
     for words, said in {
-        "submit cave --recipe smoke --set cave.depth=0": "cave.depth", "logs cave bear --tail 1 -f": "the cave backend",
+        "submit cave --recipe smoke --set cave.depth=0": "cave.depth",
         "exec cave bear -- true": "the cave backend", "status cave wolf": "there is no cave job wolf",
         "submit cave --recipe smoke --set code=.": "does not carry code", "render cave --recipe smoke": "k8s, slurm and compose",
         "status local bear": "there is no local job bear",  # a built-in name is not taken over

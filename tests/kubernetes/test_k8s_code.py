@@ -162,7 +162,7 @@ def test_a_submitter_that_is_killed_between_any_two_steps(
         if job(cluster) is not None:
             backend.cancel("own")
         else:
-            with pytest.raises(UserError, match="there is no job own"):
+            with pytest.raises(UserError, match="there is no k8s job own"):
                 backend.cancel("own")
         assert job(cluster) is None
         until(lambda: none_left(cluster), 10, f"nothing is left after step {steps}")

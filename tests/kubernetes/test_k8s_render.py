@@ -212,8 +212,8 @@ def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
     validate(objects)
     assert "LS028" not in product.findings("k8s", spec)
     assert JobSpec.of(spec.plain()).hash() == spec.hash() != JobSpec.of({**spec.plain(), "k8s": {}}).hash()
-    context["runAsUser"] = 0
-    assert "LS028" in product.findings("k8s", spec, objects)
+    root = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": {"securityContext": {"runAsUser": 0}}}}}}}
+    assert "LS028" in product.findings("k8s", JobSpec.of({**spec.plain(), "k8s": {"run_as_user": None, "patch": root}}))
 
 
 @pytest.mark.promise("other-users")

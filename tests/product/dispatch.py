@@ -50,7 +50,6 @@ def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
     backend.interval, backend.lost_after = 10.0, 300.0
     patch.setattr("lockstep.jobs.backend.time", clock)
     patch.setattr("lockstep.jobs.kubernetes.backend.time", clock)
-    patch.setattr(backend, "pause", lambda job, seconds: clock.sleep(min(seconds, backend.interval)))
 
 
 def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
@@ -257,7 +256,7 @@ def slurm_python(spec: JobSpec, folder: Path) -> list[str]:
 
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
     """Submissions to Compose are killed when their code is there, and before the first container is."""
-    patch.setattr(backend("compose"), "_up", lambda self, spec: self._bring_code(spec))
+    patch.setattr(backend("compose"), "_up", lambda self, job: self._bring_code(job.spec))
 
 
 def look_late(backend: Any, busy: Callable[[Path, Callable[[Path], bool]], None]) -> None:
