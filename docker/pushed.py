@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lockstep.jobs.compose.engine import docker
 from lockstep.jobs.lint import documentation
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.terminal import warn
+from lockstep.jobs.status import warn
 from lockstep.training import files
 from lockstep.training.config.settings import assignments
 from lockstep.training.contract import UserError, user_errors

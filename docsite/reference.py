@@ -42,8 +42,8 @@ API = {
         "lockstep.jobs.slurm.render.slurm_parameters": "submitit's parameters for a job.",
         "lockstep.jobs.slurm.render.training_task": "What submitit can run as a task of a job.",
         "lockstep.wire.submitit_api.resumable": "A function that submitit starts again. `from lockstep import resumable`.",
-        "lockstep.jobs.terminal.say": "Prints a line that may hold text of others.",
-        "lockstep.jobs.terminal.table": "Prints a table that may hold text of others.",
+        "lockstep.jobs.status.say": "Prints a line that may hold text of others.",
+        "lockstep.jobs.status.table": "Prints a table that may hold text of others.",
     },
     "Ranks": {
         "lockstep.training.parallel.world.script": "Joins the ranks of a program of your own. `from lockstep.training import parallel`.",

@@ -15,8 +15,7 @@ from typing import Literal
 
 from lockstep.jobs import Job, JobSpec, submit, sweep
 from lockstep.jobs.spec import profile
-from lockstep.jobs.status import Status
-from lockstep.jobs.terminal import say, table
+from lockstep.jobs.status import Status, say, table
 from lockstep.training.contract import UserError
 
 

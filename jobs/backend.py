@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from lockstep.jobs import ownership
+from lockstep.jobs import records
 from lockstep.jobs.code import store
 from lockstep.jobs.lint import Finding, Rules, errors
 from lockstep.jobs.manifest import Manifest, differences, to_yaml
@@ -43,8 +43,8 @@ from lockstep.jobs.status import (
     Submitted,
     Unreachable,
     answered_within,
+    warn,
 )
-from lockstep.jobs.terminal import warn
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
 
@@ -255,7 +255,7 @@ class Backend(abc.ABC):
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Held while a job is submitted."""
-        return contextlib.nullcontext() if self.lock is None else ownership.locked(*self.lock)
+        return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
 
     def _submit(self, job: Prepared, mode: Mode) -> Submitted:
         with self.exclusive():

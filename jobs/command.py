@@ -52,7 +52,7 @@ def rank(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
     if spec.command is not None:
         return ["--", *spec.command]
     assert spec.recipe is not None
-    config = spec.config() if spec.gpus or spec.code is not None else None
+    config = spec.config if spec.gpus or spec.code is not None else None
     settings = _settings(spec)
     if spec.shards is not None and not set(spec.overrides) & {"data.shards", "shards"}:
         settings.append(f"data.shards={spec.shard_folder}")

@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING
 
-from lockstep.jobs.terminal import warn
+from lockstep.jobs.status import warn
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
 

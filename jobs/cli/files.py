@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.jobs.cli.options import Backend, Job, Json, Sweep, cluster, flat
-from lockstep.jobs.terminal import note, say, show, teller, warn
+from lockstep.jobs.status import note, say, show, teller, warn
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
 
 if TYPE_CHECKING:

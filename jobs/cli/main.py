@@ -130,7 +130,7 @@ def init(
 ) -> None:
     """Begin a project: a training, its test, and a job for every backend."""
     from lockstep.jobs.project.create import create
-    from lockstep.jobs.terminal import say
+    from lockstep.jobs.status import say
 
     created = create(folder, "recipe" if recipe else "loop", name)
     say(f"{folder}: {', '.join(created)}")
@@ -157,7 +157,7 @@ app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 def serve() -> None:
     """Answer the request of a laptop that comes on standard input."""
     from lockstep.jobs.slurm.backend import SlurmBackend
-    from lockstep.jobs.terminal import show
+    from lockstep.jobs.status import show
 
     show(SlurmBackend.serve(sys.stdin.buffer))
 

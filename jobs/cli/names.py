@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from lockstep.jobs.cli.options import Backend, File, Image, Job, Json, Name, Place, Profile, check_flags, cluster, flat
-from lockstep.jobs.terminal import note, say, show, table, teller
+from lockstep.jobs.status import note, say, show, table, teller
 from lockstep.training.contract import ENV_PROGRAM, EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:

@@ -91,8 +91,7 @@ class Job:
         """
         from lockstep.jobs import registry
         from lockstep.jobs.spec import profile as profiles
-        from lockstep.jobs.spec.file import place
-        from lockstep.jobs.spec.model import JobSpec
+        from lockstep.jobs.spec.model import JobSpec, place
         from lockstep.training.config import settings
 
         flags = {"namespace": self.namespace, "context": self.context, "host": self.host}

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.jobs import registry
 from lockstep.jobs import sweep as sweeps
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import WORST
-from lockstep.jobs.terminal import say, show, table, teller, warn
+from lockstep.jobs.status import WORST, say, show, table, teller, warn
 from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.jobs.cli.options import Json
-from lockstep.jobs.terminal import say, show
-from lockstep.jobs.terminal import table as plain_table
+from lockstep.jobs.status import say, show
+from lockstep.jobs.status import table as plain_table
 from lockstep.training.contract import UserError, printable
 
 if TYPE_CHECKING:

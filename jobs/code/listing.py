@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.jobs import ownership
+from lockstep.jobs import records
 from lockstep.jobs.code import repository, tree
 from lockstep.training import files
 from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
@@ -127,7 +127,7 @@ def _is_product(names: set[str]) -> bool:
 
 def _without_jobs(folder: Path, found: set[str]) -> set[str]:
     """What does not lie in the folder of jobs."""
-    home = ownership.home().absolute()
+    home = records.home().absolute()
     if folder.is_relative_to(home):
         return set()
     if not home.is_relative_to(folder):

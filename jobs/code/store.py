@@ -11,11 +11,11 @@ import os
 import time
 from pathlib import Path
 
-from lockstep.jobs import ownership
+from lockstep.jobs import records
 from lockstep.jobs.code.collect import Bundle, collect
 from lockstep.jobs.manifest import get
 from lockstep.jobs.spec.model import Code, JobSpec
-from lockstep.jobs.terminal import warn
+from lockstep.jobs.status import warn
 from lockstep.training import files
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
@@ -27,12 +27,12 @@ KEPT_SECONDS = 7 * 86400
 
 def home() -> Path:
     """`$LOCKSTEP_HOME/code`; for SLURM it must lie on storage that the nodes share."""
-    return ownership.home().absolute() / FOLDER
+    return records.home().absolute() / FOLDER
 
 
 def keep(identity: str, packed: bytes) -> None:
     """Keeps the archive. Raises `UserError`."""
-    place = ownership.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
+    place = records.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
     try:
         if place.exists():
             os.utime(place)  # it is wanted again
@@ -47,7 +47,7 @@ def packed(identity: str) -> bytes:
     """The archive of a copy. Raises `UserError` where it is not kept, or damaged."""
     place = home() / f"{archive.check_identity(identity)}.tar.gz"
     try:
-        ownership.check(place.parent)
+        records.check(place.parent)
         data = files.read(place, archive.MAX_PACKED)
     except OSError as error:
         raise UserError(
@@ -79,8 +79,8 @@ def unpacked(identity: str) -> Path:
 def _remove_unused() -> None:
     """Copies that no job names, and what killed commands have left, go after a week."""
     old = time.time() - KEPT_SECONDS
-    records = (files.read_json(path) for path in ownership.home().glob("*/*/job.json"))
-    named = {str(get(record, "spec", "code", "hash")) for record in records}
+    jobs = (files.read_json(path) for path in records.home().glob("*/*/job.json"))
+    named = {str(get(job, "spec", "code", "hash")) for job in jobs}
     for place in home().iterdir():
         identity = place.name.removesuffix(".tar.gz")
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from queue import Queue
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import ownership, records
+from lockstep.jobs import records
 from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.command import GRACE_MARGIN
@@ -54,7 +54,7 @@ class ComposeBackend(Cluster):
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
         # The engine refuses no second container of a job that is being made: `up` takes it for its own.
-        self.lock = (ownership.home() / "compose", engine.UP_SECONDS)
+        self.lock = (records.home() / "compose", engine.UP_SECONDS)
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:

@@ -136,7 +136,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
     }
-    config = spec.config()
+    config = spec.config
     own_port = config.metrics.port if config is not None else None
     if spec.metrics_port != METRICS_PORT:
         values[ENV_METRICS_PORT] = str(spec.metrics_port)
@@ -157,7 +157,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
 
 def _serves_health(spec: JobSpec) -> bool:
     """Whether the image's health check finds every rank's /healthz: a program of one's own may serve none."""
-    config = spec.config()
+    config = spec.config
     if config is None or not config.metrics.enabled or environment(spec).get(ENV_METRICS_PORT) == "0":
         return False
     return config.metrics.address in (None, "any", "0.0.0.0", "::", "127.0.0.1", "localhost")  # noqa: S104 - compared only

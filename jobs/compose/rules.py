@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.jobs import lint
 from lockstep.jobs.compose import render
 from lockstep.jobs.compose.render import IMAGE_FOLDERS
-from lockstep.jobs.compose.section import Compose
+from lockstep.jobs.compose.section import Compose, compose
 from lockstep.jobs.lint import tag_of
 from lockstep.jobs.manifest import changes, get
 
@@ -68,6 +68,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 @rule("LC004")
 def patched(subject: Subject) -> Iterator[str]:
     """A patch adds what has no setting. What is rendered keeps its place: Lockstep finds the job by it, and it closes doors."""
+    if not compose(subject.spec).patch:
+        return
     file = next(iter(subject.objects), {})
     for change in changes(render.file(subject.spec), file):
         if change.ours:

@@ -37,8 +37,7 @@ from lockstep.jobs.lint import Rules
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
 from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable
-from lockstep.jobs.terminal import warn
+from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable, warn
 from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import ownership, records
+from lockstep.jobs import records
 from lockstep.jobs.backend import Backend, Found, Lines, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.local import processes
@@ -28,8 +28,7 @@ from lockstep.jobs.local.supervise import ENDED, RUNNING, here, note_end
 from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank
 from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Listed, Part, State, Status, Submitted
-from lockstep.jobs.terminal import warn
+from lockstep.jobs.status import Listed, Part, State, Status, Submitted, warn
 from lockstep.training import contract, extras, files
 from lockstep.training.contract import UserError
 
@@ -47,7 +46,7 @@ class LocalBackend(Backend):
     interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or ownership.home() / "local"
+        self.folder = folder or records.home() / "local"
         self.lock = (self.folder, 30)
 
     def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - no job is taken away by others
@@ -57,7 +56,7 @@ class LocalBackend(Backend):
     def _is_there(self) -> bool:
         """Whether there is the folder, which is checked. Raises `UserError` where it cannot be read."""
         try:
-            ownership.check(self.folder)
+            records.check(self.folder)
             os.scandir(self.folder).close()
         except FileNotFoundError:
             return False
@@ -73,7 +72,7 @@ class LocalBackend(Backend):
         if plain is None and not os.path.lexists(file):
             return None
         with contextlib.suppress(FileNotFoundError):  # being replaced
-            ownership.own(self.folder / name)
+            records.own(self.folder / name)
         record = records.parse(plain, records.LocalJob)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")

@@ -21,7 +21,7 @@ from typing import IO, Any, ClassVar
 from typing_extensions import NotRequired, TypedDict
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import ownership, process, records
+from lockstep.jobs import process, records
 from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.lint import Rules
@@ -32,8 +32,7 @@ from lockstep.jobs.slurm.render import Place
 from lockstep.jobs.slurm.section import VARIABLE, slurm
 from lockstep.jobs.slurm.ssh import Login, received
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable
-from lockstep.jobs.terminal import warn
+from lockstep.jobs.status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable, warn
 from lockstep.training import contract
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
@@ -58,7 +57,7 @@ class SlurmBackend(Cluster):
 
     def __init__(self, place: Place | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self._place_of_jobs, self.interval, self.lost_after = place, interval, lost_after
-        self.folder = Path(place.jobs) if place is not None else ownership.home().absolute() / "slurm"
+        self.folder = Path(place.jobs) if place is not None else records.home().absolute() / "slurm"
         self.lock = (self.folder, 60)  # the cluster's: whoever submits there, from wherever, waits for it
 
     @classmethod
@@ -188,7 +187,7 @@ class SlurmBackend(Cluster):
                 raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
             return None
         try:
-            ownership.check(folder)
+            records.check(folder)
         except FileNotFoundError:  # another command is replacing it
             return None
         if record["job_id"] is None:

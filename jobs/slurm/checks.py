@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep.jobs import ownership
+from lockstep.jobs import records
 from lockstep.jobs.slurm import render
 from lockstep.jobs.slurm.observe import NO_ACCOUNTING, answer, ask, one_line, silent
 from lockstep.jobs.slurm.render import Place
@@ -178,7 +178,7 @@ def _setting(name: str) -> str:
 
 def _folder(spec: JobSpec | None, place: Place) -> Iterator[Check]:
     """Writes a file here and has a node read it, with the interpreter, and in the image, that the job will use."""
-    places = [ownership.make(Path(place.jobs))]
+    places = [records.make(Path(place.jobs))]
     if spec is not None:
         places.append(Path(render.run_directory(spec, place)).parent)
         places[-1].mkdir(parents=True, exist_ok=True)

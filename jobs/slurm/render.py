@@ -18,7 +18,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from lockstep.jobs import command as commands
-from lockstep.jobs import ownership
+from lockstep.jobs import records
 from lockstep.jobs.code import store
 from lockstep.jobs.slurm.section import slurm
 from lockstep.jobs.slurm.task import TrainingTask
@@ -68,7 +68,7 @@ class Place:
 
     @classmethod
     def of_this_machine(cls) -> Place:
-        return cls(ownership.home().absolute(), Path.cwd(), Path(os.path.expanduser("~")), sys.executable)
+        return cls(records.home().absolute(), Path.cwd(), Path(os.path.expanduser("~")), sys.executable)
 
     @property
     def jobs(self) -> PurePath:

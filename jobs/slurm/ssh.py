@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from pydantic import TypeAdapter
 
-from lockstep.jobs import ownership, process
+from lockstep.jobs import process, records
 from lockstep.jobs.logs import Pieces
 from lockstep.jobs.process import Streams
 from lockstep.jobs.slurm.section import VARIABLE, slurm
@@ -305,7 +305,7 @@ def _own_socket() -> list[str]:
     if not os.path.isabs(parent) or len(parent) > 30:  # a socket's name may have 104 bytes, 57 of them are ssh's
         parent = "/tmp"  # noqa: S108 - the folder in it is ours alone, or an error
     name = SOCKETS if parent != "/tmp" else f"{SOCKETS}-{os.geteuid()}"  # noqa: S108
-    folder = ownership.make(Path(parent) / name)
+    folder = records.make(Path(parent) / name)
     return ["ControlMaster=auto", f"ControlPath={folder}/%C", f"ControlPersist={KEPT_SECONDS}"]
 
 

@@ -8,8 +8,10 @@ YAML, command-line flags and Python make the same object. The same object has th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,7 +19,6 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from typing_extensions import Self
 
 from lockstep.jobs import registry
-from lockstep.jobs.spec import file as specfile
 from lockstep.jobs.spec.types import (
     AbsolutePath,
     AnyPath,
@@ -241,7 +242,7 @@ class _JobSpec(Section):
     @property
     def shard_folder(self) -> str | None:
         """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
-        config = self.config()
+        config = self.config
         return f"{self.shards}/{config.data.shards_name}" if self.shards is not None and config is not None else None
 
     @property
@@ -266,6 +267,7 @@ class _JobSpec(Section):
             f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.overrides.items()
         ]
 
+    @functools.cached_property
     def config(self) -> configuration.Config | None:
         """The training config that the job will run; None for a command, or a recipe that is in the image alone.
 
@@ -300,9 +302,21 @@ class _JobSpec(Section):
 
         `fresh` is not part of it: a job that was started over goes on when it is submitted again without.
         """
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> str:
         plain = {name: value for name, value in self._by_hash(self.plain()).items() if name != "fresh"}
         text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Without what was found out of settings that are other ones now."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_hash", None)
+        if {"recipe", "overrides", "image"} & set(update or ()):
+            copied.__dict__.pop("config", None)
+        return copied
 
     def same_job(self, other: _JobSpec, backend: str) -> bool:
         """Whether both are the same job there: all settings but those of other backends, and `fresh`, as in `hash`."""
@@ -321,8 +335,18 @@ class _JobSpec(Section):
         Raises:
             UserError: with the line of the mistake and the nearest name that exists.
         """
-        spec, where = specfile.load(cls, Path(path), assignments or {}, below or {})
-        spec.check_training(where)
+        text = settings.read_text(Path(path))
+        values = settings.mapping(text, str(path))
+        for name in values:
+            if values[name] is None:  # a heading with nothing but comments below it
+                values[name] = settings.empty(cls, name)
+        values = _over(below or {}, values)
+        for name, value in (assignments or {}).items():
+            place(values, name, value)
+        lines = settings.lines_of(text)
+        spec = settings.build(cls, values, f"{path} with its profile" if below else str(path), lines=lines)
+        line = lines.get(("overrides",)) or lines.get(("recipe",))
+        spec.check_training(f"{path}, line {line}" if line else str(path))
         if spec.code is not None and spec.code.hash is None:
             at = spec.code.model_copy(update={"path": str(Path(path).absolute().parent / spec.code.path)})
             spec = spec.model_copy(update={"code": at})
@@ -356,7 +380,7 @@ class _JobSpec(Section):
         try:
             if self.command is not None:
                 configuration.check_overrides(self.assignments())
-            elif self.config() is None and self.shards is not None:
+            elif self.config is None and self.shards is not None:
                 raise UserError(
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
                 )
@@ -370,7 +394,28 @@ class _JobSpec(Section):
     def given_elsewhere(self, kind: type[Section]) -> list[str]:
         """Dotted names of what was set for other backends than that of the section `kind`."""
         others = [name for name in registry.sections() if not isinstance(getattr(self, name), kind)]
-        return [f"{name}.{key}" for name in others for key in sorted(self.plain().get(name, {}))]
+        given = self.plain()
+        return [f"{name}.{key}" for name in others for key in sorted(given.get(name, {}))]
+
+
+def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` over `below`. null takes away a value that stands below; where none does, it is one: a patch removes with it."""
+    result = dict(below)
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            result[name] = _over(below[name], value)
+        elif value is None and below.get(name) is not None:
+            del result[name]
+        else:
+            result[name] = value
+    return result
+
+
+def place(values: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a dotted name in nested plain values. Raises `UserError` where a part of it is not a mapping."""
+    group, _, override = name.partition(".")
+    is_override = group == "overrides" and override  # which has a dotted name of its own
+    settings.put(values, [group, override] if is_override else name.split("."), value)
 
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ def test_anything_is_a_spec_or_one_line(values: Any) -> None:
 def test_a_recipe_that_is_in_the_image_alone() -> None:
     mine = {"name": "mine", "recipe": "/app/mine.yaml"}
     spec = JobSpec.of({**mine, "image": "mine:1", "overrides": {"epochs": 2}})
-    assert spec.config() is None and "/app/mine.yaml" in words_of_rank(spec)
+    assert spec.config is None and "/app/mine.yaml" in words_of_rank(spec)
     for more, told in (
         ({"image": "mine:1", "shards": "/data/shards"}, "its data source is not known"),
         ({}, "cannot read"),

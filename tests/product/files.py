@@ -193,7 +193,7 @@ _OPEN: list[Any] = []
 
 def private_folder(folder: Path) -> None:
     """Makes a folder for jobs and looks at it again. Raises `UserError` where somebody else could write there."""
-    from lockstep.jobs import ownership
+    from lockstep.jobs import records
 
-    ownership.make(folder)
-    ownership.check(folder)
+    records.make(folder)
+    records.check(folder)
