@@ -26,7 +26,7 @@ FREE = [
 def _counted(world: World, folder: str, nodes: int) -> dict[str, Any]:
     """Of this rank: messages and bytes of each exchange; names that its exporter lists; shards read to be verified."""
     root, here = Path(folder), world.size // nodes
-    world.move(local_rank=world.rank % here, local_size=here, node=world.rank // here, nodes=nodes)
+    world.local_rank, world.local_size, world.node, world.nodes = world.rank % here, here, world.rank // here, nodes
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
     with verified_files() as verified, RunBegun(world, root / "run", f"data.root={root / 'data'}", *FREE) as run:
         found: dict[str, Any] = {"verified": verified}

@@ -46,14 +46,6 @@ class World:
     """Where rank 0 serves the store."""
     launcher: str = "none"
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
-    generation: int = 0
-    """How often the place has changed."""
-
-    def move(self, **place: Any) -> None:
-        """From now on this process has another place (some of the fields above): whoever asks after this gets it."""
-        for name, value in place.items():
-            setattr(self, name, value)
-        self.generation += 1
 
     @property
     def leader(self) -> bool:
