@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,18 +17,29 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class Values(UserDict[str, Any]):
+class Values(dict[str, Any]):
     """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
 
-    def __init__(self, values: Mapping[str, Any] | None = None, name: str = "run.values") -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        super().__init__(values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_tree(value, f"{self._name}[{name!r}]")
         super().__setitem__(name, value)
 
-    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]  # UserDict's checks nothing
+    # A dictionary's own would check nothing.
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *values: Any, **more: Any) -> None:
+        for name, value in dict(*values, **more).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]
         self.update(other)
         return self
 
@@ -45,9 +55,9 @@ class Kept:
         """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
         self.rank_objects: dict[str, Stateful] = {}
         """Different on each rank: each rank's state is saved, and that rank gets it back."""
-        self.values = Values()
+        self.values = Values("run.values")
         """The same on every rank."""
-        self.summary = Values(name="run.summary")
+        self.summary = Values("run.summary")
         """What the script has to say in summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -27,8 +28,12 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
 
 
 def test_values_are_joined_like_mappings_and_looked_at() -> None:
-    values = Values({"a": 1})
-    assert dict(values | {"b": 2}) == {"a": 1, "b": 2} == dict({"b": 2} | values)
+    values = Values("run.values")
+    values.update(a=1)
+    assert values | {"b": 2} == {"a": 1, "b": 2} == {"b": 2} | values and json.loads(json.dumps(values)) == {"a": 1}
     with pytest.raises(TypeError, match=r"run\.values\['b'\]"):
         values |= {"b": object()}
-    assert dict(values) == {"a": 1}
+    for setting in (values.update, lambda value: values.setdefault("b", value["b"])):
+        with pytest.raises(TypeError, match=r"run\.values\['b'\]"):
+            setting({"b": object()})
+    assert values == {"a": 1} and values.setdefault("a", 2) == 1
