@@ -193,6 +193,8 @@ WRONG = {
         "make(run); run.log_image('x', torch.ones(3, 4, 4, dtype=torch.int64))", "TypeError", "torch.int64"),
     "an image without storage": ("make(run); run.log_image('x', torch.ones(3, 4, 4, device='meta'))", "TypeError", "no pixels"),
     "an image file that is none": ("make(run); run.log_image('x', '/dev/null')", "ValueError", "/dev/null"),
+    "an image of 16 bits": (
+        "import PIL.Image; make(run); run.log_image('x', PIL.Image.new('I;16', (4, 4), 300))", "ValueError", "mode I;16"),
     "an image's name": ("make(run); run.log_image('../x', torch.ones(4, 4))", "ValueError", "'../x'"),
     "two optimizers over one parameter": (
         "m, o = make(run); run.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), 'second')\n    for _ in run.epochs(1):\n"

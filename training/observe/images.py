@@ -39,6 +39,10 @@ def png(image: Any) -> bytes:
         raise TypeError(f"{_EXPECTED}; got {type(image).__name__}")
     if picture.width * picture.height > _PIXELS or not picture.width * picture.height:
         raise ValueError(f"expected 1 to {_PIXELS} pixels, got {picture.width} × {picture.height}")
+    if picture.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
+        raise ValueError(
+            f"expected 8 bits a channel, got a picture of mode {picture.mode}: scale it to 0 … 255, mode L"
+        )
     has_alpha = picture.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in picture.info
     picture = picture.convert("L" if picture.mode in ("1", "L") else "RGBA" if has_alpha else "RGB")
     picture.thumbnail((SIDE, SIDE))
