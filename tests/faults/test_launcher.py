@@ -116,6 +116,23 @@ def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undistur
     assert_same(job.run_dir, undisturbed(2))
 
 
+@pytest.mark.promise("restarts")
+@pytest.mark.parametrize("kind", ["a recipe", "a program"])
+def test_a_killed_launcher_leaves_no_rank_that_cannot_end(job: Job, kind: str) -> None:
+    """Of the recipe one rank is stopped, and the other waits for its gradient. The program knows nothing of Lockstep."""
+    begun = job.run_dir.parent / "begun"
+    fate = {"LOCKSTEP_TEST_FATE": "1:9:STOP", "LOCKSTEP_TEST_ONCE": str(begun)}
+    program = (
+        f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(begun)!r}, 'w').close(); time.sleep(600)"
+    )
+    words = [*LAUNCH, "--ranks", "2", "--grace", "2", "--", PYTHON, "-c", program]
+    command = job.command("--grace", "2") if kind == "a recipe" else words
+    with started(command, job.env(**fate)) as launcher:
+        poll(begun.exists, 60, "the ranks")
+        launcher.kill()
+        poll(lambda: not job.pids(), 30, "the end of the orphans")
+
+
 def test_any_program_gets_its_words_as_they_are_written_and_its_lines_a_prefix() -> None:
     words = ["$$", "$local_rank", "${local_rank}x", "a$$b", "$", "${", "100 %", "{0}", "a b", ""]
     script = "import json, os, sys; print(json.dumps([os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]]))"

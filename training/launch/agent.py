@@ -15,10 +15,11 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -44,7 +45,7 @@ from lockstep.training.contract import (
     UserError,
     to_stderr,
 )  # fmt: skip
-from lockstep.training.launch import lines, rendezvous
+from lockstep.training.launch import guard, lines, rendezvous
 from lockstep.training.launch.ending import (
     FINAL,
     Attempts,
@@ -74,15 +75,17 @@ class Agent(LocalElasticAgent):
         caught: without signals that the launcher ignores (nohup): the ranks ignore them, too.
         finish_lines: prints what killed ranks began.
         serves: the rendezvous is in this process.
+        guarded: takes the ranks' processes, which end with this one however it ends.
     """
 
     def __init__(
         self, spec: WorkerSpec, logs: DefaultLogsSpecs, prefix: str | None, *, attempts: Attempts, grace: int, ours: bool,
         caught: tuple[signal.Signals, ...], finish_lines: Callable[[], None], serves: bool,
+        guarded: Callable[[Iterable[int]], None],
     ) -> None:  # fmt: skip
         super().__init__(spec, logs, log_line_prefix_template=prefix)
         self.attempts, self.grace, self.ours, self.caught = attempts, grace, ours, caught
-        self.finish_lines, self.serves = finish_lines, serves
+        self.finish_lines, self.serves, self.guarded = finish_lines, serves, guarded
         self.signalled: int | None = None
         self.timed_out = False
         self.held = PendingSignals()
@@ -119,6 +122,7 @@ class Agent(LocalElasticAgent):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
+        self.guarded(ids.values())
         if self.signalled is not None:
             self._forward(self.signalled, None)  # it came while the ranks were starting
         return ids
@@ -331,8 +335,9 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         with (
             tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as logs,
             lines.whole_lines() as finish_lines,
+            _guard(args.grace) as guarded,
         ):
-            code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught)
+            code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded)
     except NotMet as error:
         to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
@@ -350,7 +355,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
 
 def _run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
-    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...],
+    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None],
 ) -> tuple[int, ExitBarrier | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
@@ -368,7 +373,7 @@ def _run(
         agent = Agent(
             spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
             "[rank ${rank}] " if args.prefix else None, attempts=attempts, grace=args.grace, ours=args.command[0] == "run",
-            caught=caught, finish_lines=finish_lines, serves=serves,
+            caught=caught, finish_lines=finish_lines, serves=serves, guarded=guarded,
         )  # fmt: skip
         agent.catch()
         agent.limit(max(0.001, args.time_limit - (time.monotonic() - began)) if args.time_limit else 0)
@@ -405,6 +410,26 @@ def _run(
         to_stderr(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
     return code, agent.barrier
+
+
+@contextlib.contextmanager
+def _guard(grace: int) -> Iterator[Callable[[Iterable[int]], None]]:
+    """Inside the block, the ranks that it was given last end when this process is killed (`guard.py`)."""
+    command = [sys.executable, "-I", "-S", guard.__file__, str(grace)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )  # fmt: skip
+
+    def tell(ranks: Iterable[int]) -> None:
+        with contextlib.suppress(OSError):  # somebody has killed it
+            print(*ranks, file=process.stdin, flush=True)
+
+    try:
+        yield tell
+    finally:
+        tell(())
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
 
 
 @contextlib.contextmanager
