@@ -80,7 +80,7 @@ class Meetings:
     """Where the ranks of one attempt meet, and the thread that checks whether they still can.
 
     Args:
-        moves: a count of this rank's steps and polls, the same on all ranks at a meeting; its lowest bit: a step has begun.
+        moves: a count of this rank's steps and polls, the same on all ranks at a meeting; its last two bits: how far a step is.
         steps: optimizer steps done.
         say: gets the sentence, in any thread; then the process ends.
     """
@@ -90,7 +90,7 @@ class Meetings:
     ) -> None:
         self._world, self._steps, self._say = world, steps, say
         self._met = self._collectives = 0
-        self._moves: Callable[[], int] = lambda: moves() + 2 * self._collectives
+        self._moves: Callable[[], int] = lambda: moves() + 4 * self._collectives
         self._waiting: _Waiting | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
         self._key = f"lockstep/loop/{next(_ATTEMPTS)}"  # a process may have several runs over one store
@@ -118,7 +118,7 @@ class Meetings:
         world, moves, step = self._world, self._moves(), self._steps()
         if world.size > 1 and not self._over.is_set():
             self._waiting = _Waiting(self._met + 1, moves, world.rank, place, step)
-            number = ((moves >> 1) * len(Place) + place) * _RANKS + world.rank
+            number = ((moves >> 2) * len(Place) + place) * _RANKS + world.rank
             self._compare(*reduced(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
         self._met += 1
         self._waiting = None

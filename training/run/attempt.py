@@ -74,8 +74,8 @@ class Attempt:
         """Whether there are replicas to compare."""
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
-        self.in_step = False
-        """The ranks sum the gradient of a step."""
+        self.stage = 0
+        """Of the step under way: 1: its forward pass, which no rank gets through alone; 2: the ranks sum its gradient."""
         self._polls = 0
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
@@ -102,7 +102,7 @@ class Attempt:
         )
         self._naming.__enter__()
         self.meetings = Meetings(
-            context.world, lambda: 2 * (self._polls + context.steps_done) + self.in_step, lambda: context.steps_done, self._desynced
+            context.world, lambda: 4 * (self._polls + context.steps_done) + self.stage, lambda: context.steps_done, self._desynced
         )  # fmt: skip
         return self
 

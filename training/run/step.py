@@ -82,6 +82,11 @@ class Step:
         self._weighed = 0.0
         """This rank's samples whose step has moved the weights."""
         self._samples, self._accumulating, self._divided = 0, False, False
+        if not replica.sync.replicas:  # no rank gets through its forward pass without the others
+            replica.network.register_forward_pre_hook(self._begin_pass)
+
+    def _begin_pass(self, *_: Any) -> None:
+        self.attempt.stage = max(self.attempt.stage, 1)
 
     def _forget(self) -> None:
         """What was added up of the step under way."""
@@ -96,7 +101,7 @@ class Step:
             self._before = self.statistics()
         self._given += 1
         self._seen.clear()
-        self._counted = False
+        self._counted, self.attempt.stage = False, 0
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
@@ -161,7 +166,7 @@ class Step:
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
         total = Total(work.samples, work.total)
-        self._as_function = self.attempt.in_step = True
+        self._as_function, self.attempt.stage = True, 2
         with self.replica.training(optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
@@ -238,7 +243,7 @@ class Step:
                 try:
                     loss = _checked(work.compute(*batch))
                 except Exception:  # the script may catch it, and call the step again
-                    self.attempt.in_step = False
+                    self.attempt.stage = 0
                     sync.zero_grad()
                     self.restore(self._before)
                     raise
@@ -417,7 +422,7 @@ class Step:
             samples = 0
         if not self.pending:
             self._forget()
-        self._unsent, self.attempt.in_step = self._micro_batches, True
+        self._unsent, self.attempt.stage = self._micro_batches, 2
         self._check_same_samples(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divided, self._as_function = True, divisor is not None, False
@@ -496,7 +501,7 @@ class Step:
         """The step is over, whether it moved a weight or not."""
         run = self.run
         self._end_stand_in()
-        self.attempt.in_step = False
+        self.attempt.stage = 0
         run.kept.steps += 1
         run.progressed = True
         samples, new = self._new_samples(optimizers, total)
