@@ -10,9 +10,8 @@ from torch import nn
 
 from lockstep.training.config import Config, Optim, settings
 from lockstep.training.contract import UserError
-from lockstep.training.optim.base import SGD, Adam
+from lockstep.training.optim.base import SGD, Adam, Nesterov
 from lockstep.training.optim.muon import Muon
-from lockstep.training.optim.nesterov import Nesterov
 
 
 def build(

@@ -27,11 +27,10 @@ from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.resilience import divergence
 from lockstep.training.run.attempt import Attempt
 from lockstep.training.run.context import RunContext
-from lockstep.training.run.replica import Replica
+from lockstep.training.run.replica import Replica, Several
 from lockstep.training.run.work import Compute, Total, Work, micro_batches
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
-from lockstep.training.sync.several import Several
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"

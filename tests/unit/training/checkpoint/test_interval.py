@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training.checkpoint.interval import LEAST_SECONDS, MOST_SECONDS, PRIOR_SECONDS, Interval
+from lockstep.training.run.saver import LEAST_SECONDS, MOST_SECONDS, PRIOR_SECONDS, Interval
 from tests.events import events
 from tests.ranks import training
 

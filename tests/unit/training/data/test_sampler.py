@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lockstep.training.data.sampler import OrderSampler
+from lockstep.training.data.batches import OrderSampler
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("samplers")

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.models import resnet18
 
-from lockstep.training.models import small_maps
-from lockstep.training.models.small_maps import SmallMapConv2d
+from lockstep.training.models.resnet18 import SmallMapConv2d, convert
 from tests import product
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
@@ -99,6 +98,6 @@ def test_other_convolutions_are_refused_or_left_alone() -> None:
     left = [*(nn.Conv2d(4, 4, 3, **words) for words in options), nn.Conv2d(4, 4, 1), nn.Conv1d(4, 4, 3)]  # type: ignore[arg-type]
     network = nn.Sequential(*left, nn.Sequential(nn.Conv2d(4, 4, 3)))
     weight = network[-1][0].weight
-    small_maps.convert(network)
+    convert(network)
     assert list(network[:-1]) == left
     assert type(network[-1][0]) is SmallMapConv2d and network[-1][0].weight is weight
