@@ -158,6 +158,17 @@ class Config(RunSettings, Recipe):
         return self.recipe
 
     @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        if self.compile and self.sync.name in (
+            "fsdp",
+            "data_parallel",
+        ):  # not tested; replicates the module in every step
+            raise ValueError(
+                f"sync.name={self.sync.name} does not take compile=true: set compile=false, or use sync.name=flat"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _measured(self) -> Self:
         kept = self.checkpoint.keep_best
         if not isinstance(kept, bool) and not kept.keys() <= {"accuracy", "test_loss"}:

@@ -69,7 +69,7 @@ def prepare(run: Session, config: Config) -> Prepared:
     size = run.facts.get("global_batch_size") or config.global_batch_size or (config.batch_size or 0) * world.size
     run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
     with failing_together(world):
-        sync.build(config.sync).check(config, world)
+        sync.build(config.sync)
         model = _build(config, world, manifest)
         batches = _batches(config, world, manifest, size, models.batch_multiple(model))
     prepared = Prepared(manifest, size, model, batches)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.config import Config, Sync
+from lockstep.training.config import Sync
 from lockstep.training.config import settings as typed
 from lockstep.training.contract import UserError
 from lockstep.training.parallel.world import World
@@ -69,9 +69,6 @@ class GradientSync(ABC):
         """What the loop multiplies the loss by: the world size where the strategy averages, else 1."""
         return float(self.world.size) if self.averages else 1.0
 
-    def check(self, config: Config, world: World) -> None:  # noqa: B027 - most strategies take everything
-        """Raises `UserError` for settings of the run, or a world, that the strategy cannot serve."""
-
     def refuse(self, problem: str, remedy: str) -> UserError:
         return UserError(f"sync.name={self.settings.name} {problem}: {remedy}")
 
@@ -83,7 +80,7 @@ class GradientSync(ABC):
         the first batch that the network is called with serves for that.
 
         Raises:
-            UserError: a model, or a world, that the strategy cannot serve. `check` says the same of a run before it is built.
+            UserError: a model, or a world, that the strategy cannot serve.
         """
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:

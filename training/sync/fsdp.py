@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.training.config import Config
 from lockstep.training.config.settings import Section
 from lockstep.training.contract import UserError
 from lockstep.training.parallel.exchange import on_any, same_on_all
@@ -215,15 +214,9 @@ class Fsdp(GradientSync):
     sums_in_parts = True
     watch: GradientWatch
 
-    def check(self, config: Config, world: World) -> None:  # noqa: ARG002
-        self._refuse(config.compile)
-
-    def _refuse(self, compiled: bool) -> None:
-        if compiled:
-            raise self.refuse("is not tested with compile=true", "set compile=false, or use sync.name=zero1")
-
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self._refuse(is_compiled(model))
+        if is_compiled(model):
+            raise self.refuse("is not tested with torch.compile", "leave it out, or use sync.name=zero1")
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
                 raise self.refuse(

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.config import Config
 from lockstep.training.parallel.exchange import group_size
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, trainable
@@ -108,22 +107,18 @@ class DataParallel(GradientSync):
     It has no ranks, so it refuses a world above one. Where there is no GPU, or one, it passes everything through.
     """
 
-    def check(self, config: Config, world: World) -> None:
-        self._refuse(world, config.compile)
-
-    def _refuse(self, world: World, compiled: bool) -> None:
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         if world.size > 1:
-            raise self.refuse(
+            refusal = self.refuse(
                 f"works in one process, and was started on {world.size} ranks",
                 "start one process, or use sync.name=ddp",
             )
-        if compiled:
+            refusal.shared = True
+            raise refusal
+        if is_compiled(model):
             raise self.refuse(
-                "replicates the module in every step, which does not work with compile=true", "leave one out"
+                "replicates the module in every step, which does not work with torch.compile", "leave one out"
             )
-
-    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self._refuse(world, is_compiled(model))
         self.model, self.world = model, world
         # Asked to train on the CPU of a machine with GPUs, torch would still look for the module on the first GPU.
         return model if world.device.type == "cpu" and torch.cuda.is_available() else nn.DataParallel(model)
