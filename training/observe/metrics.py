@@ -102,8 +102,8 @@ class Metrics:
                     self._series(name, *filter(None, [value]))
         self.registry.register(_Process(self._labels, device))
         now = time.time()
-        self._set("start_timestamp_seconds", now)
-        self._set("last_step_timestamp_seconds", now)
+        self.set("start_timestamp_seconds", now)
+        self.set("last_step_timestamp_seconds", now)
         self._step, self._stamp, self._lr = (
             self._series(name) for name in ("step", "last_step_timestamp_seconds", "learning_rate")
         )
@@ -121,32 +121,17 @@ class Metrics:
         """The series of a metric with these values of its own labels; made by the first call."""
         return self._families[name].labels(*self._labels.values(), *values)
 
-    def _set(self, name: str, value: float) -> None:
-        self._series(name).set(value)
-
-    def describe(self, recipe: str, sync: str, world_size: int, version: str, attempt: int, step: int,
-                 planned: int | None, preemptions: int) -> None:  # fmt: skip
-        """What is known before the first step.
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """A gauge's value.
 
         Args:
-            step: optimizer steps done by earlier attempts.
-            planned: optimizer steps of the whole run; None where they are not known yet.
-            preemptions: of earlier attempts.
+            labels: values of its own labels.
         """
-        self._series("info", recipe, sync, str(world_size), version).set(1)
-        self._set("attempt", attempt)
-        self._set("step", step)
-        if planned is not None:
-            self.planned(planned)
-        self._series("preemptions_total").inc(preemptions)
+        self._series(name, *labels).set(value)
 
-    def planned(self, steps: int) -> None:
-        """Optimizer steps of the whole run, where they become known later."""
-        self._set("steps_planned", steps)
-
-    def logged(self, name: str, value: float) -> None:
-        """A number of the script's own."""
-        self._series("logged", name).set(value)
+    def count(self, name: str, *labels: str, by: int = 1) -> None:
+        """Adds to a counter. `labels`: as in `set`."""
+        self._series(name, *labels).inc(by)
 
     def alive(self) -> None:
         """A sign of life: the rank has ended a step, or a batch of the evaluation."""
@@ -174,36 +159,18 @@ class Metrics:
         self._sync_bytes = sync_bytes
         self.alive()
 
-    def reading(self, loss: float, grad_norm: float | None) -> None:
-        """What `reading.Reading` read: the mean loss, and the gradient's norm where it was computed."""
-        self._set("loss", loss)
-        if grad_norm is not None:
-            self._set("grad_norm", grad_norm)
-
-    def accuracy(self, share: float) -> None:
-        self._set("accuracy", share)
-
-    def nonfinite(self) -> None:
-        self._series("nonfinite_steps_total").inc()
-
-    def preempted(self) -> None:
-        self._series("preemptions_total").inc()
-
     def checkpoint_written(self, seconds: float) -> None:
         self._series("checkpoint_duration_seconds").observe(seconds)
-        self._set("checkpoint_last_success_timestamp_seconds", time.time())
-
-    def checkpoint_failed(self, reason: Literal["disk", "timeout"]) -> None:
-        self._series("checkpoint_failures_total", reason).inc()
+        self.set("checkpoint_last_success_timestamp_seconds", time.time())
 
     def corrupt_file(self, kind: Literal["checkpoint", "shard"]) -> None:
         self.found_corrupt = True
-        self._series("corrupt_files_total", kind).inc()
+        self.count("corrupt_files_total", kind)
 
     def ended(self, code: int) -> None:
         self.finished = True
-        self._set("finished", 1)
-        self._set("exit_code", code)
+        self.set("finished", 1)
+        self.set("exit_code", code)
 
     def text(self) -> bytes:
         """All series in Prometheus' text format."""

@@ -172,7 +172,7 @@ class Attempt:
     def skip_step(self, reason: str) -> None:
         """A step was skipped, because its gradient was not finite. Raises `Ended` if the settings end the run then."""
         context, config = self.context, self.context.config
-        context.metrics.nonfinite()
+        context.metrics.count("nonfinite_steps_total")
         context.event("nonfinite", step=context.steps_done + 1, reason=reason)
         if config.nonfinite == "stop":
             raise Ended(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
@@ -235,8 +235,9 @@ class Attempt:
     def tell_readings(self, wait: bool = False) -> None:
         """Events `step` of the readings that have arrived; with `wait`, of all. All ranks wait alike, or none."""
         for values in self.reading.ready(wait):
-            if values["train_loss"] is not None:
-                self.context.metrics.reading(values["train_loss"], values["grad_norm"])
+            for name, key in (("loss", "train_loss"), ("grad_norm", "grad_norm")):
+                if None not in (values["train_loss"], values[key]):
+                    self.context.metrics.set(name, values[key])
             times = {name: round(value, 6) for name, value in self.times.items()}
             self.context.event("step", **values, **times)
 
@@ -290,7 +291,7 @@ class Attempt:
                 f"ended early by {who} at step {step}, and nothing is saved: there was no checkpoint yet, and "
                 "checkpoint.on_signal is false",
             )
-        context.metrics.preempted()
+        context.metrics.count("preemptions_total")
         if context.run is not None:
             (context.run.path / contract.STOP_FILE).unlink(missing_ok=True)  # it must not stop the next start, too
         where = f"at step {step}" + (f", saved at step {last}" if last != step else "")

@@ -213,10 +213,10 @@ class Lifecycle:
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         _tell_overruled(run, rates)
-        run.metrics.describe(
-            recipe=settings.title, sync=settings.sync.name, world_size=world.size, version=VERSION, attempt=attempt,
-            step=run.steps_done, planned=None, preemptions=state.history.get("preemptions", 0),
-        )  # fmt: skip
+        run.metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
+        run.metrics.set("attempt", attempt)
+        run.metrics.set("step", run.steps_done)
+        run.metrics.count("preemptions_total", by=state.history.get("preemptions", 0))
         with failing_together(world):
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)

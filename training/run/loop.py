@@ -260,7 +260,7 @@ class Loop:
 
     def _plan(self, steps_an_epoch: int) -> None:
         if steps := self.steps_planned or (self.epochs_planned or 0) * steps_an_epoch:
-            self.run.metrics.planned(steps)
+            self.run.metrics.set("steps_planned", steps)
             self.run.console.plan(steps)
 
     def part(self, batch: T) -> T:
@@ -296,9 +296,9 @@ class Loop:
         run.scores.note(values, run.steps_done)
         run.state.history.update({name: values[name] for name in ("accuracy", "test_loss") if name in values})
         for name, value in values.items():
-            run.metrics.logged(name, value)
+            run.metrics.set("logged", value, name)
         if "accuracy" in values:
-            run.metrics.accuracy(values["accuracy"])
+            run.metrics.set("accuracy", values["accuracy"])
         run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
 
     def log_image(self, name: str, image: Any) -> None:

@@ -14,12 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-import torch
-import torch.distributed as dist
-
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.state import gather
 from lockstep.training.checkpoint.store import SaveResult, Writer
+from lockstep.training.parallel.exchange import on_any
 from lockstep.training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
@@ -159,15 +157,11 @@ class Saver:
     def durable(self) -> bool:
         """Waits for the last save. Whether every rank that writes has it on its disk; true where none was made. Collective."""
         self._reap()
-        ok = torch.tensor(int(not self._last_failed))
-        dist.all_reduce(ok, dist.ReduceOp.MIN)
-        return bool(ok)
+        return not on_any(self._last_failed, self.context.world)
 
     def resumable(self) -> bool:
         """Whether any rank's disk has a checkpoint to go on from, of this start or of an earlier one. Collective."""
-        some = torch.tensor(int(self._on_disk))
-        dist.all_reduce(some, dist.ReduceOp.MAX)
-        return bool(some)
+        return on_any(self._on_disk, self.context.world)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
@@ -188,7 +182,7 @@ class Saver:
             result = self._result(self._future)
         except (OSError, _NoAnswer) as error:
             self._hangs = isinstance(error, _NoAnswer)
-            self.context.metrics.checkpoint_failed("timeout" if self._hangs else "disk")
+            self.context.metrics.count("checkpoint_failures_total", "timeout" if self._hangs else "disk")
             self.failures += 1
             self._last_failed = True
             self.context.event("checkpoint_failed", reason=str(error), failures=self.failures)
