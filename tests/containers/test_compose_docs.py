@@ -145,7 +145,7 @@ class Place(Reader):
             return '"event": "checkpoint_written"' in self.run(f"lockstep logs compose {job} --rank 0").output
 
         poll(trains, 180, "a checkpoint")
-        assert self.run(self.own(kill)).code == 0
+        assert super().run(self.own(kill)).code == 0
         said = ""
 
         def named() -> bool:
