@@ -1,8 +1,7 @@
 """python benchmarks/loader.py [--images 2000] [--side 256] [--size 128] [--rounds 9] [--out FILE]
 
-Images a second of an epoch's batches: from our shards (read as they lie, gathered from the memory that a rank keeps them
-in, and from a cold page cache: of a virtual machine its host may still have them), and from torch's DataLoader that decodes the same JPEG
-files in the same way with 2 workers. And once: making the shards, with 2 processes.
+Images a second of an epoch's batches: from our shards (read as they lie, and gathered from the memory that a rank keeps them in), and
+from torch's DataLoader that decodes the same JPEG files in the same way with 2 workers. And once: making the shards, with 2 processes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Run, figure, forget, interleaved, options, ratios
+from benchmarks.measure import Run, figure, interleaved, options, ratios
 from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.data import making, sources
@@ -80,16 +79,6 @@ def epoch_of(manifest: Manifest, resident: str) -> Callable[[], None]:
     return run
 
 
-def cold(manifest: Manifest, read: Callable[[], None]) -> Callable[[], None]:
-    """`read` after the shards were thrown out of the page cache. Nothing else may have them mapped."""
-
-    def run() -> None:
-        forget(manifest.directory)
-        read()
-
-    return run
-
-
 def decoding(paths: list[Path], size: int, workers: int) -> Callable[[], None]:
     loader = DataLoader(
         Decoding(paths, size), BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0
@@ -112,13 +101,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         paths = write_images(root, args.images, args.side)
-        other, _ = made(root, args.size, 1)  # for what is thrown out of the page cache
         manifest, making = made(root, args.size, 2)
         torch.set_num_threads(1)
         variants = {
             "shards, read": epoch_of(manifest, "never"),
             "shards, in memory": epoch_of(manifest, "always"),
-            "shards, from the disk": cold(other, lambda: epoch_of(other, "never")()),
             "DataLoader, 2 workers": decoding(paths, args.size, 2),
         }
         images = {

@@ -23,7 +23,6 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 
-
 BUSY = 0.05
 """A run is marked as busy where others took more of the machine's CPU time than this share."""
 
@@ -61,14 +60,6 @@ def steady(values: Sequence[float], most: int = 20) -> bool:
     if len(values) < 6:
         return False
     return len(values) >= most or abs(statistics.median(values[-3:]) / statistics.median(values[-6:-3]) - 1) <= 0.05
-
-
-def forget(folder: Path) -> None:
-    """Throws the files of a folder out of the page cache (Linux). What a process has mapped stays."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # what is not written yet stays, too
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Load:

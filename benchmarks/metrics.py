@@ -1,7 +1,6 @@
 """python benchmarks/metrics.py [--repeats 20000] [--out FILE]
 
-What the metrics cost: the calls of one step (its clock's among them), and a scrape; medians. Exits with 1 where a bound does
-not hold: 0.5 % of a 10 ms step, 100 series, 5 ms a scrape.
+What the metrics cost: the calls of one step (its clock's among them), and a scrape; medians.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from prometheus_client.exposition import choose_encoder
-
 from benchmarks.measure import machine, write
 from lockstep.training import config, contract
 from lockstep.training.observe.clock import StepClock
@@ -29,13 +26,11 @@ from lockstep.training.parallel.world import World
 
 STEP_SECONDS = 0.010
 """The step that the cost is compared with."""
-SHARE, SERIES, SCRAPE_SECONDS = 0.005, 100, 0.005
-"""The bounds."""
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
 def calls(repeats: int) -> dict[str, Any]:
-    """Seconds of what one step adds, of rendering all series, and of a scrape over HTTP; medians."""
+    """Seconds of what one step adds, and of a scrape over HTTP; medians."""
     with tempfile.TemporaryDirectory() as folder:
         exporter = Exporter(config.Metrics(port=0), World(), Path(folder), {})
         try:
@@ -50,7 +45,7 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
     metrics.reading(1.0, 1.0)
     metrics.checkpoint_written(0.1)
     metrics.accuracy(0.5)
-    step, bare, render, scrape = [], [], [], []
+    step, scrape = [], []
     for number in range(repeats):
         began = time.perf_counter()
         metrics.alive()
@@ -61,30 +56,14 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
         clock.end()
         metrics.step(clock.measured(), number, 0.1, 64, number)
         step.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        bare.append(time.perf_counter() - began)
         if number % 100 == 0:
-            began = time.perf_counter()
-            choose_encoder(OPENMETRICS)[0](metrics.registry)
-            render.append(time.perf_counter() - began)
             scrape.append(_scraped(run_dir))
     series = [line for line in metrics.text().decode().splitlines() if not line.startswith("#")]
-    cost = statistics.median(step) - statistics.median(bare)
+    cost = statistics.median(step)
     return {
-        "step_seconds": cost, "share_of_10_ms": cost / STEP_SECONDS, "render_seconds": statistics.median(render),
-        "scrape_seconds": statistics.median(scrape), "series": len(series),
+        "step_seconds": cost, "share_of_10_ms": cost / STEP_SECONDS, "scrape_seconds": statistics.median(scrape),
+        "series": len(series),
     }  # fmt: skip
-
-
-def exceeded(cost: dict[str, Any]) -> list[str]:
-    """A sentence for each bound that does not hold."""
-    share, series, scrape = cost["share_of_10_ms"], cost["series"], cost["scrape_seconds"]
-    found = {
-        f"a step's calls take {share:.2%} of a 10 ms step, the bound is {SHARE:.1%}": share > SHARE,
-        f"a rank has {series} series, the bound is {SERIES}": series > SERIES,
-        f"a scrape takes {scrape * 1e3:.1f} ms, the bound is {SCRAPE_SECONDS * 1e3:.0f} ms": scrape > SCRAPE_SECONDS,
-    }
-    return [sentence for sentence, holds in found.items() if holds]
 
 
 def _scraped(run_dir: Path) -> float:
@@ -97,21 +76,16 @@ def _scraped(run_dir: Path) -> float:
     return time.perf_counter() - began
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20_000, help="steps; one in a hundred is followed by a scrape")
     parser.add_argument("--out", type=Path, help="the file of the result (default: in benchmarks/results)")
     args = parser.parse_args()
     about, cost = machine(), calls(args.repeats)
     print(f"a step's calls: {cost['step_seconds'] * 1e6:.1f} µs, {cost['share_of_10_ms']:.3%} of a 10 ms step")
-    print(f"a scrape: {cost['scrape_seconds'] * 1e3:.2f} ms over HTTP, of which {cost['render_seconds'] * 1e3:.2f} ms to render "
-          f"{cost['series']} series")  # fmt: skip
-    broken = exceeded(cost)
-    print(f"written to {write('metrics', {'machine': about, 'calls': cost, 'exceeded': broken}, args.out)}")
-    for sentence in broken:
-        print(f"error: {sentence}", file=sys.stderr)
-    return int(bool(broken))
+    print(f"a scrape: {cost['scrape_seconds'] * 1e3:.2f} ms over HTTP for {cost['series']} series")
+    print(f"written to {write('metrics', {'machine': about, 'calls': cost}, args.out)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,10 +2,8 @@
 
 ResNet-18 on the same images and ranks: plain PyTorch DDP as the data-parallel tutorial writes it (DataLoader,
 PIL transforms, DistributedSampler), Lightning, Accelerate, and this package's own `training run`. All start under torchrun,
-take turns round by round, and report images/s after the warm-up, the largest peak memory of a rank, and the seconds
-from the start of the command to the end of the first step. Needs the extra: pip install -e '.[peers]'.
-
-Images are CIFAR-10's from --data-root where it is there, else synthetic ones of the same size.
+take turns round by round, and report images/s after the warm-up, and the seconds from the start of the command to the end of
+the first step. Images are CIFAR-10's from --data-root, else synthetic ones of the same size. Needs: pip install -e '.[peers]'.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,7 +30,7 @@ import torch.nn.functional as F
 
 from benchmarks.measure import machine, write
 from lockstep.training.cli import positive
-from lockstep.training.contract import EXIT_USAGE, UserError
+from lockstep.training.contract import user_errors
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 1e-5
@@ -56,7 +53,6 @@ class Clock:
         samples = (len(ends) - args.warm_up) * args.batch * args.ranks
         value = {
             "images_per_second": samples / seconds, "start_up": ends[0] - float(os.environ["PEERS_BEGAN"]),
-            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
         }  # fmt: skip
         (args.work / f"result-{rank}.json").write_text(json.dumps(value))
 
@@ -211,7 +207,7 @@ def start(name: str, args: argparse.Namespace, work: Path) -> dict[str, float]:
         raise SystemExit(f"{name} failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     return {
         "images_per_second": statistics.mean(one["images_per_second"] for one in found),
-        "start_up": max(one["start_up"] for one in found), "peak_mb": max(one["peak_mb"] for one in found),
+        "start_up": max(one["start_up"] for one in found),
     }  # fmt: skip
 
 
@@ -255,7 +251,7 @@ def main() -> None:
 
 def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Prints medians, and Lockstep against each peer as the median of the ratios of one round."""
-    print("\nResNet-18                      images/s   peak MB   start-up s   Lockstep is")
+    print("\nResNet-18                      images/s   start-up s   Lockstep is")
     rows: dict[str, Any] = {}
     for name, runs in rounds.items():
         row: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
@@ -265,13 +261,10 @@ def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             ratio = statistics.median(ours["images_per_second"] / theirs["images_per_second"] for ours, theirs in pairs)
         rows[name] = {**row, "lockstep_over_it": ratio, "rounds": runs}
         tail = f"{ratio:9.2f} × as fast" if ratio else ""
-        print(f"{name:28} {row['images_per_second']:9.1f} {row['peak_mb']:9.0f} {row['start_up']:12.1f}   {tail}")
+        print(f"{name:28} {row['images_per_second']:9.1f} {row['start_up']:12.1f}   {tail}")
     return rows
 
 
 if __name__ == "__main__":
-    try:
+    with user_errors():
         main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import queue
-import random
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +21,9 @@ def on_ranks(size: int, timeout: float, function: Callable[..., Any], *args: Any
     """
     context = _context()
     results: Any = context.Queue()
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     rank_arguments = [(rank, size, port, results, function, args) for rank in range(size)]
     processes = [context.Process(target=_rank, args=arguments, daemon=True) for arguments in rank_arguments]
     for process in processes:
@@ -41,25 +40,10 @@ def on_ranks(size: int, timeout: float, function: Callable[..., Any], *args: Any
 
 
 def _context() -> Any:
-    """Linux: each rank is forked from a process that has torch loaded, and nothing else running. Elsewhere it imports it."""
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
+    """Each rank is forked from a process that has torch loaded, and nothing else running (Linux)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.nn.functional", "lockstep.training.recipe.loop"])
     return context
-
-
-def free_port() -> int:
-    """A free port below those that the kernel hands out by itself: so no other process gets it by chance before it is used.
-
-    Raises:
-        RuntimeError: a hundred ports were all taken.
-    """
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise RuntimeError("no free port between 20000 and 32000")
 
 
 def _result(results: Any, timeout: float) -> tuple[int, Any]:

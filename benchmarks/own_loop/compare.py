@@ -12,7 +12,6 @@ import difflib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -44,10 +43,7 @@ def command(peer: str, folder: Path) -> list[str]:
     if peer == "Session":
         lockstep = [str(Path(sys.executable).parent / "lockstep"), "run", "--ranks", "2", "--run-dir", str(folder)]
         return [*lockstep, "--set", "checkpoint.every_steps=10", "--", sys.executable, *words]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), *words]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
 
 
 def start(peer: str, folder: Path, fate: str = "") -> dict[str, Any]:
