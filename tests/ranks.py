@@ -44,7 +44,7 @@ def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float
 
 def _rank(function: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
     with product.joined() as world:
-        product.one_thread(world)
+        product.set_threads(world, 1, {})
         value = function(world, *args)
         (Path(folder) / str(world.rank)).write_bytes(pickle.dumps(value))
     product.leave(0)

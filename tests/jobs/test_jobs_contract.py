@@ -216,7 +216,7 @@ def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes =
     paths = [bench.folder / f"beside-{name}" for name in ("in", "out", "err")]
     paths[0].write_bytes(stdin)
     with paths[0].open("rb") as source, paths[1].open("wb") as out, paths[2].open("wb") as err:
-        streams = product.streams(source.fileno(), out.fileno(), err.fileno())
+        streams = product.Streams(source.fileno(), out.fileno(), err.fileno())
         code = bench.backend.execute(name, list(command), rank, streams)
     return code, paths[1].read_bytes(), paths[2].read_bytes()
 

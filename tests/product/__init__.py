@@ -3,17 +3,17 @@
 Tests come from outside: the command line with `--json`, the files that users see, and names that users import (`PUBLIC`).
 What none of these gives – a checkpoint's tensors, the names of all strategies, a backend as an object – they take from
 here. So a module that moves costs its own unit tests in `tests/unit/`, and lines of this folder. What needs torch is
-imported by the function that uses it: the dispatcher's tests run without.
+imported when it is used: the dispatcher's tests run without.
 """
 
 from __future__ import annotations
 
-from tests.product.dispatch import *
+from typing import Any
+
 from tests.product.files import *
-from tests.product.loops import *
-from tests.product.names import *
-from tests.product.neighbours import *
-from tests.product.ranks import *
+from tests.product.inside import Inside
+from tests.product.jobs import *
+from tests.product.training import *
 
 PUBLIC = {
     "lockstep.training.sync.teaching.horovod",
@@ -22,3 +22,40 @@ PUBLIC = {
     "lockstep.training.resilience.closeness",
 }
 """Modules that the documentation tells users to import from; `lockstep` itself besides."""
+AS_THEY_ARE = {
+    "JobSpec": "jobs.spec.model:JobSpec",
+    "Status": "jobs.status:Status",
+    "Streams": "jobs.process:Streams",  # for a backend's `execute`: three descriptors
+    "Unreachable": "jobs.status:Unreachable",
+    "backend": "jobs.registry:backend",  # by its name on the command line
+    "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
+    "copy_of_code": "jobs.code.store:unpacked",  # identity → the folder that local jobs run it in
+    "kept_code": "jobs.code.store:folder",  # identity → the copy that a cluster's nodes run
+    "living": "jobs.local.processes:living",  # the processes of a submission of a local job
+    "slurm_script": "jobs.slurm.render:script",
+    "slurm_task": "jobs.slurm.render:training_task",  # what submitit hands to the tasks of a training
+    "sweep": "jobs.sweep:expand",
+    "EXTRAS": "training.extras:EXTRAS",
+    "UserError": "training.contract:UserError",
+    "EXIT_FAILED": "training.contract:EXIT_FAILED",
+    "EXIT_PREEMPTED": "training.contract:EXIT_PREEMPTED",
+    "EXIT_USAGE": "training.contract:EXIT_USAGE",
+    "GradientSync": "training.sync.base:GradientSync",
+    "clean": "training.checkpoint.store:clean",  # of a folder of checkpoints: what killed saves have left
+    "data": "training.config:Data",  # the settings of that group, checked
+    "doctor_gpu": "training.doctor:main",  # its words, and the command that starts a rank
+    "leave": "training.__main__:leave",  # ends a rank as the program does: without the interpreter's teardown
+    "prepared": "training.data.making:prepare",  # settings of the group `data` → shards
+    "report": "training.observe.report:write",
+    "sealed": "training.checkpoint.store:seal",  # the checksum that a manifest carries of itself
+    "set_threads": "training.parallel.world:set_threads",
+    "user_errors": "training.contract:user_errors",  # what a user is to read becomes one line and an exit code
+}
+"""What tests take as the product has it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in AS_THEY_ARE:
+        raise AttributeError(f"tests.product has no {name}")
+    module, _, attribute = AS_THEY_ARE[name].partition(":")
+    return getattr(Inside(module), attribute)

@@ -118,7 +118,7 @@ for name, port in {ports!r}.items():
     sys.argv = ["parallel.py", name]
     with world.joined() as me:
         parallel.main(me)
-    kinds = (parallel.Net, product.kind_of_strategy(), torch.nn.Parameter)
+    kinds = (parallel.Net, product.GradientSync, torch.nn.Parameter)
     alive = [type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds)]
     threads = [Path(f"/proc/self/task/{{task}}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     print("left", name, alive, [name for name in threads if "gloo" in name], flush=True)

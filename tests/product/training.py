@@ -1,0 +1,375 @@
+"""Ranks, strategies, runs and their parts, for tests that train in their own process or look at what a run has left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.product.inside import Inside
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from lockstep.training.parallel.world import World
+
+_augment = Inside("training.data.augment")
+_config = Inside("training.config")
+_contract = Inside("training.contract")
+_files = Inside("training.files")
+_making = Inside("training.data.making")
+_metrics = Inside("training.observe.metrics")
+_models = Inside("training.models")
+_setup = Inside("training.recipe.setup")
+_shards = Inside("training.data.shards")
+_sources = Inside("training.data.sources")
+_states = Inside("training.checkpoint.state")
+_store = Inside("training.checkpoint.store")
+_sync = Inside("training.sync")
+_world = Inside("training.parallel.world")
+
+
+def checkpoint(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, its tensors loaded. Raises the product's error where it is damaged."""
+    _store.verify(path)
+    return _store.load(path)
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints of a run that verify, newest first. Raises where one does not."""
+    steps = []
+    for path in _store.candidates(run_dir / "checkpoints"):
+        _store.verify(path)
+        steps.append(_store.step_of(path))
+    return steps
+
+
+def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run that verifies, its tensors loaded."""
+    return checkpoint(run_dir / "checkpoints" / f"step-{checkpoint_steps(run_dir)[0]:08d}")
+
+
+def scores(run_dir: Path) -> dict[int, float]:
+    """Step → score of the checkpoints that have one."""
+    found = {_store.step_of(path): _store.verify(path)["score"] for path in _store.candidates(run_dir / "checkpoints")}
+    return {step: score for step, score in found.items() if score is not None}
+
+
+def recipe(name: str = "smoke", *words: str) -> Any:
+    """The settings of a recipe, with words as they stand after --set."""
+    return _config.load(name, list(words))
+
+
+def source(name: str, root: Path, **options: Any) -> Any:
+    """A data source's samples in memory: `.train` and `.test` (samples, labels), `.classes`."""
+    return _sources.load(name, root, False, options)
+
+
+def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:
+    """Shards of these (samples, labels)."""
+    return _making.write(Inside("training.data.sources.raw").Raw(train, test, classes), folder, "array", files)
+
+
+def split(made: Any, name: str) -> tuple[Any, Any]:
+    """(samples, labels) of a split of shards, as numpy arrays."""
+    samples, labels = _shards.Samples.open(made, name, 0, made.count(name)).all()
+    return samples.numpy(), labels.numpy()
+
+
+def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, shape: Any = (32, 32, 3)) -> Any:
+    """A network of `model=NAME`."""
+    return _models.build(name, options or {}, classes, shape)
+
+
+def batches(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
+    """A rank's batches over shards, with settings of the group `data`."""
+    config = _config.Config(global_batch_size=batch, uneven=uneven, data=_config.Data(**settings))
+    return _setup._batches(config, _world.World(rank=rank, size=size, local_size=size), made, batch, 1)
+
+
+def before_each_batch(do: Callable[[], None]) -> None:
+    """Calls `do` in this process before a rank has its next batch of resident samples."""
+    stored = Inside("training.data.batches").Stored
+    batch = stored.batch
+    stored.batch = lambda self, ids, epoch: (do(), batch(self, ids, epoch))[1]
+
+
+def augmented(shards: Path, settings: list[str]) -> tuple[Any, Any]:
+    """(the labels of all training images, a function of epoch and ids that gives these images as a run augments them)."""
+    import torch
+
+    recipe, manifest = _config.load("smoke", settings), _shards.Manifest.read(shards)
+    images, labels = _shards.Samples.open(manifest, "train", 0, manifest.count("train")).all()
+    return labels, lambda epoch, ids: _augment.augment(
+        images, ids, ids, recipe.data, _augment.draw_keys(recipe.seed, epoch), torch.float64
+    )
+
+
+def mlp_exercise() -> tuple[Any, Any, Any]:
+    """Features and labels of the recipe `mlp`, and the network that it begins with, of seed 0."""
+    import torch
+
+    features, labels = _sources.SOURCES["classification"]().train
+    Inside("training.checkpoint.generators").seed(0)
+    return torch.from_numpy(features), torch.from_numpy(labels), _models.build("mlp", {}, 32, (1024,))
+
+
+def metrics() -> Any:
+    """A rank's metrics, which nobody serves."""
+    import torch
+
+    return _metrics.Metrics("x", 0, torch.device("cpu"))
+
+
+def series() -> set[str]:
+    """Names of all series that a rank may serve."""
+    ends = {"histogram": ("", "_sum", "_count", "_bucket")}
+    return {_metrics.PREFIX + name + end for name, row in _metrics.TABLE.items() for end in ends.get(row.kind, ("",))}
+
+
+def settings_pages() -> dict[str, Any]:
+    """Page of the reference → the model whose settings it lists."""
+    job = Inside("jobs.spec.model").JobSpec
+    return {"recipe-settings": _config.Config, "session-settings": _config.OwnSettings, "job-settings": job}
+
+
+def contract_names() -> dict[str, Any]:
+    """Names and values of exit codes, variables and files that a run and a job share."""
+    from lockstep.jobs import status
+    from lockstep.training import contract
+
+    return {name: value for module in (contract, status) for name, value in vars(module).items() if name.isupper()}
+
+
+def joined(seconds: float = 60, device: str = "cpu") -> AbstractContextManager[World]:
+    """This process's group, by its environment, as a script of a user joins it."""
+    return _world.joined(_world.detect(os.environ), device, seconds)
+
+
+def program(words: list[str]) -> int:
+    """`python -m lockstep.training WORDS` in this process, which holds back signals from its first line as that does; its
+    exit code."""
+    if words[0] == "run":
+        signal.pthread_sigmask(signal.SIG_BLOCK, Inside("wire.signals").FORWARDED)
+    return Inside("training.__main__").main(words)
+
+
+def load_for_forks() -> None:
+    """Imports all of training/, and computes what each process would compute anew: the settings' checks, the report's page."""
+    import importlib
+
+    root = Path(__file__).parents[2]
+    for file in (root / "training").rglob("*.py"):
+        name = ".".join(("lockstep", *file.relative_to(root).with_suffix("").parts))
+        if not name.endswith(("__main__", "__init__")):
+            importlib.import_module(name)
+    _config.load("smoke", [])
+    _config.own_settings("script", {}, {}, ())
+    Inside("training.observe.report")._environment().get_template("template.html.j2")
+
+
+def watch_disk(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `watched` around the calls of this process with which files and their names reach the disk."""
+    for name in ("write_all", "fsync", "rename"):
+        setattr(_files, name, watched(getattr(_files, name)))
+
+
+@contextlib.contextmanager
+def verified_files() -> Iterator[list[str]]:
+    """The names of the files that this process reads to verify their checksums."""
+    found: list[str] = []
+    sha256 = _files.sha256
+    _files.sha256 = lambda path: (found.append(path.name), sha256(path))[1]
+    try:
+        yield found
+    finally:
+        _files.sha256 = sha256
+
+
+def hold_signals_for(seconds: float) -> None:
+    """How long a rank that opens no `Session` keeps signals for one; to be called after `import lockstep`."""
+    Inside("wire.signals").HOLD_SECONDS = seconds
+
+
+def signals_are_noted() -> bool:
+    """Whether each run that this process is in knows of a signal."""
+    kind = Inside("training.resilience.preempt").Signals
+    return all(one.received for one in gc.get_objects() if isinstance(one, kind))
+
+
+def stop_at_poll(number: int) -> None:
+    """From now on a run in this process is asked to stop when its ranks agree for the n-th time; never, with 0."""
+    seen = [0]
+
+    def wants_stop(self: Any) -> bool:
+        seen[0] += 1
+        if self.world.leader and seen[0] == number:
+            self.reason = "the test"
+        return self.reason is not None
+
+    Inside("training.resilience.preempt").Consensus._wants_stop = wants_stop
+
+
+SUM_OF_ALLREDUCE = "lockstep.training.sync.teaching.strategies:AllReduce.synchronize"
+"""Where the strategy `allreduce` sums, for a fault that is planted there."""
+
+
+def gpu_checks() -> dict[str, int]:
+    """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
+    return {row.name: row.gpus for row in Inside("training.doctor").ROWS}
+
+
+def late_inputs(seconds: float) -> None:
+    """Each recorded step of this process gets its inputs late, as one whose data is late."""
+    recorder = Inside("training.run.recording").Recorder
+    prepare = recorder.prepare
+
+    def late(self: Any, *args: Any) -> None:
+        if self._recorded is not None:
+            time.sleep(seconds)
+        prepare(self, *args)
+
+    recorder.prepare = late
+
+
+def first_loss_scale() -> float:
+    """The factor with which float16 begins."""
+    import torch
+
+    return torch.amp.GradScaler("cpu").get_scale()
+
+
+def strategies() -> list[str]:
+    """The names of `sync.name`."""
+    return list(_sync.STRATEGIES)
+
+
+def strategy(name: str, bucket_mb: float = 25.0, options: dict[str, Any] | None = None) -> Any:
+    """A strategy as `sync.name`, `sync.bucket_mb` and `sync.options` of a run make it."""
+    return _sync.build(_config.Sync(name=name, bucket_mb=bucket_mb, options=options or {}))
+
+
+def step_clock() -> Any:
+    """What times the phases of a rank's steps."""
+    import torch
+
+    return Inside("training.observe.clock").StepClock(torch.device("cpu"))
+
+
+def gathered(network: Any) -> int:
+    """Elements of parameters that `fsdp` holds in full now, or is about to."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in network.modules() if hasattr(m, "_get_fsdp_state")]
+    return sum(
+        parameter._orig_size.numel()
+        for group in groups
+        if group is not None and (group.is_unsharded or group._all_gather_result is not None)
+        for parameter in group.fsdp_params
+    )
+
+
+def fsdp_blocks(model: Any, wanted: list[str] | None = None) -> list[str]:
+    """The names of what `fsdp` gathers by itself."""
+    blocks = Inside("training.sync.fsdp").find_blocks(model, wanted)
+    return [name for name, module in model.named_modules() if module in blocks]
+
+
+class StrategyLoop:
+    """A loop over a strategy's protocol, with an average of the weights, and checkpoints in files."""
+
+    def __init__(self, sync: Any, model: Any, world: Any, example: Any, optimizer: Any) -> None:
+        import torch
+
+        self.sync, self.model, self.network = sync, model, sync.wrap(model, world, example)
+        self.optimizer = sync.make_optimizer(optimizer)
+        self.ema = Inside("training.optim.ema").Ema(model, 0.9, 1, sync.duplicate())
+        losses = torch.zeros(2, dtype=torch.float64)
+        self._state = _states.TrainState(
+            world, model, self.optimizer, sync, self.ema, _states.Cursor(), step_clock(), losses, {}
+        )
+
+    def weights(self, average: bool = False) -> dict[str, Any]:
+        """A copy of the whole model's parameters, also where each rank holds a part."""
+        whole = self.sync.full_module(self.ema.average if average else self.model)
+        return {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+
+    def save(self, file: Path) -> None:
+        """Collective; it is there when all ranks are back."""
+        import torch.distributed as dist
+
+        if (gathered := _states.gather(self._state)) is not None:
+            file.write_bytes(Inside("training.parallel.exchange").pack(gathered).numpy().tobytes())
+        if self._state.world.size > 1:
+            dist.barrier()
+
+    def load(self, file: Path) -> None:
+        """Goes on where `save` was called, on any number of ranks."""
+        import torch
+
+        packed = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+        _states.scatter(Inside("training.parallel.exchange").unpack(packed), self._state)
+
+
+class RunBegun:
+    """A run of the recipe `smoke` with other settings, before its first step: a context that closes it."""
+
+    def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
+        self.config = _config.load("smoke", list(settings))
+        session = Inside("training.session").Session
+        self._session = session._of_recipe(run_dir, self.config, handle_signals=False, world=world)
+        self._session.__enter__()
+        try:
+            self.recipe = Inside("training.recipe.loop").Recipe(self._session, self.config)
+        except BaseException as error:
+            self._session.__exit__(type(error), error, error.__traceback__)
+            raise
+        loop = self._session._lifecycle.loop
+        assert loop is not None
+        self.loop, self.state, self.model = loop, loop.run.state, self.recipe.model
+        self.division = self.recipe.batches.division
+
+    def __enter__(self) -> RunBegun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.loop.run.exporter.close(0)
+        self.loop.attempt.saver.close()
+        if self.loop.run.run is not None:
+            self.loop.run.run.close()
+
+    def step(self, number: int) -> Any:
+        """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""
+        epoch, at = divmod(number, self.division.steps)
+        self.state.cursor.epoch, self.state.cursor.step, self.state.kept.steps = epoch, at, number
+        batch, part = next(iter(self.recipe.batches.epoch(epoch, at)))
+        self.state.clock.begin()
+        self.loop.step.begin_batch(part)
+        self.recipe.step(batch)
+        self.loop.step.end_batch()
+        return batch.ids[: part.samples]
+
+    def weights(self) -> Any:
+        """A copy of all parameters, one after the other."""
+        import torch
+
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+
+    def score(self) -> tuple[int, int, float]:
+        """Of the test images: how many were right, how many there were, and their mean loss."""
+        found = self.recipe.evaluator.score(self.model.eval())
+        self.model.train()
+        return found.correct, found.count, found.loss
+
+    def images(self) -> Any:
+        """The training images, as the network sees them."""
+        import torch
+
+        return _augment.normalise(self.recipe.batches.source.samples.all()[0], self.config.data, torch.float32, False)
+
+    def write_metrics(self) -> None:
+        """This rank's file of metrics, as it is written every few seconds."""
+        self.loop.run.exporter._write_textfiles()
