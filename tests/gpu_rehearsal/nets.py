@@ -24,10 +24,10 @@ class Normed(SmallConv):
 
 
 class Peeking(SmallConv):
-    """Looks at its activations, as no recorded step can."""
+    """Rank 1 looks at its activations, as no recorded step can."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if float(x.abs().max()) > 1e9:
+        if os.environ.get("RANK") == "1" and float(x.abs().max()) > 1e9:
             x = x * 0
         return super().forward(x)
 

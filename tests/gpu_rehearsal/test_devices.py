@@ -1,4 +1,4 @@
-"""Every launcher's variables, and what it shows of the GPUs: each rank works on its own, and touches no other."""
+"""What a launcher says, and what it shows of the GPUs: each rank works on its own, and touches no other."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from pathlib import Path
 import pytest
 
 from tests.gpu_rehearsal.rehearsal import Gang, rehearsed, rehearsing, settings
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.promise("gpu-standin")
 
-JOIN = ["-m", "tests.gpu_rehearsal.join"]
+JOIN = """
+import json
+import torch
+import torch.distributed as dist
+from tests import product
+
+with product.user_errors(), product.joined(30, "auto") as world:
+    dist.barrier()  # with no tensor that says on which GPU
+    total = torch.full((4,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(total)
+    place = {"rank": world.rank, "local": world.local_rank, "device": str(world.device), "total": float(total.sum())}
+    print(json.dumps(place), flush=True)
+"""
 Place = tuple[int, int, int]
 """(rank, node, rank within the node)"""
-BLOCK: list[Place] = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 CYCLIC: list[Place] = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
 PAIR: list[Place] = [(0, 0, 0), (1, 0, 1)]
 APART: list[Place] = [(0, 0, 0), (1, 1, 0)]
 
 
 def _torchrun(rank: int, node: int, local: int, size: int, locals_: int) -> dict[str, str]:
-    group = {"GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(size // locals_), "TORCHELASTIC_RUN_ID": "rehearsal"}
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(locals_),
-        **group,
-    }
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": locals_, "GROUP_RANK": node}
+    return {name: str(value) for name, value in values.items()}
 
 
 def _slurm(rank: int, node: int, local: int, size: int, locals_: int) -> dict[str, str]:
@@ -39,38 +45,14 @@ def _slurm(rank: int, node: int, local: int, size: int, locals_: int) -> dict[st
     }  # fmt: skip
 
 
-def _mpi(rank: int, node: int, local: int, size: int, locals_: int) -> dict[str, str]:
-    names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": locals_}
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+LAUNCHERS = {"torchrun": (_torchrun, PAIR), "a process a pod": (_torchrun, APART), "slurm, cyclic": (_slurm, CYCLIC)}
 
 
-def _kubernetes(rank: int, node: int, local: int, size: int, locals_: int) -> dict[str, str]:
-    """One process a container, which the operator tells no local rank."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(locals_)}
-
-
-LAUNCHERS = {
-    "torchrun": (_torchrun, PAIR),
-    "torchrun on two nodes": (_torchrun, BLOCK),
-    "slurm, block": (_slurm, BLOCK),
-    "slurm, cyclic": (_slurm, CYCLIC),
-    "slurm, a task a node": (_slurm, APART),
-    "mpi": (_mpi, PAIR),
-    "kubernetes": (_kubernetes, APART),
-}
-
-
-def _each(launcher: str, visible: str) -> tuple[list[Place], list[dict[str, str]]]:
-    variables, places = LAUNCHERS[launcher]
-    locals_ = max(local for _, _, local in places) + 1
-    shown = {"all": None, "own": "{local}", "one": "1"}[visible]
-    each = []
-    for rank, node, local in places:
-        own = {**variables(rank, node, local, len(places), locals_), "STANDIN_NODE": str(node)}
-        if shown is not None:
-            own["CUDA_VISIBLE_DEVICES"] = shown.format(local=local)
-        each.append(own)
-    return places, each
+@pytest.fixture
+def join(tmp_path: Path) -> list[str]:
+    """A script that joins, sums over the ranks, and says where it was."""
+    (tmp_path / "join.py").write_text(JOIN)
+    return [str(tmp_path / "join.py")]
 
 
 def _contexts(gang: Gang) -> list[list[int]]:
@@ -80,33 +62,32 @@ def _contexts(gang: Gang) -> list[list[int]]:
 
 @pytest.mark.parametrize("visible", ["all", "own", "one"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_each_rank_has_its_own_gpu(tmp_path: Path, launcher: str, visible: str) -> None:
-    places, each = _each(launcher, visible)
-    shared = visible == "one" and any(local for _, _, local in places)
-    with rehearsing(tmp_path, [], each=each, program=JOIN) as gang:
+def test_each_rank_has_its_own_gpu(tmp_path: Path, join: list[str], launcher: str, visible: str) -> None:
+    variables, places = LAUNCHERS[launcher]
+    size, locals_ = len(places), max(local for _, _, local in places) + 1
+    each = [{**variables(*place, size, locals_), "STANDIN_NODE": str(place[1])} for place in places]
+    for (_, _, local), own in zip(places, each):
+        own |= {"all": {}, "own": {"CUDA_VISIBLE_DEVICES": str(local)}, "one": {"CUDA_VISIBLE_DEVICES": "1"}}[visible]
+    with rehearsing(tmp_path, join, each=each) as gang:
         codes = gang.wait(60)
-    if shared:
+    if visible == "one" and locals_ > 1:
         first, second = (rank for rank, node, _ in places if node == 0)
-        assert codes == [2] * len(places), gang.output
+        assert codes == [2] * size, gang.output
         assert f"ranks {first} and {second} share one GPU" in gang.output and "Traceback" not in gang.output
         return
-    assert codes == [0] * len(places), gang.output
+    assert codes == [0] * size, gang.output
     gang.assert_sound()
     found = [json.loads(rank.output.splitlines()[-1]) for rank in gang.ranks]
-    size = len(places)
     for (rank, _, local), said in zip(places, found):
         index = local if visible == "all" else 0
         assert said == {"rank": rank, "local": local, "device": f"cuda:{index}", "total": 4.0 * size * (size + 1) / 2}
     assert _contexts(gang) == [[1 if visible == "one" else local] for _, _, local in places]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
-def test_fewer_gpus_than_ranks_are_one_line(tmp_path: Path, launcher: str) -> None:
-    variables, _ = LAUNCHERS[launcher]
-    each = [variables(rank, 0, rank, 3, 3) for rank in range(3)]
-    with rehearsing(tmp_path, [], each=each, program=JOIN) as gang:
+def test_fewer_gpus_than_ranks_are_one_line(tmp_path: Path, join: list[str]) -> None:
+    each = [_torchrun(rank, 0, rank, 3, 3) for rank in range(3)]
+    with rehearsing(tmp_path, join, each=each) as gang:
         assert gang.wait(60) == [2, 2, 2], gang.output
-    assert "3 ranks on this node, but only 2 GPUs are visible: start 3 ranks" not in gang.output
     assert "3 ranks on this node, but only 2 GPUs are visible: start 2 ranks" in gang.output
 
 
@@ -115,3 +96,15 @@ def test_on_the_cpu_no_gpu_is_touched(tmp_path: Path, data_root: Path) -> None:
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, device="cpu")]
     gang = rehearsed(tmp_path, words)
     assert _contexts(gang) == [[], []] and [rank.log for rank in gang.ranks] == [[], []]
+
+
+@pytest.mark.parametrize(("devices", "where"), [(4, "two GPUs a rank"), (2, "both halves on one cuda device")])
+def test_the_toys_halves_end_in_the_parameters_of_one_process(tmp_path: Path, devices: int, where: str) -> None:
+    with rehearsing(tmp_path, [str(ROOT / "examples/modules/toy.py")], devices=devices) as gang:
+        assert gang.wait(90) == [0, 0], gang.output
+    assert f"model parallel under DDP ({where}" in gang.ranks[0].output
+    touched = [set(gpus) for gpus in _contexts(gang)]
+    if devices == 4:  # torch's gloo goes back to GPU 0 in a thread of its own that has been on another
+        touched[1].discard(0)
+    assert touched == [set(range(rank, devices, 2)) for rank in range(2)]
+    assert [rank.lines("VIOLATION") for rank in gang.ranks] == [[], []]

@@ -22,8 +22,7 @@ def _doctor(folder: Path, devices: int, *only: str, **extra: str) -> tuple[int, 
     words = [word for row in only for word in ("--only", row)]
     done = run([PYTHON, "-m", "tests.gpu_rehearsal.doctor", "gpu", "--json", *words], env, 1000)
     value: dict[str, Any] = json.loads(done.output[done.output.index("{\n") :])
-    unknown = value["rows"][0]["result"] == "failed"  # which GPUs these are
-    assert unknown or (value["rehearsal"] is True and not any({"rates", "seconds"} & set(row) for row in value["rows"]))
+    assert value["rehearsal"] is True and not any({"rates", "seconds"} & set(row) for row in value["rows"])
     assert "GB/s" not in done.output
     assert not [path for path in folder.iterdir() if "torchinductor" not in path.name], "something was left"
     return done.code, value
@@ -52,8 +51,3 @@ def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> Non
     }  # fmt: skip
     (failed,) = (row for row in value["rows"] if row["result"] == "failed")
     assert "from one process after 6 steps on 2 GPUs" in failed["detail"] and "sync.name=flat" in failed["advice"]
-
-
-def test_a_row_that_needs_one_that_failed_is_not_tried(tmp_path: Path) -> None:
-    code, value = _doctor(tmp_path, 2, "peer", REHEARSAL_FAULT="no.such:module")
-    assert code == 1 and _results(value) == {"visible": "failed", "peer access": "not tried"}, value

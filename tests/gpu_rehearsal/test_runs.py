@@ -10,9 +10,18 @@ import pytest
 from tests import product
 from tests.events import events
 from tests.gpu_rehearsal.conftest import OnCpu
-from tests.gpu_rehearsal.rehearsal import STEPS, differing, rehearsed, rehearsing, saved, settings, trained
-from tests.gpu_rehearsal.test_strategies import changes_of
-from tests.processes import poll
+from tests.gpu_rehearsal.rehearsal import (
+    RANK,
+    STEPS,
+    differing,
+    preload,
+    rehearsed,
+    rehearsing,
+    saved,
+    settings,
+    trained,
+)
+from tests.processes import PYTHON, clean_env, poll, run
 from tests.runs import tensors
 
 pytestmark = pytest.mark.promise("gpu-standin")
@@ -52,10 +61,10 @@ def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:
     """In the run, and of its directory afterwards."""
     scores = {}
     for device in ("cpu", "cuda"):
-        run = tmp_path / device / "run"
+        run_dir = tmp_path / device / "run"
         trained(tmp_path / device, data_root, device=device, options={"devices": 2 if device == "cuda" else 0})
-        scores[device] = json.loads((run / "summary.json").read_text())["accuracy"]
-    again = rehearsed(tmp_path / "again", ["evaluate", str(run), "--trust-model", "--set", "device=cuda"], ranks=2)
+        scores[device] = json.loads((run_dir / "summary.json").read_text())["accuracy"]
+    again = rehearsed(tmp_path / "again", ["evaluate", str(run_dir), "--trust-model", "--set", "device=cuda"], ranks=2)
     assert scores["cpu"] == scores["cuda"]
     assert f"accuracy {scores['cuda']:.4f}" in again.ranks[0].output
 
@@ -88,28 +97,14 @@ def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root
     """Eager steps have dropout, too, which draws from the GPU's generator."""
     calm, dying = ("tests.nets:NormedConv", "Dying") if capture == "never" else ("tests.nets:SmallConv", "DyingPlain")
     trained(tmp_path / "calm", data_root, capture=capture, model=calm)
-    _kill_and_resume(tmp_path, data_root, capture=capture, model=f"tests.nets:{dying}")
-    expected = tensors(tmp_path / "calm" / "run", STEPS)
-    assert differing(tensors(tmp_path / "run", STEPS), expected) == []
-
-
-def _kill_and_resume(folder: Path, data_root: Path, at: int = 4, **changes: object) -> None:
-    """Rank 1 dies in step `at`; there is a checkpoint of two steps before."""
-    words = _words(folder, data_root, **changes)
-    with rehearsing(folder, words, LOCKSTEP_TEST_FATE=f"1:{at}:KILL") as gang:
+    words = _words(tmp_path, data_root, capture=capture, model=f"tests.nets:{dying}")
+    with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="1:4:KILL") as gang:
         poll(lambda: gang.ranks[1].code is not None, 60, "the death of rank 1")
         assert gang.ranks[1].code == -9, gang.output
-        poll(lambda: list((folder / "run" / "checkpoints").glob(f"step-*{at - 2}")), 60, "a checkpoint")
-    assert f"Resuming at step {at - 2}" in rehearsed(folder, words).output
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "powersgd"])
-def test_killed_it_goes_on_with_what_the_strategy_keeps(
-    tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str
-) -> None:
-    """Each rank's part of the optimizer, and what a compression has left out so far."""
-    _kill_and_resume(tmp_path, data_root, at=8, **changes_of(strategy))
-    assert differing(saved(tmp_path / "run"), on_cpu(**changes_of(strategy))) == []
+        poll(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*2")), 60, "a checkpoint")
+    assert "Resuming at step 2" in rehearsed(tmp_path, words).output
+    expected = tensors(tmp_path / "calm" / "run", STEPS)
+    assert differing(tensors(tmp_path / "run", STEPS), expected) == []
 
 
 def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
@@ -118,4 +113,16 @@ def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, o
         assert gang.wait(60) == [75, 75], gang.output
     gang.assert_sound()
     rehearsed(tmp_path, words)
+    assert differing(saved(tmp_path / "run"), on_cpu()) == []
+
+
+@pytest.mark.smoke
+def test_the_launcher_starts_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
+    """Every process from a shell."""
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root)]
+    env = clean_env(LD_PRELOAD=preload(), STANDIN_DEVICES="2", LOCKSTEP_THREADS="1", TMPDIR=str(tmp_path))
+    del env["CUDA_VISIBLE_DEVICES"]
+    done = run([PYTHON, "-m", "lockstep.training", "launch", "--", PYTHON, *RANK, *words], env, 150)
+    assert done.code == 0, done.output
+    assert "2 ranks on cuda" in done.output
     assert differing(saved(tmp_path / "run"), on_cpu()) == []
