@@ -1,4 +1,4 @@
-"""A copy of the repository as a clone has it, in which what the documentation prints is run as a reader runs it."""
+"""The files of this repository, and a copy of them as a clone has it, in which what pages print is run as a reader runs it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from pathlib import Path
 
 from tests.processes import PYTHON, ROOT, clean_env
 
-SOURCES = ("lockstep", "training", "jobs", "examples", "docs", "deploy", "docker", "Makefile", "job.yaml", "pyproject.toml",
-           "README.md", "LICENSE", ".dockerignore")  # fmt: skip
+
+def sources() -> list[str]:
+    """Names of what git keeps of this repository, or would keep; where there is no history, of the files as they lie."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\0")
+    if len(names) < 100:
+        found = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
+        names = [str(path) for path in found if not {"__pycache__", ".venv"} & set(path.parts)]
+    return sorted(name for name in names if (ROOT / name).is_file() or (ROOT / name).is_symlink())
 
 
 def copy_to(target: Path) -> Path:
-    """What git keeps of this repository, or would keep; where there is no history, the sources as they lie."""
-    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(git, cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")
-    if len(files) < 100:
-        found = [
-            path
-            for part in SOURCES
-            for path in [ROOT / part, *(ROOT / part).rglob("*")]
-            if path.is_file() or path.is_symlink()
-        ]
-        files = [str(path.relative_to(ROOT)).encode() for path in found]
-    for name in filter(None, (name.decode() for name in files)):
-        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    for name in sources():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
     return target
 
 

@@ -25,15 +25,6 @@ NO_INDEX = re.compile(
 )
 
 
-def sources() -> set[str]:
-    """What git knows and what is new here, without what it ignores."""
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout.decode().split("\0")
-    if len(listed) < 100:  # no history here: the files as they lie
-        listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if "__pycache__" not in path.parts]
-    return {name for name in listed if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())}
-
-
 def project() -> dict[str, Any]:
     """The table `project` of pyproject.toml."""
     found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
-from tests.environments import sources
+import pytest
+
+from tests.checkout import copy_to
 from tests.processes import PYTHON, ROOT, clean_env, run
 
 BLOCK = re.compile(
@@ -31,11 +32,9 @@ def applied(text: str, folder: Path) -> list[Path]:
     return [folder / (block["new"] or block["file"]) for block in blocks]
 
 
+@pytest.mark.nightly
 def test_the_example_passes_the_contract_test_that_it_names(tmp_path: Path) -> None:
-    copy = tmp_path / "lockstep"
-    for file in sources():
-        (copy / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, copy / file, follow_symlinks=False)
+    copy = copy_to(tmp_path / "lockstep")
     whole = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     example = whole.partition("## A worked example\n")[2].partition("### The other kinds\n")[0]
     changed = applied(example, copy)

@@ -1,21 +1,31 @@
-"""The wheel and the sdist: what is in them, and what they do in environments that have nothing else.
+"""The wheel and the sdist: what is in them, and what the wheel does beside some packages and not others.
 
-uv builds and installs them; the environments with torch are links to what is installed here, so that none is downloaded.
+uv builds them. The environments are made of links to what is installed here, so they need no index, and an installation
+that finds something missing fails.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
-import shutil
+import re
 import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
-from tests.environments import declared, linked, project, sources, uv
-from tests.processes import PYTHON, ROOT, clean_env, require
+from tests import product
+from tests.checkout import copy_to, sources
+from tests.environments import declared, linked, project, uv
+from tests.imports import imported, modules
+from tests.processes import PYTHON, ROOT, clean_env, run
 
 pytestmark = pytest.mark.promise("installing")
 DISTRIBUTION = project()["name"]
@@ -24,61 +34,52 @@ LINKED = ("training", "jobs")
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
 JOB = ["--recipe", "smoke", "--image", "localhost:5000/lockstep@sha256:" + "0" * 64]
 Done = subprocess.CompletedProcess[str]
+Installed = Callable[..., Path]
+TRAINS = ("train", "k8s", "slurm")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, the wheel that was made of it, and in `direct/` the wheel of the checkout.
-
-    Built in a copy: setuptools writes beside the sources.
-    """
+    """A folder with the sdist, and the wheel that was made of it. Built in a copy: setuptools writes beside the sources."""
     folder = tmp_path_factory.mktemp("built")
-    for name in sources():
-        (folder / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "checkout" / name, follow_symlinks=False)
-    uv("build", "--out-dir", str(folder), cwd=folder / "checkout")
-    uv("build", "--wheel", "--out-dir", str(folder / "direct"), cwd=folder / "checkout")
+    uv("build", "--out-dir", str(folder), cwd=copy_to(folder / "checkout"))
     return folder
 
 
 @pytest.fixture(scope="module")
-def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the wheel and what it names, from the index: no extra, no torch."""
-    folder = tmp_path_factory.mktemp("bare")
-    uv("venv", "--python", PYTHON, "--seed", "--clear", str(folder))  # with pip, which error messages name
-    uv("pip", "install", "--python", str(folder / "bin/python"), str(built / WHEEL))
-    return folder / "bin"
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """`installed("k8s")`: the programs of an environment with the wheel and this extra, and what these declare."""
 
+    @cache
+    def make(*extras: str) -> Path:
+        folder = tmp_path_factory.mktemp("-".join(["with", *extras]))
+        linked(folder, declared().union({"pip"}, *map(declared, extras)))
+        wheel = str(built / WHEEL) + (f"[{','.join(extras)}]" if extras else "")
+        done = ran(folder / "bin", "python", "-m", "pip", "install", "--no-index", wheel, PIP_CONFIG_FILE=os.devnull)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder / "bin"
 
-@pytest.fixture(scope="module")
-def with_torch(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that had torch before the wheel came, without an index in reach."""
-    folder = tmp_path_factory.mktemp("torch")
-    linked(folder, declared().union(*map(declared, ("train", "k8s", "slurm")), {"pip"}))
-    wheel = f"{built / WHEEL}[train,k8s,slurm]"
-    done = ran(folder / "bin", "python", "-m", "pip", "install", "--no-index", wheel, PIP_CONFIG_FILE=os.devnull)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "bin"
+    return make
 
 
 def ran(programs: Path, *words: str, cwd: Path | None = None, **env: str) -> Done:
     """A program of the environment, in a folder where the checkout is not on the path."""
-    settings = clean_env(LOCKSTEP_HOME=str((cwd or programs) / "home"), PYTHONWARNINGS="ignore", **env)
+    here = cwd or programs
+    settings = clean_env(
+        LOCKSTEP_HOME=str(here / "home"), KUBECONFIG=str(here / "none"), PYTHONWARNINGS="ignore", **env
+    )
     if "PIP_CONFIG_FILE" in env:  # neither another index nor a folder of wheels
         settings = {name: value for name, value in settings.items() if name == "PIP_CONFIG_FILE" or name[:4] != "PIP_"}
-    del settings["PYTHONPATH"]
+    if "PYTHONPATH" not in env:
+        del settings["PYTHONPATH"]
     settings["PATH"] = f"{programs}{os.pathsep}{settings['PATH']}"
     return subprocess.run(
-        [str(programs / words[0]), *words[1:]], cwd=cwd or programs, env=settings, capture_output=True, text=True,
+        [str(programs / words[0]), *words[1:]], cwd=here, env=settings, capture_output=True, text=True,
         timeout=240, check=False,
     )  # fmt: skip
 
 
-def _lockstep(bare: Path, folder: Path, *words: str) -> Done:
-    return ran(bare, "lockstep", *words, cwd=folder)
-
-
-def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
+def test_the_wheel_and_the_sdist_hold_the_packages_and_nothing_else(built: Path) -> None:
     names = set(zipfile.ZipFile(built / WHEEL).namelist())
     about = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert {name.split("/", 1)[1] for name in about} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
@@ -88,70 +89,86 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     assert names - about == ours
     for suffix in (".yaml", ".j2", ".js", "py.typed"):
         assert any(name.endswith(suffix) for name in ours), suffix
-
-
-def test_the_sdist_makes_the_same_wheel_and_brings_no_tests(built: Path) -> None:
-    made, direct = (zipfile.ZipFile(built / path) for path in (WHEEL, f"direct/{WHEEL}"))
-    assert {entry.filename: entry.CRC for entry in made.infolist()} == {
-        entry.filename: entry.CRC for entry in direct.infolist()
-    }
     with tarfile.open(built / WHEEL.replace("-py3-none-any.whl", ".tar.gz")) as archive:
         members = [member.name.split("/")[1:] for member in archive.getmembers() if member.isfile()]
-    inside = {parts[0] for parts in members}
-    assert inside == {
+    assert {parts[0] for parts in members} == {
         "lockstep", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg",
         f"{DISTRIBUTION.replace('-', '_')}.egg-info",
     }  # fmt: skip
 
 
-def test_the_dispatcher_brings_no_torch(bare: Path) -> None:
-    listed = ran(bare, "python", "-m", "pip", "list", "--format=freeze").stdout.lower()
-    assert f"{DISTRIBUTION}==" in listed and "pydantic==" in listed
-    assert not {"torch", "numpy", "kubernetes", "submitit"} & {line.split("==")[0] for line in listed.splitlines()}
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--version"], f"lockstep {project()['version']}"), (["schema"], '"recipe"'), (["settings", "smoke"], "optim.lr"),
+        (["--version"], f"lockstep {project()['version']}"), (["schema"], '"recipe"'), (["settings", "smoke"], "sync.name"),
         (["render", "k8s", *JOB, "--profile", "pyxis-cluster", "--set", "overrides.optim.lr=0.25"], "optim.lr=0.25"),
+        (["render", "compose", *JOB], "services:"), (["lint", *JOB], ""), (["lint", "--rules"], "LS001"),
+        (["prepare", "k8s", str(ROOT / "job.yaml"), "--dry-run"], "kind: Job"),
+        (["list", "local"], "NAME"), (["list", "slurm"], "NAME"), (["report", "run"], "run/report.html\n"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_the_dispatcher_does_alone(bare: Path, tmp_path: Path, words: list[str], said: str) -> None:
-    """With the files that it reads: profiles, the recipes."""
-    done = _lockstep(bare, tmp_path, *words)
+def test_the_dispatcher_alone(installed: Installed, tmp_path: Path, words: list[str], said: str) -> None:
+    """Without torch, and with the files that it reads: profiles, recipes, the report's page."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
+    done = ran(installed(), "lockstep", *words, cwd=tmp_path)
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
 
 
-def test_the_command_of_the_message_installs_the_extra(built: Path, tmp_path: Path) -> None:
-    """pip completes what is installed: it asks the index for submitit alone, where nobody has published this wheel."""
-    copy = tmp_path / "copy"
-    uv("venv", "--python", PYTHON, "--seed", str(copy))
-    uv("pip", "install", "--python", str(copy / "bin/python"), str(built / WHEEL))
-    done = _lockstep(copy / "bin", tmp_path, "render", "slurm", "--recipe", "smoke")
-    assert done.returncode == 2 and f"pip install '{DISTRIBUTION}[slurm]'" in done.stderr, done.stderr
-    done = ran(copy / "bin", "python", "-m", "pip", "install", f"{DISTRIBUTION}[slurm]")
-    if "No matching distribution found for submitit" in done.stderr:
-        require(False, f"pip reaches no package index: {done.stderr[-300:]}")
-    assert done.returncode == 0, done.stderr
-    done = _lockstep(copy / "bin", tmp_path, "render", "slurm", "--recipe", "smoke")
+def test_with_their_extras_backends_answer_without_torch(installed: Installed, tmp_path: Path) -> None:
+    programs = installed("k8s", "slurm")
+    done = ran(programs, "lockstep", "status", "k8s", "smoke", cwd=tmp_path)
+    assert done.returncode == 2 and "kubeconfig" in done.stderr, done.stderr
+    render = ["lockstep", "render", "slurm", "--recipe", "smoke"]
+    done = ran(programs, *render, cwd=tmp_path)
     assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
+    done = ran(programs, *render, "--set", "overrides.sync.name=gossip", cwd=tmp_path)
+    assert done.returncode == 2 and "sync.name" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_beside_torch_no_second_one_is_installed_and_the_wheel_trains(with_torch: Path, tmp_path: Path) -> None:
-    site = next(with_torch.parent.glob("lib/python*/site-packages"))
+DRIVER = (
+    "from lockstep.jobs import JobSpec, submit; from lockstep.training.contract import user_errors\n"
+    "with user_errors(): submit(JobSpec(name='a', recipe='smoke', image='a@sha256:' + '0' * 64), backend='k8s')"
+)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("train", ["lockstep", "run", "smoke"]), ("train", ["lockstep", "submit", "local", "--recipe", "smoke"]),
+        ("train", ["python", "-m", "lockstep.training", "launch", "run", "smoke"]),
+        ("k8s", ["lockstep", "submit", "k8s", *JOB]), ("k8s", ["python", "-c", DRIVER]),
+        ("slurm", ["lockstep", "submit", "slurm", "--recipe", "smoke"]),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) and value[1] != "-c" else "",
+)  # fmt: skip
+def test_a_missing_extra_is_one_line_that_names_it(
+    installed: Installed, extra: str, words: list[str], tmp_path: Path
+) -> None:
+    done = ran(installed(), *words, cwd=tmp_path)
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    assert done.returncode == 2 and f"extra [{extra}]" in error and f"pip install '{DISTRIBUTION}[{extra}]'" in error
+    assert not (tmp_path / "runs").exists() and not list(tmp_path.glob("home/*/smoke"))
+
+
+def test_a_package_that_is_there_and_broken_is_not_called_missing(installed: Installed, tmp_path: Path) -> None:
+    for package in ("kubernetes", "urllib3"):
+        (tmp_path / f"broken/{package}").mkdir(parents=True)
+        (tmp_path / f"broken/{package}/__init__.py").write_text("import kubernetes._native")
+    broken = str(tmp_path / "broken")
+    done = ran(installed(), "lockstep", "status", "k8s", "smoke", cwd=tmp_path, PYTHONPATH=broken)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "extra [" not in done.stderr, done.stderr
+
+
+def test_beside_torch_no_second_one_is_installed_and_the_wheel_trains(installed: Installed, tmp_path: Path) -> None:
+    programs = installed(*TRAINS)
+    site = next(programs.parent.glob("lib/python*/site-packages"))
     assert (site / "torch").is_symlink() and not (site / "lockstep").is_symlink()
-    done = ran(
-        with_torch, "lockstep", "run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "threads=1",
-        cwd=tmp_path,
-    )  # fmt: skip
+    words = ["run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "threads=1"]
+    done = ran(programs, "lockstep", *words, cwd=tmp_path)
     assert done.returncode == 0 and "Final validation accuracy" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "run/report.html").stat().st_size > 10_000  # its template and its assets came along
-    where = ran(
-        with_torch, "python", "-c", "from lockstep import training; print(training.__file__)", cwd=tmp_path
-    ).stdout
-    assert where.startswith(str(site)), where
 
 
 THEIRS = """
@@ -173,22 +190,67 @@ print("trained", NAME)
 """
 
 
-def test_a_project_with_packages_training_and_jobs_uses_lockstep(with_torch: Path, tmp_path: Path) -> None:
+def test_a_project_with_packages_training_and_jobs_uses_lockstep(installed: Installed, tmp_path: Path) -> None:
     """Its Session runs beside them, and they travel with its job."""
-    project = tmp_path / "project"
+    programs, project = installed(*TRAINS), tmp_path / "project"
     net = "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 1)\n"
     for package, module, text in (("training", "net", net), ("jobs", "names", "NAME = 'theirs'\n")):
         (project / package).mkdir(parents=True)
         (project / package / "__init__.py").touch()
         (project / package / f"{module}.py").write_text(text)
     (project / "train.py").write_text(THEIRS)
-    (project / "job.yaml").write_text(
-        "name: theirs\ncommand: [python, train.py]\ncode: .\nranks_per_node: 2\nmax_restarts: 0\n"
-    )
-    done = ran(with_torch, "lockstep", "run", "--ranks", "2", "--", "python", "train.py", cwd=project)
-    assert done.returncode == 0 and done.stdout.count("trained theirs") >= 1, done.stdout + done.stderr
-    done = ran(with_torch, "lockstep", "submit", "local", "job.yaml", "--wait", "120", cwd=project)
-    told = ran(with_torch, "lockstep", "logs", "local", "theirs", cwd=project).stdout
+    (project / "job.yaml").write_text("name: theirs\ncommand: [python, train.py]\ncode: .\nranks_per_node: 1\n")
+    done = ran(programs, "python", "train.py", cwd=project)
+    assert done.returncode == 0 and "trained theirs" in done.stdout, done.stdout + done.stderr
+    done = ran(programs, "lockstep", "submit", "local", "job.yaml", "--wait", "120", cwd=project)
+    told = ran(programs, "lockstep", "logs", "local", "theirs", cwd=project).stdout
     assert done.returncode == 0 and "trained theirs" in told, done.stdout + done.stderr + told
-    where = ran(with_torch, "python", "-c", "import training", cwd=ROOT)
+    where = ran(programs, "python", "-c", "import training", cwd=ROOT)
     assert where.returncode == 1 and "is imported as lockstep.training" in where.stderr, where
+
+
+def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
+    """torch imports its own for some harmless calls; that costs seconds of every start. One process, a run for each optimizer."""
+    code = (
+        "import sys; from lockstep.training.__main__ import leave, main\n"
+        "def run(name): return main(['run', 'smoke', '--run-dir', f'{sys.argv[1]}/{name}', '--set', *sys.argv[2:], f'optim.name={name}'])\n"
+        "def loaded(): return [m for m in ('torch._dynamo', 'torch._inductor', 'sympy', 'matplotlib') if m in sys.modules]\n"
+        "print([(name, run(name), loaded()) for name in ('nesterov', 'sgd', 'adam')])\n"
+        "leave(0)"
+    )
+    words = ["data.source=synthetic", "data.options={n: 64}", f"data.root={tmp_path}", "model_options.width=0.0625"]
+    words += ["epochs=1", "global_batch_size=32", "metrics.enabled=false", "checkpoint.every_steps=1"]
+    done = run([PYTHON, "-c", code, str(tmp_path), *words])
+    assert "[('nesterov', 0, []), ('sgd', 0, []), ('adam', 0, [])]" in done.output, done.output
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A package that only another one brings may go with its next version."""
+    distributions = importlib.metadata.packages_distributions()
+
+    def declared_as(package: str) -> set[str]:
+        return {canonicalize_name(name) for name in distributions.get(package, [package])}  # not here: its own name
+
+    known = sys.stdlib_module_names | {"lockstep", "triton"}  # torch's builds for GPUs bring triton
+    for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "tensorboard", "wandb"))):
+        allowed = declared().union(*map(declared, extras))
+        for module, path in modules(package).items():
+            for name in {name.split(".")[0] for name in imported(ast.parse(path.read_text()), {})} - known:
+                assert declared_as(name) & allowed, f"{module} imports {name}, which pyproject.toml does not declare"
+    for extra, packages in product.EXTRAS.items():
+        assert {one for package in packages for one in declared_as(package)} == declared(extra), extra
+
+
+def test_nobody_is_told_to_install_a_package_of_somebody_else() -> None:
+    """`lockstep` on the public index is another project."""
+    told = re.compile(r"pipx? install (?:-\S+ )*['\"]?lockstep(?![\w/.-])|(?<![\w/.-])lockstep\[[a-z0-9,]+\]")
+    assert told.search("pip install -q lockstep") and not told.search(f"pip install '{DISTRIBUTION}[k8s]'")
+    for name in sources():
+        if name.endswith((".md", ".py", ".yaml", "Makefile", "Dockerfile")) and not name.startswith("tests/"):
+            assert not told.search((ROOT / name).read_text(encoding="utf-8")), name
+
+
+def test_one_version() -> None:
+    version = project()["version"]
+    assert f'VERSION = "{version}"' in (ROOT / "training/contract.py").read_text()
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
