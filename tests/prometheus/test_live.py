@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -18,11 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.events import events
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, processes, started
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, started
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
 from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
-from tests.ranks import training
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +78,8 @@ def quiet(server: Prometheus, tiny: list[str], tmp_path_factory: pytest.TempPath
     assert list(server.targets.iterdir()) == []
     summary = json.loads((run_dir / "summary.json").read_text())
     poll(lambda: server.value('min(training_finished{run="quiet",job="textfile"})') == 1, 20, "the last textfile")
-    last = {
-        name: server.value(f'{how}(training_{name}{{run="quiet",job="textfile"}})')
-        for name, how in {
-            "samples_total": "sum",
-            "step": "min",
-            "accuracy": "max",
-            "exit_code": "max",
-            "attempt": "max",
-        }.items()
-    }
+    added = {"samples_total": "sum", "step": "min", "accuracy": "max", "exit_code": "max", "attempt": "max"}
+    last = {name: server.value(f'{how}(training_{name}{{run="quiet",job="textfile"}})') for name, how in added.items()}
     assert last["samples_total"] == summary["examples_seen"] and last["step"] == summary["steps"] == 320
     assert last["accuracy"] == pytest.approx(summary["accuracy"]) and (last["exit_code"], last["attempt"]) == (0, 1)
     spent = server.value('training_step_duration_seconds_sum{run="quiet",job="textfile",rank="0"}')
@@ -113,52 +101,8 @@ def test_every_query_of_the_dashboards_has_an_answer(server: Prometheus, quiet: 
     assert quiet in server.get("/api/v1/label/run/values", **{"match[]": "training_step"})
 
 
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def _rank_of(pid: int) -> str | None:
-    with contextlib.suppress(OSError):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return next((word[5:].decode() for word in variables if word.startswith(b"RANK=")), None)
-    return None
-
-
-def test_ranks_that_are_started_again_are_scraped_at_the_same_ports(
-    server: Prometheus, tiny: list[str], tmp_path: Path
-) -> None:
-    """Prometheus is given fixed ports, and its connections to the killed rank linger."""
-    port = next(port for port in iter(free_port, None) if _free(port + 1))
-    run_dir = tmp_path / "fixed"
-    targets = [{"targets": [f"127.0.0.1:{port + rank}" for rank in (0, 1)], "labels": {"role": "fixed"}}]
-    (server.targets / "fixed.json").write_text(json.dumps(targets))
-    words = _words(run_dir, tiny, server, "epochs=400", f"metrics.port={port}", "checkpoint.every_steps=20")
-    command = [*LAUNCH, "--ranks", "2", "--grace", "20", "--max-restarts", "1", *words]
-
-    def attempts() -> dict[str, str]:
-        found = server.query('training_attempt{role="fixed"} and on(instance) up{role="fixed"} == 1')
-        return {item["metric"]["instance"]: item["value"][1] for item in found}
-
-    expected = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
-    try:
-        with started(command, clean_env()) as process:
-            poll(lambda: attempts() == dict.fromkeys(expected, "1"), 90, "both ranks' first attempt")
-            poll((run_dir / "checkpoints").exists, 60, "a checkpoint")
-            (victim,) = [pid for pid, _, parent, _ in processes() if parent == process.pid and _rank_of(pid) == "1"]
-            os.kill(victim, signal.SIGKILL)
-            poll(lambda: attempts() == dict.fromkeys(expected, "2"), 90, f"both ranks' second attempt; {attempts()}")
-            said = _end(process)
-    finally:
-        (server.targets / "fixed.json").unlink()
-    assert "not free" not in said, said
-
-
 @pytest.mark.promise("alerts")
-@pytest.mark.parametrize(
-    ("where", "sync", "cause"),
-    [("backward", "ddp", "compute"), ("data", "flat", "data"), ("backward", "fsdp", "compute")],
-)
+@pytest.mark.parametrize(("where", "sync", "cause"), [("backward", "ddp", "compute"), ("data", "flat", "data")])
 def test_a_straggler_is_named(
     server: Prometheus, tiny: list[str], tmp_path: Path, where: str, sync: str, cause: str
 ) -> None:
@@ -185,20 +129,6 @@ def test_a_straggler_is_named(
     guilty = "data_wait" if where == "data" else "grad_ready"
     assert shares[guilty]["1"] > shares[guilty]["0"] + 0.3, shares
     assert ranks[0]["step_seconds"] == pytest.approx(ranks[1]["step_seconds"], rel=0.2)
-
-
-def test_a_run_shorter_than_a_scrape_is_found_through_its_textfile(
-    server: Prometheus, tiny: list[str], tmp_path: Path
-) -> None:
-    words = ["run", "smoke", "--run-dir", str(tmp_path / "short"), "--set", *tiny, "epochs=1"]
-    done = training(
-        *words, f"metrics.textfiles={server.textfiles}", "metrics.run=short one"
-    )  # no file_sd: never scraped
-    assert done.code == 0, done.output
-    poll(lambda: server.value('training_finished{run="short one"}') == 1, 20, "the textfile")
-    summary = json.loads((tmp_path / "short/summary.json").read_text())
-    assert server.value('training_samples_total{run="short one"}') == summary["examples_seen"]
-    assert not server.query('training_step{run="short one",job="lockstep"}')
 
 
 def _served(run_dir: Path) -> list[str]:
@@ -255,7 +185,9 @@ def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny
         sums = {line.split("{")[0][-5:]: float(line.split()[-1]) for line in told if "_bucket" not in line}
         assert server.value(seconds) == pytest.approx(sums["s_sum"] / sums["count"])
         live = server.value('sum(max by (rank) (training_samples_total{run="held"}))')
-        for text in [*texts, *(path.read_text() for path in _textfiles(server, "held"))]:
+        textfiles = sorted(server.textfiles.glob("held-rank-*.prom"))
+        assert len(textfiles) == 2
+        for text in [*texts, *(path.read_text() for path in textfiles)]:
             promtool = ["promtool", "check", "metrics"]
             checked = subprocess.run(promtool, input=text, capture_output=True, text=True, timeout=60)
             assert checked.returncode == 0 and not checked.stdout and not checked.stderr, checked
@@ -265,9 +197,3 @@ def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny
     summary = json.loads((run_dir / "summary.json").read_text())
     assert live == summary["examples_seen"] * done / summary["steps"]
     assert len(events(run_dir, "nonfinite")) == 1
-
-
-def _textfiles(server: Prometheus, run: str) -> list[Path]:
-    found = sorted(server.textfiles.glob(f"{run}-rank-*.prom"))
-    assert len(found) == 2
-    return found

@@ -82,8 +82,7 @@ def _rules() -> list[dict[str, Any]]:
 
 def test_kubernetes_gets_the_same_rules() -> None:
     wrapped = yaml.safe_load((OBSERVABILITY / "kubernetes/rules.yaml").read_text())
-    assert wrapped["kind"] == "PrometheusRule", "run `make rules-k8s`"
-    assert wrapped["spec"] == yaml.safe_load(RULES.read_text()), "run `make rules-k8s`"
+    assert wrapped["spec"] == yaml.safe_load(RULES.read_text()), "run `make generate`"
 
 
 def test_rules_and_dashboards_name_metrics_that_exist() -> None:
@@ -100,18 +99,3 @@ def test_what_is_added_up_counts_a_rank_once() -> None:
     added = [re.findall(r"\b(?:sum|count)\b *(?:by \([^)]*\) *)?\((.{17})", e) for e in expressions]
     inner = [inside for found in added for inside in found]
     assert len(inner) >= 8 and set(inner) == {"max by (run, rank"}, inner
-
-
-def test_dashboards_are_what_grafana_expects() -> None:
-    boards = [json.loads(path.read_text()) for path in BOARDS]
-    assert len({board["uid"] for board in boards}) == len(boards) == 2
-    for board in boards:
-        assert [item["name"] for item in board["templating"]["list"]] == ["datasource", "run", "rank"]
-        places: set[tuple[int, int]] = set()
-        for panel in board["panels"]:
-            place = panel["gridPos"]
-            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-            assert not places & cells and place["x"] + place["w"] <= 24, panel["title"]
-            places |= cells
-            if panel["type"] != "row":
-                assert panel["datasource"]["uid"] == "${datasource}" and panel["title"] and panel["targets"]

@@ -1,21 +1,21 @@
-"""TensorBoard and W&B get what events.jsonl holds; neither can end a run."""
+"""TensorBoard and W&B get what events.jsonl holds; neither can end a run, or hold it up."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.events import events
-from tests.processes import clean_env
+from tests.processes import PYTHON, ROOT, clean_env
 from tests.ranks import training
 
 NAMES = {"elapsed", "train_loss", "val_acc", "epoch", "examples_seen"}
-
 
 pytestmark = pytest.mark.promise("trackers")
 
@@ -103,3 +103,27 @@ def test_a_tracker_that_is_not_installed_is_said_before_the_training(tiny: list[
     env["PYTHONPATH"] = f"{shadow.parent}{os.pathsep}{env['PYTHONPATH']}"
     done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=x", env=env)
     assert done.code == 2 and "pip install wandb" in done.output and done.output.count("error:") == 1, done.output
+
+
+HANGING = """
+import time
+class Settings:
+    def __init__(self, **words): pass
+class Run:
+    def define_metric(self, *words, **more): pass
+    def log(self, values): time.sleep(100_000)
+def init(**words):
+    return Run()
+"""
+
+
+def test_a_service_that_hangs_holds_up_neither_a_step_nor_the_end(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/wandb.py").write_text(HANGING)
+    words = [PYTHON, "-m", "lockstep.training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny,
+             "log.wandb=x", "preempt.grace_seconds=2"]  # fmt: skip
+    env = {**clean_env(), "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    assert done.returncode == 0, done
+    assert done.stderr.count("wandb has not taken everything within 2 s") == 1, done
+    assert len(events(tmp_path / "run", "epoch")) == 3 and (tmp_path / "run/summary.json").exists()
