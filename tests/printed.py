@@ -34,7 +34,7 @@ HARDWARE = {
     "needs a GPU": "a GPU",
     "minutes": "minutes of time",
     "by the administrator": "root, and the users of a cluster",
-    "by hand": "a terminal, and a person who types: tests/exercises/test_printed_during_runs.py",
+    "by hand": "a terminal, and a person who types: those of the first tutorial in tests/exercises/test_printed_during_runs.py",
     "during a run": "a second terminal: tests/exercises/test_printed_during_runs.py",
     "needs promtool": "promtool: tests/prometheus/test_rules.py",
 }
@@ -97,9 +97,11 @@ def _runs(block: Block) -> bool:
 
 
 def pages(marker: str) -> list[Any]:
-    """Parameters: the pages with commands of this marker. README and the tutorials come first; the others at night."""
+    """Parameters: the pages with commands of this marker. Others than `README.md` and the tutorials are for the night, and so
+    is what a tutorial has without a marker, where it is like what the first two have."""
     found = [page for page in PAGES if marked(marker, page) or (not marker and any(map(_runs, blocks(page))))]
-    daily = [page for page in found if page == "README.md" or "/tutorials/" in page]
+    daily = {page for page in found if page == "README.md" or "/tutorials/" in page}
+    daily -= {f"docs/tutorials/{name}.md" for name in ("watch-it", "to-slurm") if not marker}
     return [pytest.param(page, id=page, marks=() if page in daily else pytest.mark.nightly) for page in found]
 
 

@@ -12,7 +12,7 @@ from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness
 from tests.nets import NormedConv
 from tests.processes import clean_env
-from tests.ranks import gang, on_ranks, training
+from tests.ranks import gang, on_ranks
 
 pytestmark = pytest.mark.promise("replicas-apart")
 
@@ -33,33 +33,22 @@ def _several_models(world: World) -> dict[str, str]:
     with torch.no_grad():
         model.head.bias[0] += last
         model.conv2.weight[1, 2] += 1e-4 * last
-        other.conv1.bias[0] = float("nan")
+        other.conv1.bias[0] = float("nan") if last else 0.0
     found["perturbed"] = _message(model)
     found["within tolerance"] = _message(model, atol=2.0)
-    found["NaN on all"] = _message(other)
-    with torch.no_grad():
-        other.conv1.bias[0] = float("nan") if last else 0.0
     found["NaN on one"] = _message(other)
     fresh.norm.running_mean += world.rank
     found["statistics"] = _message(fresh)
     found["without statistics"] = _message(fresh, batch_statistics=False)
     found["another model"] = _message(NormedConv(width=4 if last else 8))
-    torch.manual_seed(0)
-    several = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    with torch.no_grad():
-        several[2].weight[0] += world.rank == 1
-        several[0].bias[1:] += 2.0 * last
-    found["several"] = _message(several)
     return found
 
 
 def test_the_first_tensor_that_differs_is_named_on_every_rank() -> None:
-    results = on_ranks(_several_models, 3)
-    for found in results:
-        assert found["same"] == found["within tolerance"] == found["NaN on all"] == found["without statistics"] == ""
+    for found in on_ranks(_several_models, 3):
+        assert found["same"] == found["within tolerance"] == found["without statistics"] == ""
         assert "conv2.weight on rank 2" in found["perturbed"] and "0.0001 in 9 of 1152" in found["perturbed"]
         assert "conv1.bias on rank 2" in found["NaN on one"] and "norm.running_mean on rank 1, 2" in found["statistics"]
-        assert "0.bias on rank 2" in found["several"] and "by up to 2 in 2 of 3" in found["several"]
         assert "rank 2" in found["another model"]
 
 
@@ -70,8 +59,6 @@ def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str],
     done = gang(2, *words, "--run-dir", str(tmp_path / "bad"), env=clean_env(LOCKSTEP_TEST_FATE="1:6:DRIFT"))
     assert done.code == 1 and "after step 8: head.bias on rank 1 differs" in done.output, done.output
     assert "Traceback" not in done.output and "head.bias on rank 1" in (tmp_path / "bad/status.json").read_text()
-    done = training("run", "smoke", "--check-closeness", "often", "--run-dir", str(tmp_path / "x"))
-    assert done.code == 2 and "check_closeness" in done.output and "'often'" in done.output, done.output
 
 
 @pytest.mark.parametrize("every", [1, 100])

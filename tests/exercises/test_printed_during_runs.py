@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import copy_to, environment
-from tests.printed import PAGES, Reader, blocks, marked
+from tests.printed import PAGES, Reader, marked
 from tests.processes import poll, require, started
 from tests.terminal import at_a_terminal, drained, until_shown
 
@@ -126,6 +126,7 @@ CHECKS = {
 """What is asserted of a command, by how it begins."""
 
 
+@pytest.mark.nightly
 def test_what_pages_print_for_a_second_terminal(job: Here) -> None:
     ends = [job.endpoint("runs/jobs/smoke", rank) for rank in (0, 1)]
     py_spy = shutil.which("py-spy", path=job.env["PATH"])
@@ -150,56 +151,15 @@ def test_what_pages_print_for_a_second_terminal(job: Here) -> None:
     require(py_spy, "py-spy is not installed")
 
 
-def interrupted(here: Here, command: str, resumes: bool) -> int:
-    """Ctrl-C at the terminal after an epoch, or as soon as it has gone on; the step at which it ended."""
-    run_dir = command.split("--run-dir ")[1].split()[0]
-    ready = b"Resuming at step" if resumes else b"    1       12"
-    code, shown = here.typed(command, (ready, CTRL_C))
-    assert code == 75, shown
-    status = json.loads((here.folder / run_dir / "status.json").read_text())
-    assert status["code"] == 75 and re.search(rf"SIGINT\s.*step\s+{status['step']}:", shown, re.DOTALL), (status, shown)
-    return int(status["step"])
-
-
 def test_ctrl_c_as_the_tutorial_prints_it(here: Here) -> None:
-    """`make shell`, and a run that is stopped in the middle."""
+    """`make shell`, and a run that is stopped in the middle, at the terminal, after an epoch."""
     shell, command = marked(BY_HAND, "docs/tutorials/train-in-two-minutes.md")
     assert shell == "make shell"
     plain = Here(here.folder, {**here.env, "PATH": os.defpath, "SHELL": "/bin/sh"})
     code, shown = plain.typed(shell, (PROMPT, b"command -v lockstep; exit\r"))
     assert code == 0 and str(Path(here.env["VENV"]) / "bin/lockstep") in shown, shown
-    assert interrupted(here, command, resumes=False) >= 12
-
-
-@pytest.mark.nightly
-def test_a_preemption_as_its_page_prints_it(here: Here) -> None:
-    first, status, again, submit, pid_of, kill, wait, once_more = marked(BY_HAND, "docs/how-to/preemption.md")
-    step = interrupted(here, first, resumes=False)
-    shown = here.said(status)
-    sample = next(block.text for block in blocks("docs/how-to/preemption.md") if '"code": 75' in block.text)
-    assert re.search(re.escape(sample).replace("72", r"\d+"), shown), (
-        f"{shown}\nis not as the page prints it:\n{sample}"
-    )
-    assert again == first and interrupted(here, again, resumes=True) >= step
-    try:
-        here.said(submit)
-        here.endpoint("runs/jobs/try", 1)
-        here.said(kill.replace("PID", str(json.loads(here.said(pid_of))["pid"])))  # the reader's to fill in
-        assert here.run(wait).code == 75
-        state = json.loads(here.said("lockstep status local try --json || true"))
-        assert state["state"] == "preempted", state
-        here.said(once_more)
-        events = here.folder / "runs/jobs/try/events.jsonl"
-
-        def starts() -> list[dict[str, int]]:
-            return [json.loads(line) for line in events.read_text().splitlines() if '"event": "start"' in line]
-
-        poll(lambda: len(starts()) == 2, BOUND, "the second attempt")
-        assert starts()[1]["step"] > 0, "it goes on"
-    finally:
-        here.run("lockstep cancel local try")
-
-
-def test_nothing_by_hand_is_left_out() -> None:
-    found = {page for page in PAGES if marked(BY_HAND, page)}
-    assert found == {"docs/tutorials/train-in-two-minutes.md", "docs/how-to/preemption.md"}
+    code, shown = here.typed(command, (b"    1       12", CTRL_C))
+    assert code == 75, shown
+    status = json.loads((here.folder / "runs/longer/status.json").read_text())
+    assert status["code"] == 75 and status["step"] >= 12
+    assert re.search(rf"SIGINT\s.*step\s+{status['step']}:", shown, re.DOTALL), (status, shown)

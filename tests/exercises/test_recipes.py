@@ -30,33 +30,12 @@ def test_the_mlp_in_the_exercises_form_and_in_the_honest_one(data_root: Path, tm
     assert list(exercise) == list(range(0, 901, 100))
     assert done.output.index("lr=0.1") < done.output.index("step     0")  # the configuration stands above the table
     assert 3.6 < exercise[0][0] < 4.2 and exercise[900][0] < 0.3 and exercise[900][1] < 0.3  # 3.78 → 0.21, 0.22
-    done = training(*words, "epochs=4", "--run-dir", str(tmp_path / "honest"))
+    done = training(*words, "epochs=2", "--run-dir", str(tmp_path / "honest"))
     assert done.code == 0, done.output
     honest = _table(done.output)
-    assert list(honest) == [0, 100, 200, 300, 400, 500]
-    assert honest[500][1] > 3.4 and honest[500][0] < honest[0][0]  # ln 32 = 3.47: what is held out stays at chance
+    assert list(honest) == [0, 100, 200]
+    assert honest[200][1] > 3.4 and honest[200][0] < honest[0][0]  # ln 32 = 3.47: what is held out stays at chance
     assert "epoch    batch" not in done.output
-
-
-def test_the_lines_are_the_same_after_a_resume_and_at_two_ranks(data_root: Path, tmp_path: Path) -> None:
-    words = [
-        "run",
-        "mlp",
-        "--set",
-        f"data.root={data_root}",
-        "data.split=exercise",
-        "log.score_every=5",
-        "precision=float64",
-    ]
-    # As they come the features saturate every tanh, and rounding errors grow a thousandfold a step.
-    words += ["checkpoint.every_steps=8", "global_batch_size=64", "threads=1", "data.std=[100]"]
-    whole = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "whole")).output)
-    assert list(whole) == [0, 5, 10, 15, 20, 25, 30]
-    first = _table(training(*words, "epochs=1", "--run-dir", str(tmp_path / "parts")).output)
-    second = _table(training(*words, "epochs=2", "--run-dir", str(tmp_path / "parts")).output)
-    assert {**first, **second} == whole
-    two = _table(gang(2, *words, "epochs=2", "--run-dir", str(tmp_path / "two")).output)
-    assert list(two) == list(whole) and all(two[step] == pytest.approx(whole[step], abs=2e-4) for step in whole)
 
 
 def _literal_loop(batches: int, workers: int, epochs: int) -> list[float]:
@@ -90,15 +69,6 @@ def test_two_workers_train_what_the_modules_own_loop_trains(data_root: Path, tmp
     assert len(expected) == 24
 
 
-def test_a_sum_of_losses_has_no_means_to_average_and_unequal_work_is_told(data_root: Path, tmp_path: Path) -> None:
-    """Smoke's ghost batch norm wants blocks of 32: of 128 samples one of three ranks computes 64, the others 32."""
-    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}", "epochs=1"]
-    refused = training(*words, "uneven=mean")
-    assert refused.code == 2 and "loss.reduction" in refused.output and not (tmp_path / "run").exists()
-    done = gang(3, *words)
-    assert done.code == 0 and "32 to 64" in done.output and "global_batch_size=96" in done.output, done.output
-
-
 def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Path) -> None:
     write_fashion(tmp_path / "data", 600, 55, packed=True, patterned=True)
     words = ["run", "fashion_cnn", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={tmp_path / 'data'}"]
@@ -114,28 +84,12 @@ def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Pa
     assert f"accuracy {summary['accuracy']:.4f} (" in again.output, again.output
 
 
-def test_resnet9_trains_on_unequal_parts_of_three_ranks(data_root: Path, tmp_path: Path) -> None:
-    words = ["run", "resnet9", "--run-dir", str(tmp_path / "run"), "--check-closeness", "every=3", "--set"]
-    words += [f"data.root={data_root}", "data.source=synthetic", "data.options={n: 300, n_test: 50, size: 16}"]
-    done = gang(3, *words, "model_options={width: 4}", "global_batch_size=50", "epochs=4", "lr=0.01")
-    assert done.code == 0, done.output
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["accuracy"] > 0.3 and summary["steps"] == 24  # chance is 0.1
-
-
 @pytest.mark.promise("samplers")
 @pytest.mark.parametrize("uneven", ["drop", "weight"])
 def test_own_slices_of_unequal_size_are_logged_and_never_hang(data_root: Path, tmp_path: Path, uneven: str) -> None:
-    words = [
-        "run",
-        "smoke",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--set",
-        f"data.root={data_root}",
-        "data.source=synthetic",
-    ]
-    words += ["data.options={n: 101, n_test: 20, size: 8}", "model=tests.nets:SmallConv", "model_options={}", "crop=1"]
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}"]
+    words += ["data.source=synthetic", "data.options={n: 101, n_test: 20, size: 8}", "crop=1"]
+    words += ["model=tests.nets:SmallConv", "model_options={}"]
     words += ["data.num_shards=5", "data.shuffle=shard", "global_batch_size=12", "epochs=2", f"uneven={uneven}"]
     done = gang(3, *words)
     assert done.code == 0, done.output
