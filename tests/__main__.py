@@ -41,7 +41,7 @@ SUITES = {
     "faults": Suite("killed, cut off, starved and hostile runs", SCOPES + "tests/faults", "root"),
     "prometheus": Suite(
         "a real Prometheus, and the report in a real Chromium",
-        "tests/prometheus tests/report",
+        SCOPES + "tests/prometheus tests/report",
         "Debian: prometheus prometheus-node-exporter chromium",
     ),
     "packaging": Suite("the wheel and the sdist, installed", SCOPES + "tests/packaging -rs", "a package index"),
@@ -68,7 +68,10 @@ SUITES = {
     "cuda-image": Suite("the CUDA image (gigabytes)", "-s -m cuda_image tests/containers", "docker"),
 }
 NIGHTLY = [
-    Suite("how-to pages", "-n WORKERS -m nightly tests/exercises tests/kubernetes tests/jobs tests/training tests/own"),
+    Suite(
+        "how-to pages, and the worked example",
+        "-n WORKERS -m nightly tests/exercises tests/kubernetes tests/jobs tests/training tests/own tests/packaging",
+    ),
     Suite("how-to pages on SLURM", "-m nightly tests/slurm"),
     Suite("how-to pages in containers", "-m 'nightly and not cuda_image' tests/containers"),
     SUITES["floors"],

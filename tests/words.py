@@ -6,28 +6,16 @@ python -m tests.words [FILE …]      # default: every file of the repository th
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
-READ = (
-    ".md",
-    ".py",
-    ".yaml",
-    ".yml",
-    ".sh",
-    ".toml",
-    ".j2",
-    ".sbatch",
-    "Makefile",
-    "Dockerfile",
-    ".lockstepignore",
-)
+from tests.checkout import sources
+from tests.processes import ROOT
+
+READ = (".md", ".py", ".yaml", ".yml", ".sh", ".toml", ".j2", ".sbatch", "Makefile", "Dockerfile", ".lockstepignore")
 TESTS = ("tests/", "benchmarks/")
 """What users do not meet. Their README is read."""
 
@@ -52,13 +40,9 @@ def found(text: str) -> Iterator[tuple[int, str, str]]:
 
 def pages() -> list[str]:
     """Files that people read, relative to the repository."""
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-co", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
-    if not listed:  # no history here: the files as they lie
-        listed = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*")) if ".venv" not in path.parts]
     return [
-        name for name in listed
-        if name.endswith(READ) and (not name.startswith(TESTS) or name.endswith("README.md")) and (ROOT / name).is_file()
+        name for name in sources()
+        if name.endswith(READ) and (not name.startswith(TESTS) or name.endswith("README.md"))
     ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ A mutant is an entry of `table.yaml`:
       replace: the text, found exactly once in the file
       by: what stands there instead
       tests: tests/unit/training/checkpoint/test_store.py::test_older_ones_go_only_after_the_new_one_was_read_back
-      needs: plain        # slurm or containers, where a laptop's Python is not enough
       seconds: 600        # another bound than the usual one
 """
 
@@ -20,7 +19,6 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-NEEDS = ("plain", "slurm", "containers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,6 @@ class Mutant:
     replace: str
     by: str
     tests: str
-    needs: str = "plain"
     seconds: int = 300
 
     def applied(self, text: str) -> str:
