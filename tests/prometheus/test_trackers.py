@@ -112,6 +112,7 @@ class Settings:
 class Run:
     def define_metric(self, *words, **more): pass
     def log(self, values): time.sleep(100_000)
+    def finish(self): pass
 def init(**words):
     return Run()
 """
