@@ -21,7 +21,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help setup shell train test test-nightly test-gpu lint docs bench generate clean
-.PHONY: submit-k8s submit-slurm install-k8s image image-cpu push smoke lock
+.PHONY: submit-k8s submit-slurm install-k8s image image-cpu push smoke lock release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +158,13 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEELS= a page or folder with torch's +cpu builds
 	$(LOCK) -o docker/requirements-cuda.txt
 	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
+
+release: $(READY) ## build dist/: wheel, sdist, notes of the version; images, too, with IMAGE=registry/name
+	@test -z "$$(git status --porcelain)" || { echo "error: the working tree has changes, and a release has none: commit them" >&2; exit 2; }
+	@rm -rf dist && $(VENV)/bin/uv build --quiet
+	@awk '/^## \[/ {inside = ++sections == 1; next} inside' CHANGELOG.md > dist/NOTES.md
+	@ls dist
+	$(if $(IMAGE),@$(MAKE) image image-cpu push)
 
 clean: ## remove caches; runs/, data/ and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -1,4 +1,4 @@
-"""python -m tests.promises [--write]: the third column of the promises in docs/guarantees.md, from the tests themselves.
+"""python -m tests.promises [--write | NAME]: the third column of the promises in docs/guarantees.md, from the tests themselves; or all of one.
 
 A test says what it holds, `@pytest.mark.promise("kill-resume")`, or a whole file does, `pytestmark = pytest.mark.promise(…)`.
 Nothing is imported: the marks are read from the source. A mark that names no promise, and a promise that no test holds,
@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/guarantees.md"
+SHOWN = 3
+"""So many of a promise's tests stand on the page."""
 ROW = re.compile(r"^\| ([a-z0-9-]+) \| (.+) \|([^|]*)\|$")
 
 
@@ -55,7 +57,9 @@ def page() -> str:
             if name not in tests:
                 raise ValueError(f"no test holds the promise {name}: mark one with pytest.mark.promise({name!r})")
             known.append(name)
-            line = f"| {name} | {promise} | {', '.join(f'`{test}`' for test in tests[name])} |"
+            shown = ", ".join(f"`{test}`" for test in tests[name][:SHOWN])
+            more = f", {len(tests[name]) - SHOWN} more" if len(tests[name]) > SHOWN else ""
+            line = f"| {name} | {promise} | {shown}{more} |"
         lines.append(line)
     if unknown := sorted(tests.keys() - set(known)):
         raise ValueError(f"{tests[unknown[0]][0]} holds {unknown[0]!r}, which docs/guarantees.md does not promise")
@@ -63,6 +67,11 @@ def page() -> str:
 
 
 def main() -> int:
+    names = [word for word in sys.argv[1:] if not word.startswith("-")]
+    for name in names:
+        print(*holders().get(name, ["no such promise"]), sep="\n")
+    if names:
+        return 0
     try:
         wanted = page()
     except ValueError as error:

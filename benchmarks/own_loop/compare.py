@@ -1,13 +1,15 @@
 """python -m benchmarks.own_loop.compare: one training loop with a Session, Lightning Fabric and Accelerate, disturbed.
 
-The loop is `examples/plain.py` on two ranks, 75 steps, saved every 10. One rank is killed, or gets a signal, at its 38th step; then the
-same command is started again. Told for each: the launcher's exit code, the seconds from the signal until no process is left, how many steps
-were taken a second time, and whether the last weights are those of the undisturbed run to the bit. Needs the extra `peers`.
+The loop is `examples/plain.py` on two ranks, 75 steps, saved every 10. At its 38th step one rank is killed, or gets a signal, or the
+disk of the checkpoints is full from then on; then the same command is started again, with a disk that has room. Told for each: the launcher's exit
+code, the seconds from the signal until no process is left, how many steps were taken a second time, and whether the last weights are those
+of the undisturbed run to the bit. Needs the extra `peers`, and root for the disk (a small tmpfs).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ SCRIPTS = {
     "Fabric": HERE / "fabric_loop.py",
     "Accelerate": HERE / "accelerate_loop.py",
 }
-FATES = ("KILL", "TERM", "HUP")
+FATES = ("KILL", "TERM", "HUP", "DISK")
+BALLAST = "ballast"
 
 
 def changed_lines(script: Path) -> int:
@@ -48,40 +51,57 @@ def command(peer: str, folder: Path) -> list[str]:
 
 def start(peer: str, folder: Path, fate: str = "") -> dict[str, Any]:
     """One start to its end."""
-    told, once = folder.with_suffix(".told"), folder.with_suffix(".once")
+    told, once, steps = (folder.with_suffix(f".{name}") for name in ("told", "once", "steps"))
     told.unlink(missing_ok=True)
+    steps.write_text("0")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
-           "FATE": fate, "FATE_ONCE": str(once), "FATE_TOLD": str(told)}  # fmt: skip
+           "FATE": fate, "FATE_ONCE": str(once), "FATE_TOLD": str(told), "FATE_STEPS": str(steps),
+           "FATE_BALLAST": str(folder / BALLAST)}  # fmt: skip
     done = subprocess.run(
         command(peer, folder), env=env, cwd=folder.parent, capture_output=True, text=True, timeout=BOUND
     )
     ended = time.time()
-    found = json.loads(told.read_text()) if told.exists() else {}
-    seconds = ended - float(once.read_text()) if fate and once.exists() else None
-    return {"code": done.returncode, "seconds": seconds, **found, "said": (done.stdout + done.stderr)[-2000:]}
+    return {
+        "code": done.returncode, "steps": int(steps.read_text()), "said": (done.stdout + done.stderr).splitlines()[-3:],
+        "seconds": round(ended - float(once.read_text()), 1) if fate else None,
+        "weights": told.read_text() if told.exists() else None,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def disk_of(folder: Path, fate: str) -> Iterator[None]:
+    """A file system that a fate may fill."""
+    if fate != "DISK":
+        yield
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def measure(peer: str, folder: Path, fates: Sequence[str]) -> dict[str, Any]:
     calm = folder / f"{peer}-calm"
     calm.mkdir()
     reference = start(peer, calm)
-    if reference["code"] != 0 or reference.get("steps") != STEPS:
+    if reference["code"] != 0 or reference["steps"] != STEPS:
         raise RuntimeError(f"{peer}, undisturbed: {reference}")
     result: dict[str, Any] = {"changed_lines": changed_lines(SCRIPTS[peer])}
     for fate in fates:
         run = folder / f"{peer}-{fate}"
         run.mkdir()
-        first = start(peer, run, f"1:{AT}:{fate}")
-        again = start(peer, run)
-        # Negative where the ranks left together a step or two behind the signal.
-        repeated = max(0, AT + again["steps"] - STEPS) if "steps" in again else None
+        with disk_of(run, fate):
+            first = start(peer, run, f"1:{AT}:{fate}")
+            (run / BALLAST).unlink(missing_ok=True)
+            again = start(peer, run)
         result[fate] = {
-            "exit_code": first["code"], "seconds_to_end": round(first["seconds"], 1) if first["seconds"] else None,
-            "exit_code_again": again["code"], "steps_repeated": repeated,
-            "same_weights": again.get("weights") == reference["weights"],
+            "exit_code": first["code"], "seconds_to_end": first["seconds"], "exit_code_again": again["code"],
+            "steps_first": first["steps"], "steps_repeated": first["steps"] + again["steps"] - STEPS,
+            "same_weights": (again["weights"] or first["weights"]) == reference["weights"],
         }  # fmt: skip
         if again["code"]:
-            result[fate]["said"] = again["said"].splitlines()[-3:]
+            result[fate]["said"] = again["said"]
     return result
 
 

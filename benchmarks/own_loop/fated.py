@@ -1,17 +1,17 @@
-"""python fated.py SCRIPT …: runs a script unchanged, and at one optimizer step of one rank sends that rank a signal.
+"""python fated.py SCRIPT …: runs a script unchanged, and at one optimizer step of one rank sends that rank a signal, or fills a disk.
 
-FATE=RANK:STEP:SIGNAL, once: FATE_ONCE names a file that remembers it. FATE_TOLD names a file that rank 0 writes at the end: how many
-steps this start took, and the sha256 of the weights.
+FATE=RANK:STEP:SIGNAL, or RANK:STEP:DISK, once: FATE_ONCE names a file that remembers it, FATE_BALLAST one that takes what is left of its
+disk. FATE_TOLD names a file that rank 0 writes at the end, the sha256 of the weights, and FATE_STEPS one with its steps so far.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,23 @@ def step(self: torch.optim.SGD, *args: Any, **kwargs: Any) -> Any:
     steps, last = steps + 1, self
     if mine == rank and steps == int(at) and not once.exists():
         once.write_text(str(time.time()))
-        os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+        if name == "DISK":
+            threading.Thread(target=fill, args=(Path(os.environ["FATE_BALLAST"]),), daemon=True).start()
+        else:
+            os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+    if mine == "0":
+        Path(os.environ["FATE_STEPS"]).write_text(str(steps))
     return result
+
+
+def fill(ballast: Path) -> None:
+    """Takes all room, also what somebody gives back: on a shared disk that is full others wait for it, too."""
+    with ballast.open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(b"\0" * 4096)
+            except OSError:
+                time.sleep(0.001)
 
 
 torch.optim.SGD.step = step  # type: ignore[method-assign]
@@ -44,4 +59,4 @@ if mine == "0" and last is not None:
     for group in last.param_groups:
         for parameter in group["params"]:
             digest.update(parameter.detach().contiguous().numpy().tobytes())
-    Path(os.environ["FATE_TOLD"]).write_text(json.dumps({"steps": steps, "weights": digest.hexdigest()}))
+    Path(os.environ["FATE_TOLD"]).write_text(digest.hexdigest())
