@@ -1,4 +1,4 @@
-"""python -m tests.promises [--write | NAME]: the third column of the promises in docs/guarantees.md, from the tests themselves; or all of one.
+"""python -m tests.promises [--write | NAME]: the third column of the promises in docs/guarantees.md, from the tests; or all of one.
 
 A test says what it holds, `@pytest.mark.promise("kill-resume")`, or a whole file does, `pytestmark = pytest.mark.promise(…)`.
 Nothing is imported: the marks are read from the source. A mark that names no promise, and a promise that no test holds,

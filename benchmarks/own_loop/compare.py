@@ -1,9 +1,9 @@
 """python -m benchmarks.own_loop.compare: one training loop with a Session, Lightning Fabric and Accelerate, disturbed.
 
 The loop is `examples/plain.py` on two ranks, 75 steps, saved every 10. At its 38th step one rank is killed, or gets a signal, or the
-disk of the checkpoints is full from then on; then the same command is started again, with a disk that has room. Told for each: the launcher's exit
-code, the seconds from the signal until no process is left, how many steps were taken a second time, and whether the last weights are those
-of the undisturbed run to the bit. Needs the extra `peers`, and root for the disk (a small tmpfs).
+disk of the checkpoints is full from then on; then the same command is started again, with a disk that has room. Told for each: the
+launcher's exit code, the seconds from the signal until no process is left, how many steps were taken a second time, and whether the last
+weights are those of the undisturbed run to the bit. Needs the extra `peers`, and root for the disk (a small tmpfs).
 """
 
 from __future__ import annotations
