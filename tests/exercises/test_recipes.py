@@ -35,7 +35,7 @@ def test_the_mlp_in_the_exercises_form_and_in_the_honest_one(data_root: Path, tm
     honest = _table(done.output)
     assert list(honest) == [0, 100, 200]
     assert honest[200][1] > 3.4 and honest[200][0] < honest[0][0]  # ln 32 = 3.47: what is held out stays at chance
-    assert "epoch    batch" not in done.output
+    assert "epoch     step" not in done.output
 
 
 def _literal_loop(batches: int, workers: int, epochs: int) -> list[float]:

@@ -40,18 +40,21 @@ class Console:
         self._by_step, self._columns = by_step, columns
         self._header = False
         self._planned = 0
+        self._loss = ""
+        """The mean loss of all ranks at the last reading, as it is shown."""
         self._told: tuple[float, int] | None = None
         """When progress was last printed, or the first step came, and how far it was."""
         self._bar: Progress | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
             shown = (
                 TextColumn("epoch {task.fields[epoch]}"),
-                BarColumn(),
+                BarColumn(20),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[pace]}"),
             )
             self._bar = Progress(*shown, transient=True, redirect_stdout=True)
-            self._task = self._bar.add_task("train", total=None, epoch=1)
+            self._task = self._bar.add_task("train", total=None, epoch=1, pace="")
             self._bar.start()
 
     def line(self, text: str) -> None:
@@ -72,7 +75,9 @@ class Console:
     def step(self, epoch: int, done: int) -> None:
         """Moves the progress bar; without one, prints a line a minute. `epoch` counts from 0, `done` are the steps of the whole run."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, epoch=epoch + 1)
+            speed = self._bar.tasks[self._task].speed
+            pace = f"{speed:.3g} steps/s{self._loss}" if speed else ""
+            self._bar.update(self._task, completed=done, epoch=epoch + 1, pace=pace)
             return
         now = self._now()
         since, before = self._told or (now, done)
@@ -81,12 +86,14 @@ class Console:
             left = (
                 f" of {self._planned}, about {(self._planned - done) / rate / 60:.0f} min left" if self._planned else ""
             )
-            self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s")
+            self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s{self._loss}")
         if self._told is None or now - since >= PROGRESS_SECONDS:
             self._told = now, done
 
     def on_event(self, event: dict[str, Any]) -> None:
         """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
+        if event["event"] == "step" and event["train_loss"] is not None:
+            self._loss = f", loss {event['train_loss']:.4g}"
         if self.log.format == "json":
             if self.world.leader:
                 say(json_text(event))
@@ -105,12 +112,12 @@ class Console:
             self._columns = list(event["logged"])[:MOST_COLUMNS]
         if not self._header:
             self._header = True
-            columns = "".join(f"    {name:>10}" for name in self._columns)
-            say(f"epoch    batch    train time [sec]{columns}    train loss [epoch]    samples/s [run]")
-        numbers = "".join(_number(values.get(name), 4 + max(len(name), 10)) for name in self._columns)
+            columns = "".join(f"   {name:>9}" for name in self._columns)
+            say(f"epoch     step    seconds{columns}   train loss   samples/s")
+        numbers = "".join(_number(values.get(name), 3 + max(len(name), 9)) for name in self._columns)
         say(
-            f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:19.2f}{numbers}"
-            f"{_number(event['train_loss'], 22)}{event['images_per_second']:19.0f}"
+            f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:10.2f}{numbers}"
+            f"{_number(event['train_loss'], 13)}{event['images_per_second']:12.0f}"
         )
 
     def close(self) -> None:
