@@ -114,7 +114,7 @@ generate: $(READY) ## write anew what is made from the code: schemas, examples i
 	$(RUN) -m tests.promises --write
 
 submit-k8s: $(TRAIN) ## submit to Kubernetes: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]; takes the image of `make push`
-	@image=; test -n "$(IMAGE)" || image=$$($(RUN) docker/pushed.py find $(TAG) $(JOB) $(GPUS)) || exit; \
+	@image=; test -n "$(IMAGE)" || image=$$($(RUN) docker/pushed.py find $(TAG) $(JOB) $(addprefix gpus=,$(GPUS)) $(SET)) || exit; \
 	  $(VENV)/bin/lockstep submit k8s $(JOB_FLAGS) $(call given,NAMESPACE,--namespace) $$image
 
 submit-slurm: $(TRAIN) ## submit to SLURM: NODES=2 GPUS=4 [RECIPE= NAME= PROFILE=gpu-cluster SWEEP="lr=0.1,0.2" JOB=job.yaml]
@@ -142,9 +142,9 @@ image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WH
 image-cpu: ## build the CPU image NAME:cpu, NAME:REVISION-cpu; same variables
 	$(call build,cpu) $(BUILD_FLAGS) -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
 
-push: $(TRAIN) ## push what image and image-cpu built of this revision: IMAGE=registry/name; prints the digests, and notes them for submit-k8s
+push: ## push what image and image-cpu built of this revision: IMAGE=registry/name; prints the digests, and notes them for submit-k8s
 	@test -n "$(IMAGE)" || { echo "error: say where to: make push IMAGE=registry/name" >&2; exit 2; }
-	@$(RUN) docker/pushed.py push $(IMAGE) $(TAG)
+	@$(PYTHON) docker/pushed.py push $(IMAGE) $(TAG)
 
 smoke: image-cpu ## train in containers, check accuracy and metrics, leave nothing: NODES=2 RANKS=2
 	@$(PYTHON) docker/smoke.py --image $(NAME_):cpu --nodes $(or $(NODES),2) --ranks $(if $(filter auto,$(RANKS)),2,$(RANKS)) \

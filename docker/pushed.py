@@ -1,7 +1,9 @@
 """Which images were pushed, by revision and flavour: `make push` notes their digests, `make submit-k8s` takes one.
 
 python docker/pushed.py push registry/name REVISION        # pushes what this machine has of it
-python docker/pushed.py find REVISION job.yaml [GPUS]      # prints --image NAME@sha256:…, or nothing where the job has its own
+python docker/pushed.py find REVISION job.yaml [gpus=4 …]  # prints --image NAME@sha256:…, or nothing where the job has its own
+
+Who pushes needs an engine, and no package of Python's.
 """
 
 from __future__ import annotations
@@ -13,11 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.jobs.compose.engine import docker
-from lockstep.jobs.lint import documentation
-from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import warn
 from lockstep.training import files
-from lockstep.training.config.settings import assignments
 from lockstep.training.contract import UserError, user_errors
 
 NOTES = Path(__file__).parents[1] / "build/images.json"
@@ -61,9 +60,13 @@ def push(name: str, revision: str) -> None:
         print(digest, flush=True)
 
 
-def find(revision: str, job: str, gpus: str = "") -> None:
+def find(revision: str, job: str, *given: str) -> None:
     """Raises `UserError`: no image of this revision was pushed that the job could run in."""
-    spec = JobSpec.load(Path(job), dict(assignments(JobSpec, [f"gpus={gpus}"] if gpus else [])))
+    from lockstep.jobs.lint import documentation
+    from lockstep.jobs.spec.model import JobSpec
+    from lockstep.training.config.settings import assignments
+
+    spec = JobSpec.load(Path(job), dict(assignments(JobSpec, given)))
     if spec.image is not None and not documentation(spec.image):
         return
     pushed = notes().get(revision, {})

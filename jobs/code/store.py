@@ -31,16 +31,24 @@ def home() -> Path:
 
 
 def keep(identity: str, packed: bytes) -> None:
-    """Keeps the archive. Raises `UserError`."""
+    """Keeps the archive, in the place of one that was damaged. Raises `UserError`."""
     place = records.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
     try:
-        if place.exists():
+        if _is_whole(place, identity):
             os.utime(place)  # it is wanted again
         else:
             files.replace(place, packed)
     except OSError as error:
         raise UserError(f"cannot keep the code in {place.parent}: {error.strerror}; set LOCKSTEP_HOME") from None
     _remove_unused()
+
+
+def _is_whole(place: Path, identity: str) -> bool:
+    try:
+        archive.read(files.read(place, archive.MAX_PACKED), identity)
+    except (OSError, UserError):
+        return False
+    return True
 
 
 def packed(identity: str) -> bytes:

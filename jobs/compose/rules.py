@@ -47,15 +47,19 @@ def _ordinary(value: Any) -> bool:
     return not re.fullmatch(r"root|0+", str(value).partition(":")[0])
 
 
-# What a patch may not add to a service of the job → whether a value of it is harmless, and why not.
 _DOOR = "opens what the job's container is closed to"
 _OTHERS = "gives the job access to the host or to another container"
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+Refused = dict[str, tuple[Callable[[Any], bool], str]]
+"""What a patch may not add → whether a value of it is harmless, and why not."""
+NODE: Refused = {
     r"scale|deploy\.replicas": (lambda value: value == 1, "would start it more than once: set nodes"),
     r"(entrypoint|command)\[[0-9]+\]": (_never, "would be words of the launcher: set overrides"),
-    r"cap_add|devices|device_cgroup_rules|extends|provider|post_start|pre_stop": (_never, _DOOR),
-    r"privileged": (lambda value: value is False, _DOOR),
     r"user": (_ordinary, _DOOR),
+}
+"""To a node of the job."""
+SERVICE: Refused = {
+    r"cap_add|devices|device_cgroup_rules|extends|provider|post_start|pre_stop|build": (_never, _DOOR),
+    r"privileged": (lambda value: value is False, _DOOR),
     r"security_opt\[[0-9]+\]": (_confined, _DOOR),
     r"deploy\.resources\.reservations\.devices\[[^]]*\]": (lambda value: get(value, "capabilities") == ["gpu"], _DOOR),
     r"network_mode": (lambda value: value in ("none", "bridge"), _OTHERS),
@@ -63,6 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     r"pid|uts|cgroup_parent|userns_mode|volumes_from|use_api_socket": (_never, _OTHERS),
     r"volumes\[[0-9]+\]": (lambda value: _host_path(value) is None, f"{_OTHERS}: use a named volume"),
 }
+"""To any service: one of the user's own has the engine's defaults, and is no way to the host either."""
 
 
 @rule("LC004")
@@ -70,16 +75,19 @@ def patched(subject: Subject) -> Iterator[str]:
     """A patch adds what has no setting. What is rendered keeps its place: Lockstep finds the job by it, and it closes doors."""
     if not compose(subject.spec).patch:
         return
-    file = next(iter(subject.objects), {})
-    for change in changes(render.file(subject.spec), file):
+    file, rendered = next(iter(subject.objects), {}), render.file(subject.spec)
+    ours, services = rendered["services"], get(file, "services")
+    for change in changes(rendered, file):
         if change.ours:
             yield f"the patch changes {change.path}, which is made of the job's settings: change those, and leave it out of compose.patch"
             continue
-        own = re.match(r"services\.(node-[0-9]+)\.(.*)", change.path)  # what stands beside them is the user's affair
-        node, place = own.groups() if own is not None else ("", "")
-        for pattern, (harmless, why) in REFUSED.items():
-            if re.fullmatch(pattern, place) and not harmless(change.value):
-                yield f"{node}: the patch adds {place}: {str(change.value)[:60]}, which {why}: remove it"
+        for name in services if isinstance(services, dict) else ():
+            place = change.path.removeprefix(f"services.{name}.")  # a service's name may hold dots
+            for pattern, (harmless, why) in (SERVICE if name not in ours else {**NODE, **SERVICE}).items():
+                if place != change.path and re.fullmatch(pattern, place) and not harmless(change.value):
+                    yield f"{name}: the patch adds {place}: {str(change.value)[:60]}, which {why}: remove it"
+        if re.fullmatch(r"(configs|secrets)\..*\.file", change.path):
+            yield f"the patch adds {change.path}: {change.value}, which is the host's: use `content` or `environment`"
         if re.fullmatch(r"volumes\..*\.driver_opts\.device", change.path) and str(change.value).startswith(HOST_PATHS):
             yield f"the patch adds {change.path}: {change.value}, which is the host's: use a volume that the engine manages"
         if re.fullmatch(r"networks\.[^.]*\.(driver|name)", change.path) and change.value == "host":

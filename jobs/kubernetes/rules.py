@@ -28,7 +28,11 @@ _CONTEXT = "opens what the pod's security context closes"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     r".*\.(hostNetwork|hostPID|hostIPC)": ((False,), _HOST),
     r".*\.hostPort": ((), _HOST),
-    r".*\.hostPath": ((), f"{_HOST}: use a claim"),
+    # All others are refused by PodSecurity's level `restricted`: hostPath, nfs, and what else names a server or the host.
+    r".*\.volumes\[[^]]*\]\.(?!(name|configMap|csi|downwardAPI|emptyDir|ephemeral|persistentVolumeClaim|projected|secret)$)[^.]*": (
+        (),
+        "is a volume that PodSecurity's level restricted refuses: use a claim",
+    ),
     r".*\.serviceAccountToken": ((), "gives the job a token of the cluster"),
     r".*\.(privileged|allowPrivilegeEscalation)": ((False,), _CONTEXT),
     r".*\.(readOnlyRootFilesystem|runAsNonRoot)": ((True,), _CONTEXT),

@@ -170,6 +170,8 @@ def test_an_identity_alone_runs_what_is_kept(folder: Path, tmp_path: Path) -> No
     (tmp_path / f"home/code/{code(job)}.tar.gz").write_bytes(b"damaged")
     with pytest.raises(UserError, match="the code's archive"):
         product.kept(named)
+    (folder / "helper.py").write_text("WORD = 'submitted'\n")
+    assert product.kept(spec(folder)) == [job] == product.kept(named), "a submission from the folder writes it anew"
 
 
 def test_copies_that_no_job_names_go_after_a_week(folder: Path, tmp_path: Path) -> None:

@@ -131,8 +131,18 @@ DOORS: list[dict[str, Any]] = [
         )
     ),
 ]  # fmt: skip
+OWN = [
+    {"network_mode": "host"},
+    {"privileged": True},
+    {"cap_add": ["SYS_ADMIN"]},
+    mounts("/var/run/docker.sock:/sock"),
+    {"build": "."},
+]
+"""Of a service of the user's own."""
 PROVOKED: list[tuple[str, dict[str, Any]]] = [
     *(("LC004", {"compose": {"patch": {"services": {"node-0": node}}}}) for node in DOORS),
+    *(("LC004", {"compose": {"patch": {"services": {"my.own": {"image": "a:1", **own}}}}}) for own in OWN),
+    ("LC004", {"compose": {"patch": {"configs": {"sock": {"file": "/var/run/docker.sock"}}}}}),
     ("LJ005", {"image": None}), ("LC004", {"compose": {"patch": {"services": {"node-1": None}}}}),
     ("LC004", {"compose": {"patch": {"volumes": {"host": {"driver_opts": {"type": "none", "o": "bind", "device": "/"}}}}}}),
     ("LC004", {"compose": {"patch": {"networks": {"default": {"name": "host", "external": True}}}}}),
@@ -163,6 +173,8 @@ def test_a_good_job_provokes_none_and_every_rule_is_tried(tmp_path: Path) -> Non
         {"network_mode": "none", "ipc": "private"}, {"security_opt": ["no-new-privileges:true", "seccomp:profile.json"]},
     ):  # fmt: skip
         assert lint_of_compose(patched(patch)) == [], "it opens no door"
+    beside = {"image": "redis:7", "user": "root", "command": ["redis-server"], "volumes": ["cache:/data"]}
+    assert lint_of_compose(spec_of(compose={"patch": {"services": {"cache": beside}}})) == []
     for path in ("deploy/observability/prometheus/compose.yaml", "docker/prometheus.yml"):
         (scrape,) = yaml.safe_load((ROOT / path).read_text())["scrape_configs"]
         ports = [item["port"] for item in scrape["dns_sd_configs"]]

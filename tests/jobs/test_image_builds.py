@@ -94,6 +94,7 @@ def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path:
     for notes in ([], {}, {"other": {"cuda": one}}, {"unknown": {"cpu": other}}, {"unknown": {"cuda": 7}}):
         said = submitted(notes, "GPUS=4")
         assert "error: no CUDA image of this revision (unknown) was pushed: make image push " in said, said
+    assert "no CUDA image" in submitted({"unknown": {"cpu": other}}, "SET=gpus=4"), "it took the CPU image"
     notes = {"unknown": {"cuda": one, "cpu": other}}
     # The cluster is the next thing that is missing.
     assert "kubeconfig" in submitted(notes, "GPUS=4").lower() and "kubeconfig" in submitted(notes).lower()
@@ -102,7 +103,7 @@ def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path:
     (here / "build/images.json").write_text(json.dumps(notes))
     found = [
         run([sys.executable, "docker/pushed.py", "find", "unknown", "job.yaml", *gpus], env, cwd=here).output.strip()
-        for gpus in ([], ["4"])
+        for gpus in ([], ["gpus=4"])
     ]
     assert found == [f"--image {other}", f"--image {one}"]
 
@@ -125,7 +126,7 @@ def test_a_push_to_docker_hub_and_what_an_engine_tells_of_it(tmp_path: Path) -> 
     env = environment(here, tmp_path / "home")
     env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
     one, other = (f"me/lockstep@sha256:{digit * 64}" for digit in "12")
-    words = [sys.executable, "docker/pushed.py", "push", "docker.io/me/lockstep", "abc"]
+    words = [sys.executable, "-S", "docker/pushed.py", "push", "docker.io/me/lockstep", "abc"]  # -S: no package at all
     for digests, code in (([one], 0), ([], 2), (None, 2), ([one, other], 2)):
         (tmp_path / "bin/digests").write_text(json.dumps(digests))
         done = run(words, env, cwd=here)

@@ -51,6 +51,9 @@ def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path:
     path.write_text("name: a\nrecipe: smoke\nslurm:\n  # partition: gpu\nenv:\n")
     spec = JobSpec.load(path, below={"slurm": {"partition": "p"}, "env": {"A": "a"}})
     assert (spec.slurm.partition, spec.env) == ("p", {"A": "a"})
+    path.write_text("name: a\nrecipe: smoke\ncommand: null\ncode: null\nelastic:\n")
+    spec = JobSpec.load(path)
+    assert (spec.command, spec.code, spec.elastic) == (None, None, None), "code: null sent the whole folder"
     path.write_text("name: a\nrecipe: smoke\njoin_timeout: 10m\n")
     with pytest.raises(UserError, match=r"job\.yaml with its profile.*join_timeout 10m is above time_limit 5m"):
         JobSpec.load(path, below={"time_limit": "5m"})

@@ -61,6 +61,8 @@ def test_all_components_build_on_the_base(tmp_path: Path) -> None:
     (egress,) = [item for item in built if item["metadata"]["name"] == "closed-egress"]
     own = egress["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
     assert own.items() <= example()["metadata"]["labels"].items(), "a job's pods may reach each other"
+    ports = {(one["port"], one["protocol"]) for one in egress["spec"]["egress"][1]["ports"]}
+    assert ports == set(pairs((53, 5353), ("UDP", "TCP"))), "OpenShift's DNS listens on 5353"
 
 
 def example() -> dict[str, Any]:

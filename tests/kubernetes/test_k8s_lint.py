@@ -75,6 +75,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS028", {"patch": annotated({"prometheus.io/port": "9470"})}),
     ("LS028", {"patch": annotated(None)}),
     ("LS028", {"volume": {"name": "x", "hostPath": {"path": "/"}}}),
+    ("LS028", {"volume": {"name": "x", "nfs": {"server": "files.example.com", "path": "/"}}}),
     ("LS028", {"volume": {"name": "x", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}}),
     ("LS028", {"container": {"securityContext": {"privileged": True}}}),
     ("LS028", {"container": {"securityContext": {"appArmorProfile": {"type": "Unconfined"}}}}),

@@ -159,8 +159,12 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
 
 
 def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
-    """What an empty heading of that name stands for: {} for a group or a mapping, [] for a list, None for a single value."""
-    hint = bare(expected(model, (name,)))
+    """What an empty heading of that name stands for: {} for a group or a mapping, [] for a list, None for a single value, and
+    for whatever may be null."""
+    whole = expected(model, (name,))
+    hint = bare(whole)
+    if _may_be_null(whole):
+        return None
     if fields(hint) or typing.get_origin(hint) is dict:
         return {}
     return [] if typing.get_origin(hint) is list else None
@@ -336,6 +340,12 @@ def bare(hint: Any) -> Any:
 
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _may_be_null(hint: Any) -> bool:
+    if typing.get_origin(hint) is Annotated:
+        return _may_be_null(typing.get_args(hint)[0])
+    return _is_union(hint) and types.NoneType in typing.get_args(hint)
 
 
 def is_section(hint: Any) -> bool:
